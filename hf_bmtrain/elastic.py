@@ -10,14 +10,14 @@ class Elastic:
 
     Views made of `tensor` stay valid over `free` and `allocate`, among them those that autograd saved, which is
     what lets a block be released between its forward and its backward without being recomputed. Reading a view
-    while the storage is empty is undefined (a crash on CPU), so nobody may hold one at rest.
+    while the storage is empty is undefined (a crash on CPU), so nobody may hold one at rest. It begins allocated:
+    views can only be made then.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, poison: bool) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.tensor.untyped_storage().nbytes()
         self._poison = poison
-        self.free()
 
     @property
     def allocated(self) -> bool:
@@ -43,4 +43,5 @@ class Elastic:
 
         `.data` separates the counters: filling the buffer is not a modification that autograd should see.
         """
+        assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)

@@ -91,9 +91,9 @@ class GradientBuffer:
         if self._full is None:
             self._full = Elastic(self._layout.numel, self._like.dtype, self._like.device, self._step.poison)
             self._full_views = self._views(self._full.tensor)
-        flat = self._full.allocate()
+        self._full.allocate()
         self._pack(*self._full_views)
-        return flat
+        return self._full.tensor
 
     def _views(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of the flat gradient: one a parameter in its shape, one a gap of padding."""

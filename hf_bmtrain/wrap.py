@@ -132,7 +132,7 @@ def _place_buffers(model: torch.nn.Module, world: World) -> None:
 def _keep_out_of_the_way(model: torch.nn.Module) -> None:
     """A Hugging Face model's own recomputation off, and no key-value cache in a forward that is recomputed."""
     disable = getattr(model, "gradient_checkpointing_disable", None)
-    if callable(disable) and getattr(model, "is_gradient_checkpointing", False):
+    if callable(disable):
         disable()
     names = model.forward.__code__.co_varnames if hasattr(model.forward, "__code__") else ()
     if hasattr(getattr(model, "config", None), "use_cache") or "use_cache" in names:

@@ -75,6 +75,14 @@ class GradientBuffer:
             self._full.free()
         self._hand_out()
 
+    def discard(self) -> None:
+        """Wait for what was sent, and forget it."""
+        if self._arriving is not None:
+            self._arriving[0].wait()
+            self._arriving = None
+        if self._full is not None:
+            self._full.free()
+
     def drop(self) -> None:
         """Forget what autograd left in the wholes."""
         for whole in self._wholes:

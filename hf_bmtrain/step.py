@@ -32,6 +32,7 @@ class Travelling(Protocol):
 
     def send(self) -> None: ...
     def receive(self) -> None: ...
+    def discard(self) -> None: ...
 
 
 class Step:
@@ -116,11 +117,13 @@ class Step:
         self.free_gradient_slot()
 
     def abandon_backward(self) -> None:
-        """Close a backward that raised before its end."""
+        """Close a backward that raised before its end; what was under way does not reach any `.grad`."""
         members = [member for task in self._members.values() for member in task]
         self._members.clear()
         self._release_kept()
-        self.free_gradient_slot()
+        for gradient in self._travelling:
+            gradient.discard()
+        self._travelling = []
         for member in members:
             member.abandon_backward()
 

@@ -21,6 +21,10 @@ import torch
 import torch.distributed as dist
 
 
+# torch 2.13 renames the collective and warns of its old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Ticket(Protocol):
     """The promise of one operation; `wait` may be called once, by the stream that uses the result."""
 
@@ -114,7 +118,7 @@ class GlooCommunicator:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        work = dist.all_gather_into_tensor(_bytes(whole), _bytes(shard), group=self._group, async_op=True)
+        work = _all_gather(_bytes(whole), _bytes(shard), group=self._group, async_op=True)
         return self._ticket("all_gather", shard, work)
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:

@@ -13,14 +13,14 @@ _SECONDS = 240
 
 
 class Ranks:
-    """`size` processes, one world (CPU, gloo), started at the first call and again after a failure.
+    """`size` processes, one world (on CPU unless told), started at the first call and again after a failure.
 
     `ranks(function, *arguments)` runs an importable function on every rank and returns the list of its results.
     Released and unfilled buffers are poisoned with NaN in all of them.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.size, self._device = size, device
         self._processes: list = []
 
     def __call__(self, function, *arguments) -> list[Any]:
@@ -47,7 +47,7 @@ class Ranks:
         self._inboxes = [context.Queue() for _ in range(self.size)]
         port = _free_port()
         for rank in range(self.size):
-            arguments = (rank, self.size, port, self._inboxes[rank], self._outbox)
+            arguments = (rank, self.size, self._device, port, self._inboxes[rank], self._outbox)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)
@@ -59,10 +59,10 @@ class Ranks:
         self._processes = []
 
 
-def _serve(rank: int, size: int, port: int, inbox, outbox) -> None:
+def _serve(rank: int, size: int, device: str, port: int, inbox, outbox) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU="true", HF_HUB_OFFLINE="1",
+        HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"), HF_HUB_OFFLINE="1",
     )  # fmt: skip
     import torch
 

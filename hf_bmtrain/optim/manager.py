@@ -136,7 +136,7 @@ class OptimManager:
             self._unread = found_inf, None
             self._settle()
             return
-        flag = torch.empty((), dtype=torch.float32, pin_memory=True)
+        flag = torch.empty(1, dtype=torch.float32, pin_memory=True)
         flag.copy_(found_inf, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

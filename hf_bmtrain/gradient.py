@@ -8,6 +8,7 @@ from .comm import DONE, Ticket
 from .elastic import Elastic
 from .grad_slice import GradSlice
 from .layout import Layout
+from .packing import Packing
 from .step import Step
 
 
@@ -31,8 +32,11 @@ class GradientBuffer:
         self._step, self._layout = step, layout
         self._wholes, self._slices, self._like = wholes, slices, shard
         self._single = step.reduce.size == 1
+        self._fresh = True
         self._full: Elastic | None = None
-        self._full_views: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._full_packing: Packing | None = None
+        self._shard_packing: Packing | None = None
+        self._open: Packing | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
         self._handed: list[torch.Tensor | None] = [None] * len(slices)
@@ -42,23 +46,25 @@ class GradientBuffer:
     # -- one backward -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def collect(self, index: int, gradient: torch.Tensor) -> None:
+        """Pack one parameter's gradient ahead of `send`, so that autograd's tensor can go."""
+        self._begin().add(index, gradient)
+
+    @torch.no_grad()
     def send(self) -> None:
         """Pack the gradients of the wholes and start averaging them over the ranks."""
-        assert self._arriving is None, "the previous gradient was not received"
-        fresh = all(piece.grad is None for piece in self._slices)
-        if self.shard is None:
-            self.shard = torch.zeros_like(self._like)
-        if not fresh:
-            self._resume_total()
+        packing = self._begin()
+        packed = packing.complete([whole.grad for whole in self._wholes])
+        self._open = None
+        self.drop()
         if self._single:
-            # The whole gradient is the shard, and an addition reads it where it was packed.
-            packed = self._pack_into_shard() if fresh else self._pack_into_full()
             self._arriving = DONE, packed
             return
-        arriving = self.shard if fresh else torch.empty_like(self.shard)
+        assert self.shard is not None
+        arriving = self.shard if self._fresh else torch.empty_like(self.shard)
         if self._step.poison:
             arriving.fill_(float("nan"))
-        self._arriving = self._step.reduce.reduce_scatter_mean(arriving, self._pack_into_full()), arriving
+        self._arriving = self._step.reduce.reduce_scatter_mean(arriving, packed), arriving
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -76,10 +82,13 @@ class GradientBuffer:
         self._hand_out()
 
     def discard(self) -> None:
-        """Wait for what was sent, and forget it."""
+        """Forget what was collected or sent."""
         if self._arriving is not None:
             self._arriving[0].wait()
             self._arriving = None
+        if self._open is not None:
+            self._open.reset()
+            self._open = None
         if self._full is not None:
             self._full.free()
 
@@ -88,36 +97,32 @@ class GradientBuffer:
         for whole in self._wholes:
             whole.grad = None
 
-    def _pack_into_shard(self) -> torch.Tensor:
-        assert self.shard is not None
+    def _begin(self) -> Packing:
+        """Where this backward packs: the full buffer, or with one rank and a new accumulation the shard itself."""
+        if self._open is not None:
+            return self._open
+        assert self._arriving is None, "the previous gradient was not received"
+        self._fresh = all(piece.grad is None for piece in self._slices)
+        if self.shard is None:
+            self.shard = torch.zeros_like(self._like)
+        if not self._fresh:
+            self._resume_total()
+        self._open = self._into_shard(self.shard) if self._single and self._fresh else self._into_full()
+        return self._open
+
+    def _into_shard(self, shard: torch.Tensor) -> Packing:
+        if self._shard_packing is None:
+            self._shard_packing = Packing(shard, self._layout, [whole.shape for whole in self._wholes])
         if self._step.poison:
-            self.shard.fill_(float("nan"))
-        self._pack(*self._views(self.shard))
-        return self.shard
+            shard.fill_(float("nan"))
+        return self._shard_packing
 
-    def _pack_into_full(self) -> torch.Tensor:
-        if self._full is None:
+    def _into_full(self) -> Packing:
+        if self._full is None or self._full_packing is None:
             self._full = Elastic(self._layout.numel, self._like.dtype, self._like.device, self._step.poison)
-            self._full_views = self._views(self._full.tensor)
+            self._full_packing = Packing(self._full.tensor, self._layout, [whole.shape for whole in self._wholes])
         self._full.allocate()
-        self._pack(*self._full_views)
-        return self._full.tensor
-
-    def _views(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views of the flat gradient: one a parameter in its shape, one a gap of padding."""
-        data, offsets = flat.data, self._layout.offsets
-        tensors = [data[o : o + whole.numel()].view(whole.shape) for o, whole in zip(offsets, self._wholes)]
-        return tensors, [data[start:stop] for start, stop in self._layout.gaps()]
-
-    def _pack(self, views: list[torch.Tensor], gaps: list[torch.Tensor]) -> None:
-        gradients = [whole.grad for whole in self._wholes]
-        present = [(view, gradient) for view, gradient in zip(views, gradients) if gradient is not None]
-        zeros = gaps + [view for view, gradient in zip(views, gradients) if gradient is None]
-        if present:
-            torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        if zeros:
-            torch._foreach_zero_(zeros)
-        self.drop()
+        return self._full_packing
 
     # -- accumulation -------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class DistributedModule(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if type(value) is DistributedParameter:
-            return value.buffer.read(value.index)
+            return value.buffer.read(value.index, self)
         return value
 
     def __call__(self, *args, **kwargs) -> Any:

@@ -124,6 +124,7 @@ class ShardedBuffer:
         self.gradient = GradientBuffer(step, self.layout, self.wholes, self.slices, self.shard)
         self._ticket: Ticket | None = None
         self._filled_version = -1
+        self._read: dict[tuple[int, int], torch.nn.Parameter] = {}
         self._fill(parameters)
 
     # -- making -------------------------------------------------------------------------------------------------
@@ -214,14 +215,36 @@ class ShardedBuffer:
 
     # -- reads outside blocks -----------------------------------------------------------------------------------
 
-    def read(self, index: int) -> torch.nn.Parameter:
-        """The whole parameter inside a forward or a recomputation, gathered once a pass; its slice otherwise."""
+    def read(self, index: int, reader: object) -> torch.nn.Parameter:
+        """The whole parameter inside a forward or a recomputation, gathered once a pass; its slice otherwise.
+
+        Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory:
+        its gradient is packed the moment it is complete, instead of waiting beside those of the other readers.
+        """
         if not self._step.in_forward:
             return self.slices[index]
         self._step.meet(self)
         self.gather()
         self.wait()
-        return self.wholes[index]
+        key = index, id(reader)
+        if key not in self._read:
+            self._read[key] = self._readable(index)
+        whole = self._read[key]
+        if whole.requires_grad != self.slices[index].requires_grad:
+            whole.requires_grad_(self.slices[index].requires_grad)
+        return whole
+
+    def _readable(self, index: int) -> torch.nn.Parameter:
+        whole = torch.nn.Parameter(self.wholes[index].data)
+
+        def collect(whole: torch.nn.Parameter) -> None:
+            assert whole.grad is not None
+            self._step.enlist(self)
+            self.gradient.collect(index, whole.grad)
+            whole.grad = None
+
+        whole.register_post_accumulate_grad_hook(collect)
+        return whole
 
     def flush_backward(self) -> None:
         self.release()
@@ -230,7 +253,7 @@ class ShardedBuffer:
 
     def abandon_backward(self) -> None:
         self.release()
-        self.gradient.drop()
+        self.gradient.discard()
 
     # -- other collectives --------------------------------------------------------------------------------------
 

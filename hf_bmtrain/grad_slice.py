@@ -70,17 +70,19 @@ def _norms(lane: Communicator, pieces: Sequence[torch.Tensor], order: float) -> 
     order = float(order)
     if order <= 0:
         raise ValueError(f"the norm of a gradient slice needs an order above 0 or inf, not {order}")
-    local = torch.stack(
-        [
-            torch.linalg.vector_norm(piece, order, dtype=torch.float32) if piece.numel() else piece.new_zeros((), dtype=torch.float32)
-            for piece in pieces
-        ]
-    )
+    wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
+    local = torch.stack([_local_norm(piece, order, wide) for piece in pieces])
     infinite = order == float("inf")
     total = local if infinite else local.pow_(order)
     lane.all_reduce(total, maximum=infinite).wait()
     total = total if infinite else total.pow_(1.0 / order)
     return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
+
+
+def _local_norm(piece: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    if piece.numel() == 0:
+        return torch.zeros((), dtype=dtype, device=piece.device)
+    return torch.linalg.vector_norm(piece, order, dtype=dtype)
 
 
 def _vector_norm(lane, func, x, ord=2, dim=None, keepdim=False, *, dtype=None, p=None, **unused):

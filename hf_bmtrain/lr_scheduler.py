@@ -18,7 +18,7 @@ STATE = ("start_lr", "warmup_iter", "end_iter", "num_iter")
 
 
 class WarmupLRScheduler:
-    """What the five schedules share. Subclasses say how the learning rate decays in `get_lr_decay`.
+    """What the five schedules share. A subclass says in `get_lr_decay` how the learning rate decays.
 
     Args:
         optimizer: its `param_groups` all receive the same learning rate, at once and after every `step()`.
@@ -34,6 +34,8 @@ class WarmupLRScheduler:
         ValueError: a negative or non-finite `start_lr`, a negative `warmup_iter` or `num_iter`, or an
             `end_iter` the schedule cannot use.
     """
+
+    own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state
 
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0):
         if not hasattr(optimizer, "param_groups"):
@@ -53,17 +55,18 @@ class WarmupLRScheduler:
         if self.warmup_iter < 0:
             raise ValueError(f"warmup_iter must be at least 0 (0: no warm-up), got {self.warmup_iter}")
 
-    def get_lr_warmup(self) -> float:
+    def get_lr_warmup(self, num_iter: int) -> float:
         """The learning rate at a step below `warmup_iter`: s*t/w."""
-        return self.start_lr * self.num_iter / self.warmup_iter
+        return self.start_lr * num_iter / self.warmup_iter
 
-    def get_lr_decay(self) -> float:
+    def get_lr_decay(self, num_iter: int) -> float:
         """The learning rate at a step from `warmup_iter` on."""
         raise NotImplementedError
 
     def get_lr(self) -> float:
-        """The learning rate at step `num_iter`."""
-        return self.get_lr_warmup() if self.num_iter < self.warmup_iter else self.get_lr_decay()
+        """The learning rate at the current step."""
+        formula = self.get_lr_warmup if self.num_iter < self.warmup_iter else self.get_lr_decay
+        return formula(self.num_iter)
 
     def step(self, num_iter: int | None = None) -> None:
         """Advance by one step, or go to step `num_iter`, and give the optimizer its new learning rate."""
@@ -81,23 +84,25 @@ class WarmupLRScheduler:
 
     def state_dict(self) -> dict[str, float]:
         """The numbers that define the schedule and where it stands."""
-        return {name: getattr(self, name) for name in self.state_names()}
+        return {name: getattr(self, name) for name in (*STATE, *self.own_state)}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Continue a schedule saved by `state_dict()`, BMTrain's too; the optimizer gets its learning rate.
+        """Continue a schedule saved by `state_dict()`; the optimizer gets its learning rate.
+
+        BMTrain's states hold the four common numbers only; what they lack stays as it is here.
 
         Raises:
-            ValueError: keys are missing, or belong to another schedule.
+            ValueError: the numbers are not those of such a schedule; nothing is changed then.
         """
-        names = set(self.state_names())
-        given = set(state_dict) - {"_current_lr"}  # BMTrain saves it, but it follows from the others
-        if names != given:
+        missing = sorted(set(STATE) - set(state_dict))
+        unexpected = sorted(set(state_dict) - set(STATE) - set(self.own_state))
+        if missing or unexpected:
             raise ValueError(
                 f"this is not the state of a {type(self).__name__} schedule: "
-                f"missing {sorted(names - given)}, unexpected {sorted(given - names)}"
+                f"missing {missing}, unexpected {unexpected}"
             )
         before = self.state_dict()
-        self.__dict__.update((name, state_dict[name]) for name in names)
+        self.__dict__.update(state_dict)
         try:
             self.check()
             self.step(self.num_iter)
@@ -105,15 +110,11 @@ class WarmupLRScheduler:
             self.__dict__.update(before)
             raise
 
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the attributes that are the schedule's state."""
-        return STATE
-
 
 class NoDecay(WarmupLRScheduler):
     """Warm-up, then s. `end_iter` is not used."""
 
-    def get_lr_decay(self) -> float:
+    def get_lr_decay(self, num_iter: int) -> float:
         return self.start_lr
 
 
@@ -123,11 +124,11 @@ class Noam(WarmupLRScheduler):
     Without warm-up step 0 has the learning rate of step 1, s.
     """
 
-    def get_lr_warmup(self) -> float:
-        return self.start_lr / math.sqrt(self.warmup_iter) * self.num_iter / self.warmup_iter
+    def get_lr_warmup(self, num_iter: int) -> float:
+        return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
 
-    def get_lr_decay(self) -> float:
-        return self.start_lr / math.sqrt(max(1, self.num_iter))
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr / math.sqrt(max(1, num_iter))
 
 
 class Linear(WarmupLRScheduler):
@@ -141,8 +142,8 @@ class Linear(WarmupLRScheduler):
                 f"warmup_iter {self.warmup_iter}, end_iter {self.end_iter}"
             )
 
-    def get_lr_decay(self) -> float:
-        left = (self.end_iter - self.num_iter) / (self.end_iter - self.warmup_iter)
+    def get_lr_decay(self, num_iter: int) -> float:
+        left = (self.end_iter - num_iter) / (self.end_iter - self.warmup_iter)
         return max(0.0, self.start_lr * left)
 
 
@@ -157,13 +158,15 @@ class Cosine(WarmupLRScheduler):
                 f"warmup_iter {self.warmup_iter}, end_iter {self.end_iter}"
             )
 
-    def get_lr_decay(self) -> float:
-        progress = min(1.0, (self.num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter))
+    def get_lr_decay(self, num_iter: int) -> float:
+        progress = min(1.0, (num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter))
         return self.start_lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Exponential(WarmupLRScheduler):
     """Warm-up, then s*gamma^(t-w). `end_iter` is not used."""
+
+    own_state = ("gamma",)
 
     def __init__(
         self,
@@ -182,8 +185,5 @@ class Exponential(WarmupLRScheduler):
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma must lie in (0, 1], got {self.gamma}")
 
-    def get_lr_decay(self) -> float:
-        return self.start_lr * self.gamma ** (self.num_iter - self.warmup_iter)
-
-    def state_names(self) -> tuple[str, ...]:
-        return (*STATE, "gamma")
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)

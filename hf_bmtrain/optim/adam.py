@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -80,10 +82,8 @@ class AdamOptimizer(torch.optim.Optimizer):
                 f"weight_decay={weight_decay}, betas={betas}"
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.grad_scale: torch.Tensor | None = None
-        self.found_inf: torch.Tensor | None = None
         self.loss_scale: torch.Tensor | None = None
-        self._runs: dict[tuple[int, ...], list[_Run]] = {}
+        self._runs: dict[int, tuple[list[torch.nn.Parameter], list[_Run]]] = {}
 
     @property
     def scale(self) -> float:
@@ -97,9 +97,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            active = [p for p in group["params"] if p.grad is not None]
-            for run in self._runs_of(active):
+        for number, group in enumerate(self.param_groups):
+            for run in self._runs_of(number, [p for p in group["params"] if p.grad is not None]):
                 self._update(run, group)
         return loss
 
@@ -120,12 +119,17 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     # -- runs and state -----------------------------------------------------------------------------------------
 
-    def _runs_of(self, active: list[torch.nn.Parameter]) -> list[_Run]:
-        """The runs of `active`, made once for each set of parameters that are active together."""
-        key = tuple(id(p) for p in active)
-        if key not in self._runs:
-            self._runs[key] = [self._make_run(parameters) for parameters in _neighbours(active)]
-        return self._runs[key]
+    def _runs_of(self, number: int, active: list[torch.nn.Parameter]) -> list[_Run]:
+        """The runs of group `number`, made anew when other parameters than in the last step have gradients."""
+        known, runs = self._runs.get(number, ([], []))
+        if len(known) != len(active) or any(a is not b for a, b in zip(known, active)):
+            runs = [self._make_run(parameters) for parameters in _neighbours(active, self._steps_of)]
+            self._runs[number] = active, runs
+        return runs
+
+    def _steps_of(self, parameter: torch.nn.Parameter) -> float:
+        state = self.state.get(parameter)
+        return float(state["step"]) if state else 0.0
 
     def _make_run(self, parameters: list[torch.nn.Parameter]) -> _Run:
         weights, start = _range(parameters)
@@ -153,7 +157,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _adopt_state(self, parameter: torch.nn.Parameter, views: dict[str, torch.Tensor]) -> None:
         """State that was loaded, or belongs to an earlier run, moves into the run's flat tensors."""
-        earlier = self.state[parameter]
+        earlier = self.state.get(parameter, {})
         for name, view in views.items():
             if name in earlier:
                 view.copy_(earlier[name].reshape(view.shape))
@@ -189,22 +193,21 @@ def _range(parameters: list[torch.nn.Parameter]) -> tuple[torch.Tensor, int]:
     return first.detach().view(-1), 0
 
 
-def _neighbours(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """`parameters` in maximal lists that follow one another in one buffer; each ordinary one alone."""
-    runs: list[list[torch.nn.Parameter]] = []
-    by_buffer: dict[int, list[DistributedParameter]] = {}
-    for parameter in parameters:
-        if isinstance(parameter, DistributedParameter):
-            by_buffer.setdefault(id(parameter.buffer), []).append(parameter)
+def _neighbours(parameters: list[torch.nn.Parameter], steps_of: Callable) -> list[list[torch.nn.Parameter]]:
+    """`parameters` in maximal lists that follow one another in one buffer and have made as many steps."""
+    runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
+    slices = [p for p in parameters if isinstance(p, DistributedParameter)]
+    buffers = {buffer: number for number, buffer in enumerate(dict.fromkeys(p.buffer for p in slices))}
+    slices.sort(key=lambda piece: (buffers[piece.buffer], piece.index))
+    for earlier, later in zip([None, *slices], slices):
+        follows = (
+            earlier is not None
+            and later.buffer is earlier.buffer
+            and later.index == earlier.index + 1
+            and steps_of(later) == steps_of(earlier)
+        )
+        if follows:
+            runs[-1].append(later)
         else:
-            runs.append([parameter])
-    for slices in by_buffer.values():
-        slices.sort(key=lambda piece: piece.index)
-        run: list[torch.nn.Parameter] = [slices[0]]
-        for earlier, later in zip(slices, slices[1:]):
-            if later.index != earlier.index + 1:
-                runs.append(run)
-                run = []
-            run.append(later)
-        runs.append(run)
+            runs.append([later])
     return runs

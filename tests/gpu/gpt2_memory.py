@@ -2,6 +2,7 @@
 
 Prints one JSON line: the losses of 20 steps over the same global batches for any N; bytes a parameter allocated
 between steps; and the peak of a step on a batch so small that activations do not count, above that.
+`--micro-batches 2` on one GPU adds up two halves, as two GPUs do: what its losses differ by is rounding.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=1600)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
     bmt.init_distributed(seed=0)
     device = bmt.current_world().device
@@ -31,15 +34,18 @@ def main() -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     with device:
-        model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
-    block_bytes = 2 * sum(p.numel() for p in model.transformer.h[0].parameters())
-    outside_bytes = 2 * max(p.numel() for p in model.transformer.wte.parameters())
+        model = transformers.GPT2LMHeadModel(config).to(getattr(torch, options.dtype))
+    block_bytes = sum(p.nbytes for p in model.transformer.h[0].parameters())
+    outside_bytes = model.transformer.wte.weight.nbytes
     parameters = model.num_parameters()
     model = bmt.auto_wrap(model)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4, weight_decay=0.01)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), weight_decay=0.01)
     manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    losses = [train_step(model, manager, optimizer, step, ROWS, LENGTH) for step in range(options.steps)]
+    manager.add_optimizer(optimizer, bmt.lr_scheduler.Linear(optimizer, 2e-5, warmup_iter=10, end_iter=1000))
+    losses = [
+        train_step(model, manager, optimizer, step, ROWS, LENGTH, options.micro_batches)
+        for step in range(options.steps)
+    ]
     rest = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for step in range(2):
@@ -57,17 +63,22 @@ def main() -> None:
     bmt.print_rank(json.dumps(report))
 
 
-def train_step(model, manager, optimizer, step: int, rows: int, length: int) -> float:
-    """One step on this rank's share of `rows` rows; gradients stay until the next."""
+def train_step(model, manager, optimizer, step: int, rows: int, length: int, micro_batches: int = 1) -> float:
+    """One step on this rank's share of `rows` arithmetic sequences; gradients stay until the next."""
     device = bmt.current_world().device
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)[bmt.rank() :: bmt.world_size()].to(device)
+    start = torch.randint(0, VOCABULARY, (rows, 1), generator=generator)
+    stride = torch.randint(1, 9, (rows, 1), generator=generator)
+    ids = (start + stride * torch.arange(length)) % VOCABULARY
     manager.zero_grad()
-    loss = model(input_ids=ids, labels=ids).loss
-    manager.backward(loss)
+    total = torch.zeros((), device=device)
+    for part in ids[bmt.rank() :: bmt.world_size()].to(device).chunk(micro_batches):
+        loss = model(input_ids=part, labels=part).loss / micro_batches
+        manager.backward(loss)
+        total += loss.detach()
     manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
     manager.step()
-    return bmt.sum_loss(loss).item()
+    return bmt.sum_loss(total).item()
 
 
 if __name__ == "__main__":

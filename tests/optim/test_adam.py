@@ -1,0 +1,163 @@
+"""AdamOptimizer on slices against torch.optim.AdamW on whole parameters."""
+
+import pytest
+import torch
+from twins import Tower, ids
+
+import hf_bmtrain as bmt
+
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
+
+
+def compare(model, twin, rtol=1e-5, atol=1e-6):
+    state = model.state_dict()
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
+
+
+def steps(model, twin, optimizer, plain, numbers, accumulation=1):
+    size = bmt.world_size()
+    for step in numbers:
+        for micro in range(accumulation):
+            seed = 100 * step + micro
+            (model(ids(seed, bmt.rank())) / accumulation).backward()
+            torch.stack([twin(ids(seed, other)) / accumulation for other in range(size)]).mean().backward()
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+
+
+def against_torch(accumulation):
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    steps(model, twin, optimizer, torch.optim.AdamW(twin.parameters(), **SETTINGS), range(5), accumulation)
+    compare(model, twin)
+
+
+def groups(model):
+    decayed = [p for name, p in model.named_parameters() if not name.endswith(("bias", "gain"))]
+    rest = [p for name, p in model.named_parameters() if name.endswith(("bias", "gain"))]
+    return [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 3e-2}]
+
+
+def parameter_groups():
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer = bmt.optim.AdamOptimizer(groups(model), **SETTINGS)
+    steps(model, twin, optimizer, torch.optim.AdamW(groups(twin), **SETTINGS), range(5))
+    compare(model, twin)
+
+
+def unfrozen_later():
+    """Parameters that join later begin their own step count."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    plain = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    for frozen, numbers in ((True, range(3)), (False, range(3, 6)), (True, range(6, 8)), (False, range(8, 10))):
+        for either in (model, twin):
+            either.layers[1].linear.requires_grad_(not frozen)
+        steps(model, twin, optimizer, plain, numbers)
+        compare(model, twin)
+
+
+def half_precision(dtype):
+    """The master copy moves in float32 and the weights are its rounding to nearest even."""
+    model, twin = bmt.auto_wrap(Tower().to(dtype)), Tower().to(dtype)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    masters = {name: p.detach().float().clone() for name, p in twin.named_parameters()}
+    plain = torch.optim.AdamW(masters.values(), **SETTINGS)
+    for step in range(4):
+        model(ids(step, 0)).backward()
+        for name, parameter in model.named_parameters():
+            masters[name].grad = parameter.gather_gradient().float()
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        state = model.state_dict()
+        for name, master in masters.items():
+            assert torch.equal(state[name], master.to(dtype)), name
+
+
+def accumulation_is_summed_in_float32():
+    """256 + 1 does not exist in bfloat16: eight ones vanish unless the sum is kept wider."""
+    linear = torch.nn.Linear(2, 1, bias=False).to(torch.bfloat16)
+    model = bmt.auto_wrap(torch.nn.Sequential(linear))
+    for value in (256.0, *[1.0] * 8):
+        model(torch.full((1, 2), value, dtype=torch.bfloat16)).sum().backward()
+    gradient = model[0].weight.gather_gradient()
+    assert gradient.tolist() == [[264.0, 264.0]]
+
+
+def edited_gradients():
+    """What a user does to `.grad` between backward and step counts, also in an accumulation."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    plain = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    for step in range(3):
+        for micro in range(2):
+            model(ids(10 * step + micro, bmt.rank())).backward()
+            torch.stack([twin(ids(10 * step + micro, r)) for r in range(bmt.world_size())]).mean().backward()
+            for either in (model, twin):
+                for index, parameter in enumerate(either.parameters()):
+                    if index % 3 == 0:
+                        parameter.grad.mul_(0.5)
+                    elif index % 3 == 1:
+                        parameter.grad = parameter.grad * 3
+                    elif micro == 0:
+                        parameter.grad = None
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        compare(model, twin)
+
+
+def resumed():
+    """A state dict loaded into a new optimizer continues as if nothing happened, masters included."""
+    torch.manual_seed(0)
+    models = [bmt.auto_wrap(Tower().to(torch.bfloat16)) for _ in range(2)]
+    optimizers = [bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS) for model in models]
+    for step in range(6):
+        if step == 3:
+            optimizers[1] = bmt.optim.AdamOptimizer(models[1].parameters(), **SETTINGS)
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+        for model, optimizer in zip(models, optimizers):
+            model(ids(step, bmt.rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(*(model.state_dict().values() for model in models)))
+    state = next(iter(optimizers[1].state.values()))
+    assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(state, torch.float32)
+
+
+def ordinary_parameters():
+    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 5)), torch.nn.Parameter(torch.ones(2, 3))]
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer, plain = bmt.optim.AdamOptimizer(parameters, **SETTINGS), torch.optim.AdamW(twins, **SETTINGS)
+    for _ in range(3):
+        for either in (parameters, twins):
+            for parameter in either:
+                parameter.grad = parameter.detach().sin()
+        optimizer.step()
+        plain.step()
+    for parameter, twin in zip(parameters, twins):
+        torch.testing.assert_close(parameter, twin)
+
+
+CASES = [
+    (against_torch, 1), (against_torch, 3), (parameter_groups,), (unfrozen_later,), (half_precision, torch.bfloat16),
+    (half_precision, torch.float16), (accumulation_is_summed_in_float32,), (edited_gradients,), (resumed,),
+    (ordinary_parameters,),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_adam(world, size, case):
+    world(size)(*case)
+
+
+@pytest.mark.parametrize("bad", [{"lr": -1}, {"eps": -1}, {"betas": (1.0, 0.9)}, {"weight_decay": -0.1}])
+def test_settings_are_checked(bad):
+    with pytest.raises(ValueError, match="AdamOptimizer needs"):
+        bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(1))], **bad)

@@ -1,0 +1,170 @@
+"""The end of a step: clipping, loss scale, skipping, schedulers."""
+
+import pytest
+import torch
+from twins import Tower, ids
+
+import hf_bmtrain as bmt
+
+
+def make(loss_scale=None, optimizer_class=None, **options):
+    model = bmt.auto_wrap(Tower())
+    cls = optimizer_class or bmt.optim.AdamOptimizer
+    optimizer = cls(model.parameters(), lr=1e-2)
+    manager = bmt.optim.OptimManager(loss_scale=loss_scale, **options)
+    scheduler = bmt.lr_scheduler.Linear(optimizer, start_lr=1e-2, warmup_iter=0, end_iter=100)
+    manager.add_optimizer(optimizer, scheduler)
+    return model, optimizer, manager, scheduler
+
+
+def clipped(max_norm, loss_scale, norm_type, name):
+    """Norm, clipped update and schedule equal torch's on one process."""
+    cls = {"sgd": torch.optim.SGD, "adam": None}[name]
+    model, optimizer, manager, _ = make(loss_scale, cls)
+    twin = Tower()
+    plain = (torch.optim.SGD if name == "sgd" else torch.optim.AdamW)(twin.parameters(), lr=1e-2)
+    if name == "adam":
+        plain.param_groups[0]["weight_decay"] = 0.0
+    for step in range(4):
+        plain.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        manager.zero_grad()
+        plain.zero_grad()
+        manager.backward(model(ids(step, bmt.rank())))
+        torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
+        norm = manager.clip_grad_norm(optimizer.param_groups, max_norm, norm_type=norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), max_norm, norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        assert f"{norm:.4f}" == f"{expected.item():.4f}"
+        manager.step()
+        plain.step()
+    state = model.state_dict()
+    for key, value in twin.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)
+
+
+def scripted_overflows(name):
+    """The loss scale, the weights and the schedule over a script of good (g) and bad (b) steps; one rank overflows."""
+    cls = {"sgd": torch.optim.SGD, "adam": None}[name]
+    model, optimizer, manager, scheduler = make(8.0, cls, loss_scale_steps=3, min_loss_scale=2.0)
+    scale, clean, done = 8.0, 0, 0
+    for step, kind in enumerate("ggbgggggggbbbbbbbgggg"):
+        before = model.state_dict()
+        loss = model(ids(step, bmt.rank()))
+        if kind == "b" and bmt.rank() == bmt.world_size() - 1:
+            loss = loss * float("inf")
+        manager.backward(loss)
+        manager.step()
+        changed = any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
+        if kind == "b":
+            scale, clean = max(scale / 2, 2.0), 0
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            clean, done = clean + 1, done + 1
+            if clean == 3:
+                scale, clean = scale * 2, 0
+            manager.zero_grad()
+        assert changed == (kind == "g"), step
+        assert manager.loss_scale == scale, step
+        assert scheduler.num_iter == done
+        if name == "adam":
+            assert optimizer.scale == scale
+    assert done == 13
+
+
+def overflow_without_loss_scale():
+    model, _, manager, scheduler = make()
+    before = model.state_dict()
+    manager.backward(model(ids(0, 0)) * (float("nan") if bmt.rank() == 0 else 1.0))
+    manager.step()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert scheduler.num_iter == 0
+    manager.backward(model(ids(0, 0)))
+    manager.step()
+    assert scheduler.num_iter == 1
+
+
+def two_optimizers():
+    model = bmt.auto_wrap(Tower())
+    optimizers = [
+        bmt.optim.AdamOptimizer(model.layers.parameters(), lr=1e-2),
+        torch.optim.SGD(model.head.parameters(), lr=1e-2),
+    ]
+    manager = bmt.optim.OptimManager(loss_scale=4.0)
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer)
+    before = model.state_dict()
+    manager.backward(model(ids(0, bmt.rank())))
+    manager.step()
+    changed = [key for key, value in model.state_dict().items() if not torch.equal(before[key], value)]
+    assert changed == [key for key in before if not key.startswith("embedding")]
+
+
+def torch_clipping_and_scaler():
+    """Stock clip_grad_norm_ and GradScaler on slices: global norm, everyone's overflow."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for step in range(3):
+        bad = step == 1 and bmt.rank() == 0
+        before = model.state_dict()
+        scaler.scale(model(ids(step, bmt.rank())) * (float("inf") if bad else 1.0)).backward()
+        twin.zero_grad()
+        twin.load_state_dict(before)
+        torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        if step == 1:
+            assert not torch.isfinite(norm)
+        else:
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            for (key, parameter), other in zip(model.named_parameters(), twin.parameters()):
+                torch.testing.assert_close(parameter.gather_gradient(), other.grad, rtol=1e-5, atol=1e-7, msg=key)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = any(not torch.equal(before[key], value) for key, value in model.state_dict().items())
+        assert changed == (step != 1)
+    assert scaler.get_scale() == 8.0
+
+
+def local_answers_are_refused():
+    model = bmt.auto_wrap(Tower())
+    model(ids(0, bmt.rank())).backward()
+    gradient = model.head.weight.grad
+    whole = model.head.weight.gather_gradient()
+    for global_norm in (gradient.norm(), gradient.detach().double().norm(), gradient.pow(2).sum().sqrt()):
+        torch.testing.assert_close(global_norm.float(), whole.norm(), rtol=1e-5, atol=0)
+    torch.testing.assert_close((gradient * 2).norm(1), 2 * whole.abs().sum(), rtol=1e-5, atol=0)
+    for name in ("max", "min", "mean", "std"):
+        with pytest.raises(RuntimeError, match="would only see" if gradient.numel() else ""):
+            getattr(gradient, name)()
+
+
+CLIPPING = [(clipped, m, s, t, n) for m in (0.05, 1e9) for s in (None, 64.0) for t in (2, 1, float("inf")) for n in ("sgd", "adam")]
+CASES = [
+    *CLIPPING, (scripted_overflows, "adam"), (scripted_overflows, "sgd"), (overflow_without_loss_scale,),
+    (two_optimizers,), (torch_clipping_and_scaler,), (local_answers_are_refused,),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+@pytest.mark.parametrize("size", [1, 2])
+def test_manager(world, size, case):
+    world(size)(*case)
+
+
+def misuse():
+    _, optimizer, manager, _ = make()
+    with pytest.raises(ValueError, match="needs the loss"):
+        manager.backward()
+    with pytest.raises(ValueError, match="norm_type"):
+        manager.clip_grad_norm(optimizer.param_groups, 1.0, norm_type=0)
+    with pytest.raises(RuntimeError, match="add_optimizer"):
+        bmt.optim.OptimManager().step()
+    with pytest.raises(ValueError, match="loss_scale"):
+        bmt.optim.OptimManager(loss_scale=0)
+
+
+def test_misuse(world):
+    world(1)(misuse)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -209,9 +210,17 @@ class ShardedBuffer:
                 "the change would be lost. Keep such state in a buffer (register_buffer), or exclude this module."
             )
 
-    def whole_now(self) -> _WholeNow:
-        """`with buffer.whole_now():` the wholes are readable. Collective."""
-        return _WholeNow(self)
+    @contextmanager
+    def whole_now(self) -> Iterator[None]:
+        """`with buffer.whole_now():` the wholes are readable; released after it unless they were before. Collective."""
+        was_whole = self._full is None or self._full.allocated
+        self.gather()
+        self.wait()
+        try:
+            yield
+        finally:
+            if not was_whole:
+                self.release()
 
     # -- reads outside blocks -----------------------------------------------------------------------------------
 
@@ -266,18 +275,3 @@ class ShardedBuffer:
         self._lane.all_gather(full, flat).wait()
         offset, shape = self.layout.offsets[index], self.wholes[index].shape
         return full[offset : offset + shape.numel()].view(shape).clone()
-
-
-class _WholeNow:
-    def __init__(self, buffer: ShardedBuffer) -> None:
-        self._buffer = buffer
-
-    def __enter__(self) -> ShardedBuffer:
-        self._was_whole = self._buffer._full is None or self._buffer._full.allocated
-        self._buffer.gather()
-        self._buffer.wait()
-        return self._buffer
-
-    def __exit__(self, *error) -> None:
-        if not self._was_whole:
-            self._buffer.release()

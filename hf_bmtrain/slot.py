@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -115,14 +115,13 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
 
     Collective. destination: a StateDict, or a plain dict of torch's own when a plain module is the root.
     """
-    buffers = list(dict.fromkeys(slot.buffer for slot in slots))
     wholes = {slot.buffer.wholes[slot.index] for slot in slots}
-    for buffer in buffers:
-        buffer.gather()
-        buffer.wait()
-    for slot in slots:
-        slot.show_whole()
-    try:
+    with ExitStack() as stack:
+        for buffer in dict.fromkeys(slot.buffer for slot in slots):
+            stack.enter_context(buffer.whole_now())
+        for slot in slots:
+            stack.callback(slot.show_slice)
+            slot.show_whole()
         collect()
         copies = getattr(destination, "copies", {})
         for key, value in destination.items():
@@ -130,11 +129,6 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
                 if value not in copies:
                     copies[value] = value.detach().to("cpu", copy=True)
                 destination[key] = copies[value]
-    finally:
-        for slot in slots:
-            slot.show_slice()
-        for buffer in buffers:
-            buffer.release()
 
 
 def slice_entries(slots: Iterable[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:

@@ -131,9 +131,11 @@ def _place_buffers(model: torch.nn.Module, world: World) -> None:
 
 def _keep_out_of_the_way(model: torch.nn.Module) -> None:
     """A Hugging Face model's own recomputation off, and no key-value cache in a forward that is recomputed."""
-    disable = getattr(model, "gradient_checkpointing_disable", None)
-    if callable(disable):
-        disable()
+    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):  # the second is deprecated
+        disable = getattr(model, name, None)
+        if callable(disable):
+            disable()
+            break
     names = model.forward.__code__.co_varnames if hasattr(model.forward, "__code__") else ()
     if hasattr(getattr(model, "config", None), "use_cache") or "use_cache" in names:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)

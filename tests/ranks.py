@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import queue
 import socket
+import time
 import traceback
 from typing import Any
 
-_SECONDS = 240
+_SECONDS = 90
 
 
 class Ranks:
@@ -29,17 +30,24 @@ class Ranks:
         for inbox in self._inboxes:
             inbox.put((function, arguments))
         results: dict[int, Any] = {}
+        deadline = time.monotonic() + _SECONDS
         while len(results) < self.size:
             try:
-                rank, good, value = self._outbox.get(timeout=_SECONDS)
+                rank, good, value = self._outbox.get(timeout=1)
             except queue.Empty:
-                self.stop()
-                raise AssertionError(f"ranks {set(range(self.size)) - set(results)} hang in {function}") from None
+                self._check_alive(function, deadline, set(range(self.size)) - set(results))
+                continue
             if not good:
                 self.stop()
                 raise AssertionError(f"rank {rank} of {self.size} failed in {function.__name__}{arguments}:\n{value}")
             results[rank] = value
         return [results[rank] for rank in range(self.size)]
+
+    def _check_alive(self, function, deadline: float, waiting: set[int]) -> None:
+        dead = {rank: process.exitcode for rank, process in enumerate(self._processes) if not process.is_alive()}
+        if dead or time.monotonic() > deadline:
+            self.stop()
+            raise AssertionError(f"{function.__name__}: waiting for ranks {waiting}; died (exit codes): {dead}")
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")

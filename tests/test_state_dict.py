@@ -1,0 +1,120 @@
+"""Whole weights in and out of a sharded model, under Hugging Face's own keys."""
+
+import pytest
+import torch
+import transformers
+from tiny_models import FAMILIES, batch, build
+from twins import Tower, ids
+
+import hf_bmtrain as bmt
+
+
+def round_trip(family, tied, folder):
+    """Equal keys, values and ties; another model's weights load; save_pretrained opens with from_pretrained."""
+    plain, other = build(family, tied), build(family, tied, seed=1)
+    model = bmt.auto_wrap(build(family, tied))
+    state = model.state_dict()
+    check_equal(state, plain.state_dict())
+    assert same_storage(state) == same_storage(plain.state_dict())
+    assert not any(isinstance(value, torch.nn.Parameter) for value in state.values())
+    model.load_state_dict(other.state_dict())
+    check_equal(model.state_dict(), other.state_dict())
+    inputs = batch(family, seed=5)
+    torch.testing.assert_close(model(**inputs).loss, other(**inputs).loss)
+    state = model.state_dict()
+    if bmt.rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+        reopened = type(other).from_pretrained(folder)
+        check_equal(reopened.state_dict(), other.state_dict())
+    bmt.synchronize()
+
+
+def check_equal(state, expected):
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert state[name].dtype == value.dtype
+        assert torch.equal(state[name], value), name
+
+
+def same_storage(state):
+    """Which keys share memory."""
+    groups = {}
+    for name, value in state.items():
+        groups.setdefault(value.data_ptr(), []).append(name)
+    return sorted(group for group in groups.values() if len(group) > 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_round_trip(world, size, family, tied, tmp_path):
+    world(size)(round_trip, family, tied, str(tmp_path))
+
+
+def loading_between_steps():
+    """A load takes effect at once, also on blocks that are left whole."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    model(ids(0, 0))
+    halved = {name: value / 2 for name, value in twin.state_dict().items()}
+    model.load_state_dict(halved)
+    twin.load_state_dict(halved)
+    torch.testing.assert_close(model(ids(1, 0)), twin(ids(1, 0)))
+
+
+def wrong_states():
+    model = bmt.auto_wrap(Tower())
+    state = Tower().state_dict()
+    with pytest.raises(RuntimeError, match=r"embedding.weight.*\(11, 6\).*\(5, 6\)"):
+        model.load_state_dict({**state, "embedding.weight": torch.zeros(5, 6)})
+    with pytest.raises(RuntimeError, match=r"layers.1.linear.weight.*another model"):
+        model.load_state_dict({**state, "layers.1.linear.weight": torch.zeros(3)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({name: value for name, value in state.items() if "head" not in name})
+    with pytest.raises(RuntimeError, match="assign=False"):
+        model.load_state_dict(state, assign=True)
+    with pytest.raises(ValueError, match="whole tensor of shape"):
+        model.head.weight.take(torch.zeros(3))
+
+
+def one_rank_only():
+    """`state_dict` on rank 0 alone names the rank that is missing instead of hanging."""
+    world = bmt.current_world()
+    if bmt.rank() == 0:
+        with pytest.raises(RuntimeError, match=r"'state_dict' needs every rank(.|\n)*1"):
+            world.assemble("state_dict", seconds=1)
+
+
+def parts():
+    """A submodule's state_dict is whole too, be it a block, a list or a module outside."""
+    model, plain = bmt.auto_wrap(build("llama")), build("llama")
+    for path in ("model", "model.layers", "model.layers.1", "lm_head", "model.embed_tokens"):
+        check_equal(model.get_submodule(path).state_dict(), plain.get_submodule(path).state_dict())
+
+
+@pytest.mark.parametrize("case", [loading_between_steps, wrong_states, parts], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [1, 2])
+def test_state(world, size, case):
+    world(size)(case)
+
+
+def test_one_rank_only(world):
+    from ranks import Ranks
+
+    ranks = Ranks(2)
+    ranks(one_rank_only)
+    ranks.stop()
+
+
+def sharded_optimizer_memory():
+    """Every rank holds 1/N of the weights."""
+    model = bmt.auto_wrap(build("llama"))
+    held = sum(parameter.numel() for parameter in model.parameters())
+    whole = sum(parameter.numel() for parameter in build("llama").parameters())
+    assert bmt.gather_result(torch.tensor([held])).sum() == whole
+    assert all(p.full_shape == q.shape for p, q in zip(model.parameters(), build("llama").parameters()))
+    assert isinstance(model, transformers.LlamaForCausalLM)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_memory(world, size):
+    world(size)(sharded_optimizer_memory)

@@ -1,0 +1,30 @@
+"""The pieces of all ranks tile every tensor exactly."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_bmtrain.layout import Layout
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70))
+def test_pieces_tile_every_tensor(numels, world_size, alignment):
+    layout = Layout.build(numels, world_size, alignment)
+    assert layout.shard_numel % alignment == 0
+    covered = set()
+    for index, numel in enumerate(numels):
+        assert layout.offsets[index] % alignment == 0
+        position = 0
+        for rank in range(world_size):
+            piece = layout.piece(index, rank)
+            assert 0 <= piece.shard_start <= piece.shard_stop <= layout.shard_numel
+            if piece.length:
+                assert piece.tensor_start == position
+                whole_start = rank * layout.shard_numel + piece.shard_start
+                assert whole_start == layout.offsets[index] + piece.tensor_start
+                covered.update(range(whole_start, whole_start + piece.length))
+                position = piece.tensor_stop
+        assert position == numel
+    padding = {place for start, stop in layout.gaps() for place in range(start, stop)}
+    assert not covered & padding
+    assert len(covered) == sum(numels)
+    assert covered | padding == set(range(layout.numel))

@@ -1,0 +1,91 @@
+"""Joining a world, and what is refused."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+
+INIT = "import hf_bmtrain as bmt; bmt.init_distributed(); print(bmt.rank(), bmt.world_size())"
+MISUSES = [
+    ("import hf_bmtrain as bmt; bmt.rank()", {}, "call hf_bmtrain.init_distributed() first"),
+    ("import hf_bmtrain as bmt, torch; bmt.auto_wrap(torch.nn.Linear(2, 2))", {}, "init_distributed() first"),
+    ("import hf_bmtrain as bmt; bmt.init_distributed(zero_level=1)", {}, "zero_level must be 2"),
+    (INIT, {"WORLD_SIZE": "2"}, "RANK=None does not fit WORLD_SIZE=2"),
+    (INIT, {"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not fit"),
+    (INIT, {"WORLD_SIZE": "two", "RANK": "0"}, "must be integers"),
+    (INIT, {"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT not set"),
+]
+LAUNCH = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+
+
+def run(code, **variables):
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    environment.update(ACCELERATE_USE_CPU="true", **variables)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_plain_python_is_a_world_of_one():
+    assert run(INIT).stdout.strip() == "0 1"
+
+
+@pytest.mark.parametrize(("code", "variables", "message"), MISUSES)
+def test_misuse_is_one_clear_error(code, variables, message):
+    result = run(code, **variables)
+    assert result.returncode == 1
+    assert message in result.stderr.strip().splitlines()[-1]
+
+
+JOINS = """
+import torch.distributed as dist, hf_bmtrain as bmt
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank={rank}, world_size=2)
+bmt.init_distributed()
+print(bmt.rank(), bmt.world_size())
+dist.destroy_process_group()
+"""
+
+
+def test_joins_a_process_group_that_is_up():
+    from ranks import _free_port
+
+    port = _free_port()
+    processes = [
+        subprocess.Popen([sys.executable, "-c", JOINS.format(port=port, rank=rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["0 2", "1 2"]
+
+
+def results():
+    rank, size = bmt.rank(), bmt.world_size()
+    assert bmt.sum_loss(torch.tensor(float(rank), dtype=torch.bfloat16)).item() == (size - 1) / 2
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool):
+        gathered = bmt.gather_result(torch.full((2, 3), rank, dtype=dtype))
+        assert gathered.shape == (2 * size, 3)
+        assert torch.equal(gathered, torch.arange(size).repeat_interleave(2)[:, None].expand(-1, 3).to(dtype))
+    assert bmt.gather_result(torch.tensor(rank)).tolist() == list(range(size))
+    assert bmt.gather_result(torch.empty(0)).shape == (0,)
+    if size > 1:
+        with pytest.raises(ValueError, match=r"rank 1: \(2,\)"):
+            bmt.gather_result(torch.zeros(rank + 1))
+    bmt.synchronize()
+
+
+def printed():
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        bmt.print_rank("here")
+        bmt.print_rank("there", rank=1)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results(world, size):
+    world(size)(results)
+    assert world(size)(printed) == ["here\n", "there\n", ""][:size]

@@ -1,9 +1,9 @@
 """ZeRO-2/3 training of any Hugging Face model; BMTrain's public names.
 
-    import hf_bmtrain as bmt
-    bmt.init_distributed(seed=0)
-    model = bmt.auto_wrap(model)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
+import hf_bmtrain as bmt
+bmt.init_distributed(seed=0)
+model = bmt.auto_wrap(model)
+optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 """
 
 from . import loss, lr_scheduler, optim

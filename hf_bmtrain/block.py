@@ -224,11 +224,11 @@ def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing,
 
 
 @functools.cache
-def _extended_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def _extended_class(cls: Any) -> type[torch.nn.Module]:
     """One class for all layers of `cls`, with its name, so that nothing tells them apart (or recompiles)."""
 
     @functools.wraps(cls.forward)
-    def forward(self, *args, **kwargs):
+    def forward(self: Any, *args, **kwargs):
         return self._bmt.forward(super(extended, self).forward, args, kwargs)
 
     names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -249,7 +249,7 @@ class TransformerBlockList(torch.nn.ModuleList):
 
     def link(self) -> None:
         """Tell every block its neighbours, in the order of the list."""
-        blocks = list(dict.fromkeys(self))
+        blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = following._bmt, block._bmt
 

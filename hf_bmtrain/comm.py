@@ -14,12 +14,12 @@ The contract of a CUDA lane (why no other synchronisation is needed):
 
 from __future__ import annotations
 
+import importlib
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-
 
 # torch 2.13 renames the collective and warns of its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -114,7 +114,7 @@ class GlooCommunicator:
 
     def __init__(self, name: str, timeout: timedelta) -> None:
         self._name = name
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
@@ -221,12 +221,11 @@ class NcclCommunicator:
         return _CudaTicket(event, send, receive)
 
 
-def import_nccl():
+def import_nccl() -> Any:
     """`cupy.cuda.nccl`, sharing torch's libnccl; RuntimeError with the extra to install where it is missing."""
     major = (torch.version.cuda or "13").split(".")[0]
     try:
-        from cupy.cuda import nccl  # after torch: CuPy then takes the libnccl that torch has loaded
-
+        nccl: Any = importlib.import_module("cupy.cuda.nccl")  # after torch, whose libnccl CuPy then takes
         nccl.get_version()
     except (ImportError, AttributeError) as error:
         raise RuntimeError(

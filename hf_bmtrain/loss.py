@@ -60,15 +60,10 @@ class FusedCrossEntropy(torch.nn.Module):
             ValueError: wrong shapes or dtypes; on CPU also a target out of range (a CUDA device asserts it
                 later, as in torch, because looking would stop the device).
         """
-        return cross_entropy(
-            logits, targets, self.weight, self.ignore_index, self.reduction, self.label_smoothing
-        )
+        return cross_entropy(logits, targets, self.weight, self.ignore_index, self.reduction, self.label_smoothing)
 
     def extra_repr(self) -> str:
-        return (
-            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}"
-        )
+        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
 
 
 def cross_entropy(

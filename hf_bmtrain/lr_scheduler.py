@@ -98,8 +98,7 @@ class WarmupLRScheduler:
         unexpected = sorted(set(state_dict) - set(STATE) - set(self.own_state))
         if missing or unexpected:
             raise ValueError(
-                f"this is not the state of a {type(self).__name__} schedule: "
-                f"missing {missing}, unexpected {unexpected}"
+                f"this is not the state of a {type(self).__name__} schedule: missing {missing}, unexpected {unexpected}"
             )
         before = self.state_dict()
         self.__dict__.update(state_dict)

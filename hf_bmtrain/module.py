@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .boundary import enter_backward
 from .precision import uncached_autocast
-from .sharding import DistributedParameter, ShardedBuffer
+from .sharding import DistributedParameter
 from .slot import Slot, StateDict, copy_wholes, hidden, slice_entries
 from .step import Step
 from .world import current_world
@@ -19,7 +19,7 @@ from .world import current_world
 class _Readers:
     """The buffers that one outermost forward read: whole until its backward is over, or gathered again for it."""
 
-    def __init__(self, step: Step, buffers: list[ShardedBuffer]) -> None:
+    def __init__(self, step: Step, buffers: Sequence[Any]) -> None:
         self._step, self._buffers = step, buffers
         self.versions = [buffer.version for buffer in buffers]
 
@@ -120,7 +120,7 @@ def distribute(module: torch.nn.Module, step: Step) -> None:
 
 
 @functools.cache
-def _distributed_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def _distributed_class(cls: Any) -> type[torch.nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     forward = cls.forward
 

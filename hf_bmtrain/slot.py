@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -69,7 +70,7 @@ def _whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """`parameter` itself, or the whole of one that was sharded before."""
     if not isinstance(parameter, DistributedParameter):
         return parameter
-    whole = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
+    whole: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
     whole.init_method = parameter.init_method
     return whole
 

@@ -9,6 +9,7 @@ import random
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -195,7 +196,7 @@ def _open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta):
             )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control: Any = dist.new_group(backend="gloo", timeout=timeout)
     lanes: list[Communicator] = []
     for name in ("gather", "reduce"):
         if device.type == "cpu":

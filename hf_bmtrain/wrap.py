@@ -9,7 +9,6 @@ import torch
 from .block import CheckpointBlock, TransformerBlockList, extend
 from .module import DistributedModule, distribute
 from .slot import Place, find_places, shard_places
-from .step import Step
 from .world import World, check_zero_level, current_world
 
 _log = logging.getLogger("hf_bmtrain")
@@ -48,10 +47,8 @@ def auto_wrap(model: torch.nn.Module, zero_level: int | None = None, use_checkpo
     _place_buffers(model, world)
     if use_checkpoint:
         _keep_out_of_the_way(model)
-    _log.info(
-        "rank %d: sharded %s: %d blocks in %d lists, %d modules outside, zero_level %d, recompute %s",
-        world.rank, type(model).__name__, len(blocks), len(lists), len(outside), level, "on" if use_checkpoint else "off",
-    )  # fmt: skip
+    sharded = f"{type(model).__name__}: {len(blocks)} blocks in {len(lists)} lists, {len(outside)} modules outside"
+    _log.info("rank %d: sharded %s, zero_level %d, recompute %s", world.rank, sharded, level, use_checkpoint)
     return model
 
 

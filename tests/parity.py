@@ -33,7 +33,9 @@ class Cell:
 
     def label(self) -> str:
         recompute = "recompute" if self.recompute else "keep"
-        return f"{self.family}-zero{self.zero_level}-{recompute}-acc{self.accumulation}-{self.variant.replace(' ', '_')}"
+        return (
+            f"{self.family}-zero{self.zero_level}-{recompute}-acc{self.accumulation}-{self.variant.replace(' ', '_')}"
+        )
 
 
 def cells(size: int) -> list[Cell]:
@@ -61,10 +63,7 @@ def measure(cell: Cell) -> Errors:
     worst = [0.0, 0.0]
     for step in range(STEPS):
         losses = torch.stack(
-            [
-                _backward(model, cell, step, micro * size + rank, cell.accumulation)
-                for micro in range(cell.accumulation)
-            ]
+            [_backward(model, cell, step, micro * size + rank, cell.accumulation) for micro in range(cell.accumulation)]
         )
         everyone = bmt.gather_result(losses).view(size, cell.accumulation).t().reshape(-1)
         gradients = {name: p.gather_gradient() for name, p in model.named_parameters()}

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from twins import Layer, Tower, check_gradients, check_twins, ids
 
 import hf_bmtrain as bmt
+from twins import Layer, Tower, check_gradients, check_twins, ids
 
 SIZES = [1, 2, 3]
 OPTIONS = [{"zero_level": z, "use_checkpoint": c} for z in (2, 3) for c in (False, True)]
@@ -289,7 +289,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: f"zero{o['zero_level']}-{'re' if o['use_checkpoint'] else 'keep'}")
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda o: f"zero{o['zero_level']}-{'re' if o['use_checkpoint'] else 'keep'}"
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("size", SIZES)
 def test_block(world, size, case, options):

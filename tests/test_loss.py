@@ -31,8 +31,12 @@ def by_hand(logits, targets, weight, ignore_index, smoothing):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 6), st.integers(1, 9), st.sampled_from([-100, -1, 2]), st.sampled_from([0.0, 0.1, 1.0]),
-    st.booleans(), st.integers(0, 2**31),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.sampled_from([-100, -1, 2]),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.booleans(),
+    st.integers(0, 2**31),
 )
 def test_equals_the_sum_written_out(rows, classes, ignore_index, smoothing, weighted, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
 import hf_bmtrain as bmt
+from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
 
 class HandLinear(bmt.DistributedModule):
@@ -70,7 +70,9 @@ def submodules_called_alone():
     model, twin = bmt.auto_wrap(Tower()), Tower()
     x = model.layers[0](model.embedding(ids(0, bmt.rank())))
     model.head(x).sum().backward()
-    torch.stack([twin.head(twin.layers[0](twin.embedding(ids(0, r)))).sum() for r in range(bmt.world_size())]).mean().backward()
+    torch.stack(
+        [twin.head(twin.layers[0](twin.embedding(ids(0, r)))).sum() for r in range(bmt.world_size())]
+    ).mean().backward()
     check_gradients(model, twin)
 
 
@@ -82,7 +84,9 @@ def hooks_fire_after_the_reduction():
         with pytest.raises(RuntimeError, match="would never fire"):
             parameter.register_hook(lambda gradient: gradient)
     model(ids(0, bmt.rank())).backward()
-    assert {name: value.tolist() for name, value in seen.items()} == {n: p.grad.tolist() for n, p in model.named_parameters()}
+    assert {name: value.tolist() for name, value in seen.items()} == {
+        n: p.grad.tolist() for n, p in model.named_parameters()
+    }
 
 
 def weights_come_from_rank_0():

@@ -1,6 +1,7 @@
 """Every cell of the parity table, by world size; `python tests/parity.py` prints the errors."""
 
 import pytest
+
 from parity import Cell, cells, measure
 
 ALWAYS = {1: lambda cell: True, 2: lambda cell: True, 3: lambda cell: cell.zero_level == 3}

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, batch, build
-from twins import Tower, ids
 
 import hf_bmtrain as bmt
+from tiny_models import FAMILIES, batch, build
+from twins import Tower, ids
 
 
 def round_trip(family, tied, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -51,7 +52,11 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
 def check_twins(
-    make: Callable[[], nn.Module], loss: Loss, steps: int = 3, prepare: Callable[[nn.Module, int], None] | None = None, **wrap
+    make: Callable[[], nn.Module],
+    loss: Loss,
+    steps: int = 3,
+    prepare: Callable[[nn.Module, int], None] | None = None,
+    **wrap,
 ) -> nn.Module:
     """Train `make()` sharded and plain with SGD; assert equal losses and gradients at each step. Collective.
 
@@ -86,4 +91,5 @@ def check_gradients(model: nn.Module, twin: nn.Module) -> None:
             assert gathered is None or not gathered.any(), name
         else:
             assert gathered is not None, name
-            torch.testing.assert_close(gathered, expected, rtol=5e-6, atol=2e-6 * largest, msg=lambda m: f"{name}: {m}")
+            label = functools.partial("{}: {}".format, name)
+            torch.testing.assert_close(gathered, expected, rtol=5e-6, atol=2e-6 * largest, msg=label)

@@ -173,7 +173,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             if key in state_dict["state"]:
                 loaded = state_dict["state"][key]
                 self.state[parameter] = {
-                    name: value.detach().to(parameter.device, torch.float32, copy=True) for name, value in loaded.items()
+                    name: value.detach().to(parameter.device, torch.float32, copy=True)
+                    for name, value in loaded.items()
                 }
         self._runs.clear()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..grad_slice import GradSlice
+from ..ops.host_flag import HostFlag
 from ..world import current_world
 from .adam import AdamOptimizer
 
@@ -51,7 +52,7 @@ class OptimManager:
         self._ones = self._scalar(1.0)
         self._clip = self._ones
         self._found_inf: torch.Tensor | None = None
-        self._unread: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._unread: HostFlag | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
 
@@ -125,32 +126,19 @@ class OptimManager:
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        self._publish(self._found_inf)
+        self._unread = HostFlag(self._found_inf)
+        if self._unread.immediate:
+            self._settle()
         self._clip, self._found_inf = self._ones, None
 
     # -- what the device found ----------------------------------------------------------------------------------
-
-    def _publish(self, found_inf: torch.Tensor) -> None:
-        """Send the flag to the host, which reads it when it needs it."""
-        if self._device.type == "cpu":
-            self._unread = found_inf, None
-            self._settle()
-            return
-        flag = torch.empty(1, dtype=torch.float32, pin_memory=True)
-        flag.copy_(found_inf, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._unread = flag, event
 
     def _settle(self) -> None:
         """Advance the schedulers past the last step, or take note that it was skipped."""
         if self._unread is None:
             return
-        flag, event = self._unread
-        self._unread = None
-        if event is not None:
-            event.synchronize()
-        if flag.item():
+        skipped, self._unread = self._unread.read(), None
+        if skipped:
             self.zero_grad()
             scale = "no loss scale" if self._scale is None else f"the loss scale is now {self.loss_scale:g}"
             _log.warning("a gradient was inf or nan: this step is skipped, %s", scale)

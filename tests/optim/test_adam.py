@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from twins import Tower, ids
 
 import hf_bmtrain as bmt
+from twins import Tower, ids
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
 
@@ -12,7 +12,7 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
 def compare(model, twin, rtol=1e-5, atol=1e-6):
     state = model.state_dict()
     for name, value in twin.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(state[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def steps(model, twin, optimizer, plain, numbers, accumulation=1):

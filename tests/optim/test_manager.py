@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from twins import Tower, ids
 
 import hf_bmtrain as bmt
+from twins import Tower, ids
 
 
 def make(loss_scale=None, optimizer_class=None, **options):
@@ -141,7 +141,13 @@ def local_answers_are_refused():
             getattr(gradient, name)()
 
 
-CLIPPING = [(clipped, m, s, t, n) for m in (0.05, 1e9) for s in (None, 64.0) for t in (2, 1, float("inf")) for n in ("sgd", "adam")]
+CLIPPING = [
+    (clipped, m, s, t, n)
+    for m in (0.05, 1e9)
+    for s in (None, 64.0)
+    for t in (2, 1, float("inf"))
+    for n in ("sgd", "adam")
+]
 CASES = [
     *CLIPPING, (scripted_overflows, "adam"), (scripted_overflows, "sgd"), (overflow_without_loss_scale,),
     (two_optimizers,), (torch_clipping_and_scaler,), (local_answers_are_refused,),

@@ -1,0 +1,1 @@
+"""Operations on flat tensors: contract, float32 reference, CUDA launch."""

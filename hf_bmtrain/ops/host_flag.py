@@ -1,0 +1,25 @@
+"""A device scalar that the host reads later, without stopping the device."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HostFlag:
+    """The value that `flag` (1,) has at this point of the current stream, on its way to the host."""
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        self.immediate = not flag.is_cuda
+        self._value = flag
+        self._event: torch.cuda.Event | None = None
+        if flag.is_cuda:
+            self._value = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+            self._value.copy_(flag, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> float:
+        """The value; waits for the device only if it has not come to that point yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value.item()

@@ -76,7 +76,7 @@ __device__ __forceinline__ void store_exp_avg4(bf16* p, long long i, const float
     bf16 y[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) round_stochastic(m[k], random_bits(element + k, seed), y[k]);
-    __stcs((uint2*)p + i, make_uint2(y[0].bits | (unsigned)y[1].bits << 16, y[2].bits | (unsigned)y[3].bits << 16));
+    store_once((uint2*)p + i, make_uint2(y[0].bits | (unsigned)y[1].bits << 16, y[2].bits | (unsigned)y[3].bits << 16));
 }
 __device__ __forceinline__ void store_exp_avg(float* p, float m, long long, unsigned) { *p = m; }
 __device__ __forceinline__ void store_exp_avg(bf16* p, float m, long long element, unsigned seed) {

@@ -83,21 +83,23 @@ template <> struct Wide<float> {
 
 // `.cs`: evict first, for data that is used once a step.
 __device__ __forceinline__ uint4 load_once(const uint4* p) { return __ldcs(p); }
+__device__ __forceinline__ uint2 load_once(const uint2* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
+__device__ __forceinline__ void store_once(uint2* p, uint2 v) { __stcs(p, v); }
 
 // Elements 4i .. 4i+3 of an array whose start is aligned to four elements.
 __device__ __forceinline__ void load4(const float* p, long long i, float* y) {
     Wide<float>::unpack(load_once((const uint4*)p + i), y);
 }
 template <typename T> __device__ __forceinline__ void load4(const T* p, long long i, float* y) {
-    uint2 v = __ldcs((const uint2*)p + i);
+    uint2 v = load_once((const uint2*)p + i);
     unpack2(v.x, y, T()), unpack2(v.y, y + 2, T());
 }
 __device__ __forceinline__ void store4(float* p, long long i, const float* x) {
     store_once((uint4*)p + i, Wide<float>::pack(x));
 }
 template <typename T> __device__ __forceinline__ void store4(T* p, long long i, const float* x) {
-    __stcs((uint2*)p + i, make_uint2(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3])));
+    store_once((uint2*)p + i, make_uint2(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3])));
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Squared norms of flat gradients, in one deterministic pass, with the result left on the device.
 
-Both forms add in float32 inside a tile of at most 32 elements and in float64 above, so a result is inf or NaN if
-and only if an element is. A square below 1e-38 counts as zero.
+A result is inf or NaN if and only if an element is: float64 holds the square of any float32. The kernels add the
+squares of up to 32 elements in float32 where that is finite, so a square below 1e-38 may count as zero.
 """
 from collections.abc import Sequence
 from functools import cache
@@ -107,11 +107,11 @@ def segmented_reference(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """In float32, and again in float64 where that is not finite, a chunk at a time to bound the copies."""
+    """In float64, a chunk at a time to bound the copies."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for chunk in flat.detach().split(1 << 22):
-        part = torch.linalg.vector_norm(chunk, dtype=torch.float32).double().square()
-        total += part if torch.isfinite(part) else chunk.double().square().sum()
+    for chunk in flat.detach().split(1 << 18):
+        wide = chunk.double()
+        total += torch.dot(wide, wide)
     return total
 
 

@@ -1,5 +1,6 @@
 """Runs the .cu files on the CPU: compiled by g++ with cuda_shim.h in the place of device.cuh, called through the
 same Python functions as on a GPU. What that can and cannot show stands in cuda_shim.h."""
+
 import ctypes
 import subprocess
 from functools import cache
@@ -42,8 +43,12 @@ class Shim:
 
         def call(grid: int, block: int, *values, shared_memory: int = 0) -> None:
             packed = launch.pack(name, signature, values, torch.device("cpu"))
-            typed = [ctypes.c_void_p(p) if a.pointer else _C_TYPES[a.c_type](p) for a, p in zip(signature, packed)]
-            assert run(grid, block, cluster, shared_memory, *typed) == 0, f"{name}: a barrier is not reached by all"
+            typed = [
+                ctypes.c_void_p(p) if a.pointer else _C_TYPES[a.c_type](p) for a, p in zip(signature, packed)
+            ]
+            assert run(grid, block, cluster, shared_memory, *typed) == 0, (
+                f"{name}: a barrier is not reached by all"
+            )
 
         return call
 
@@ -52,18 +57,26 @@ class Shim:
         folder.mkdir()
         for name, text in variant.headers.items():
             (folder / name).write_text(SHIM.read_text() if name == "device.cuh" else text)
-        names = [word.split("(")[0].split()[-1] for word in variant.source.split('extern "C" __global__')[1:]
-                 for word in [word[word.index(" void "):]]]
+        names = [
+            word.split("(")[0].split()[-1]
+            for word in variant.source.split('extern "C" __global__')[1:]
+            for word in [word[word.index(" void ") :]]
+        ]
         wrappers = "\n".join(_wrapper(name, variant.signature(name)) for name in names)
         (folder / "kernel.cpp").write_text(variant.source + wrappers)
         macros = [f"-D{key}={value}" for key, value in variant.macros]
-        subprocess.run(["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, "kernel.cpp", "-o", "kernel.so"],
-                       cwd=folder, check=True)
+        subprocess.run(
+            ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", *macros, "kernel.cpp", "-o", "kernel.so"],
+            cwd=folder,
+            check=True,
+        )
         return ctypes.CDLL(str(folder / "kernel.so"))
 
 
 def _wrapper(name: str, signature: tuple[Argument, ...]) -> str:
     parameters = ", ".join(f"{a.c_type}{'*' if a.pointer else ''} {a.name}" for a in signature)
     arguments = ", ".join(a.name for a in signature)
-    return (f'\nextern "C" int run_{name}(int grid, int threads, int cluster_size, int shared, {parameters}) {{ '
-            f"return launch(grid, threads, cluster_size, shared, [=] {{ {name}({arguments}); }}); }}")
+    return (
+        f'\nextern "C" int run_{name}(int grid, int threads, int cluster_size, int shared, {parameters}) {{ '
+        f"return launch(grid, threads, cluster_size, shared, [=] {{ {name}({arguments}); }}); }}"
+    )

@@ -1,47 +1,68 @@
-"""AdamW over a flat range in one launch; hyper-parameters, step, clipping and skipping are read from the device.
+"""AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag lie on the device.
 
-A step is: `accumulate_squared_norm` into control[:2] (and one all-reduce), `adam_prepare` once, `adam_update` once a
-range. Nothing waits for the device, and the three can be captured in a CUDA graph and replayed.
+A step is: `accumulate_squared_norm` into control[:2] (and one all-reduce), `adam_prepare` once, `adam_update`
+once a range. Nothing waits for the device, and the three can be captured in a CUDA graph and replayed.
 
 A kernel is picked for CUDA tensors, `prepare_reference` and `update_reference` (float32 torch) otherwise.
 """
+
 from functools import cache
 
 import torch
 
+from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
-RECORD = ("skip", "grad_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size",
-          "inverse_root", "eps", "seed", "unused")  # struct Record in kernels/adam.cu
+RECORD = (
+    "skip",
+    "grad_scale",
+    "decay",
+    "beta1",
+    "one_minus_beta1",
+    "beta2",
+    "one_minus_beta2",
+    "step_size",
+    "inverse_root",
+    "eps",
+    "seed",
+    "unused",
+)  # struct Record in kernels/adam.cu
 _REFERENCE_CHUNK = 1 << 20
 
 
 @cache
 def variant(grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None) -> Variant:
     """Which kernel updates these dtypes. ValueError for a combination that has none."""
-    if grad not in C_NAMES:
-        raise ValueError(f"gradients must be float32, float16 or bfloat16, got {grad}")
-    if exp_avg not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"exp_avg must be float32 or bfloat16, got {exp_avg}")
-    if weight not in (None, torch.float16, torch.bfloat16):
-        raise ValueError(f"the weight out must be float16, bfloat16 or None, got {weight}")
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
-    return Variant("adam", (("EXP_AVG", C_NAMES[exp_avg]), ("GRAD", C_NAMES[grad]),
-                            ("WEIGHT", C_NAMES[weight] if weight else "none")))
+    return Variant(
+        "adam",
+        (
+            ("EXP_AVG", C_NAMES[exp_avg]),
+            ("GRAD", C_NAMES[grad]),
+            ("WEIGHT", C_NAMES[weight] if weight else "none"),
+        ),
+    )
 
 
 def variants(arch: int) -> list[Variant]:
     """All that this module can ask the compiler for."""
     pairs = [(grad, None) for grad in C_NAMES]
-    pairs += [(grad, weight) for weight in (torch.float16, torch.bfloat16) for grad in (weight, torch.float32)]
-    return [variant(grad, exp_avg, weight) for grad, weight in pairs for exp_avg in (torch.float32, torch.bfloat16)]
+    pairs += [
+        (grad, weight) for weight in (torch.float16, torch.bfloat16) for grad in (weight, torch.float32)
+    ]
+    return [
+        variant(grad, exp_avg, weight)
+        for grad, weight in pairs
+        for exp_avg in (torch.float32, torch.bfloat16)
+    ]
 
 
-def adam_prepare(control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor,
-                 norm: torch.Tensor) -> None:
+def adam_prepare(
+    control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor, norm: torch.Tensor
+) -> None:
     """Turn this step's norm, loss scale and hyper-parameters into one record a group.
 
     control   (4,) float64: [sum of squares of the gradients as they lie in memory, non-finite flag,
@@ -52,25 +73,25 @@ def adam_prepare(control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor
     norm      (1,) float64, written: the norm of the gradients without the loss scale
     The clip factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
     """
-    groups = hyper.shape[0] if hyper.dim() == 2 else -1
-    for name, tensor, dtype, shape in (("control", control, torch.float64, (4,)),
-                                       ("hyper", hyper, torch.float64, (groups, len(HYPER))),
-                                       ("steps", steps, torch.int64, (groups,)),
-                                       ("records", records, torch.float32, (groups, len(RECORD))),
-                                       ("norm", norm, torch.float64, (1,))):
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {dtype} of shape {shape}, got {tensor.dtype} "
-                             f"{tuple(tensor.shape)} with strides {tensor.stride()}")
+    groups, device = len(hyper), records.device
+    expect("control", control, (torch.float64,), (4,), device)
+    expect("hyper", hyper, (torch.float64,), (groups, len(HYPER)), device)
+    expect("steps", steps, (torch.int64,), (groups,), device)
+    expect("records", records, (torch.float32,), (groups, len(RECORD)), device)
+    expect("norm", norm, (torch.float64,), (1,), device)
     if groups == 0:
         return
     if not records.is_cuda:
         return prepare_reference(control, hyper, steps, records, norm)
     chosen = variant(torch.float32, torch.float32, None)  # any: the kernel is the same in all of them
-    kernel(chosen, "adam_prepare", records.device)(-(-groups // 32), 32, control, hyper, groups, steps, records, norm)
+    kernel(chosen, "adam_prepare", records.device)(
+        -(-groups // 32), 32, control, hyper, groups, steps, records, norm
+    )
 
 
-def prepare_reference(control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor,
-                      norm: torch.Tensor) -> None:
+def prepare_reference(
+    control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor, norm: torch.Tensor
+) -> None:
     """`adam_prepare` in torch, on any device."""
     squares, flag, scale, max_norm = control
     total = squares.sqrt() / scale
@@ -78,19 +99,35 @@ def prepare_reference(control: torch.Tensor, hyper: torch.Tensor, steps: torch.T
     clip = torch.where((max_norm > 0) & (factor < 1), factor, torch.ones_like(factor))
     steps += (flag == 0).long()
     lr, beta1, beta2, eps, weight_decay = hyper.unbind(1)
-    columns = dict(skip=(flag != 0).expand_as(lr), grad_scale=(clip / scale).expand_as(lr), decay=1 - lr * weight_decay,
-                   beta1=beta1, one_minus_beta1=1 - beta1, beta2=beta2, one_minus_beta2=1 - beta2,
-                   step_size=lr / (1 - beta1 ** steps), inverse_root=(1 - beta2 ** steps).rsqrt(), eps=eps)
-    for column, name in enumerate(RECORD[:10]):
-        records[:, column] = columns[name]
+    one = torch.ones_like(lr)
+    columns = (
+        one * (flag != 0),
+        one * (clip / scale),
+        1 - lr * weight_decay,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - beta1**steps),
+        (1 - beta2**steps).rsqrt(),
+        eps,
+    )
+    records[:, : len(columns)] = torch.stack(columns, 1)
     bits = records.view(torch.int32)
     bits[:, 10] = steps.to(torch.int32)
     bits[:, 11] = 0
     norm.copy_(total)
 
 
-def adam_update(grad: torch.Tensor, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
-                weight: torch.Tensor | None, record: torch.Tensor, index_base: int = 0) -> None:
+def adam_update(
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    weight: torch.Tensor | None,
+    record: torch.Tensor,
+    index_base: int = 0,
+) -> None:
     """One AdamW step of n adjacent elements, in place; nothing changes when the record says skip.
 
     grad         (n,) float32, float16 or bfloat16; the dtype of `weight`, or float32; only read
@@ -99,14 +136,20 @@ def adam_update(grad: torch.Tensor, master: torch.Tensor, exp_avg: torch.Tensor,
     exp_avg_sq   (n,) float32
     weight       (n,) float16 or bfloat16, written: `master` rounded to nearest even; or None
     record       (12,) float32 from `adam_prepare`, a row of its records
-    index_base   number of element 0 among all elements of the model, whatever the number of ranks; with the step it
-                 fixes the random bits, so that a run continued on another number of ranks draws the same
-    All contiguous, on one device, none overlapping another. Fast when all tensors are equally far from alignment to
-    four elements (as slices of equally laid out buffers are); right in any case. Weight decay is decoupled and eps
-    outside the root: Adam (Kingma and Ba 2015) is weight_decay = 0.
+    index_base   number of element 0 among all elements of the model, whatever the number of ranks; with the
+                 step it fixes the random bits, so that a run goes on alike on another number of ranks
+    All contiguous, on one device, none overlapping another. Fast when all tensors are equally far from
+    alignment to four elements (as slices of equally laid out buffers are); right in any case. Weight decay is
+    decoupled and eps outside the root (Loshchilov and Hutter 2019); weight_decay = 0 is Adam.
     """
-    _check(grad, master, exp_avg, exp_avg_sq, weight, record)
-    n = master.numel()
+    n, device = master.numel(), master.device
+    expect("master", master, (torch.float32,), (n,), device)
+    expect("grad", grad, C_NAMES, (n,), device)
+    expect("exp_avg", exp_avg, (torch.float32, torch.bfloat16), (n,), device)
+    expect("exp_avg_sq", exp_avg_sq, (torch.float32,), (n,), device)
+    if weight is not None:
+        expect("weight", weight, (torch.float16, torch.bfloat16), (n,), device)
+    expect("record", record, (torch.float32,), (len(RECORD),), device)
     chosen = variant(grad.dtype, exp_avg.dtype, None if weight is None else weight.dtype)
     if n == 0:
         return
@@ -115,8 +158,9 @@ def adam_update(grad: torch.Tensor, master: torch.Tensor, exp_avg: torch.Tensor,
     tensors = [grad, master, exp_avg, exp_avg_sq] + ([] if weight is None else [weight])
     head, quads = _aligned_part(n, tensors)
     blocks = -(-max(quads, n - 4 * quads) // THREADS)
-    kernel(chosen, "adam_update", master.device)(blocks, THREADS, grad, master, exp_avg, exp_avg_sq, weight, n, head,
-                                                 quads, index_base, record)
+    kernel(chosen, "adam_update", master.device)(
+        blocks, THREADS, grad, master, exp_avg, exp_avg_sq, weight, n, head, quads, index_base, record
+    )
 
 
 def _aligned_part(n: int, tensors: list[torch.Tensor]) -> tuple[int, int]:
@@ -126,8 +170,15 @@ def _aligned_part(n: int, tensors: list[torch.Tensor]) -> tuple[int, int]:
     return (0, 0) if heads or head >= n else (head, (n - head) // 4)
 
 
-def update_reference(grad: torch.Tensor, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
-                     weight: torch.Tensor | None, record: torch.Tensor, index_base: int = 0) -> None:
+def update_reference(
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    weight: torch.Tensor | None,
+    record: torch.Tensor,
+    index_base: int = 0,
+) -> None:
     """`adam_update` in float32 torch, on any device; the random bits are the kernel's."""
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
@@ -140,7 +191,9 @@ def update_reference(grad: torch.Tensor, master: torch.Tensor, exp_avg: torch.Te
         m = m + (g - m) * r["one_minus_beta1"]
         v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"])
         p.mul_(r["decay"]).addcdiv_(m, v.sqrt().mul_(r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])
-        exp_avg[part] = round_stochastic(m, index_base + start, seed) if exp_avg.dtype == torch.bfloat16 else m
+        exp_avg[part] = (
+            round_stochastic(m, index_base + start, seed) if exp_avg.dtype == torch.bfloat16 else m
+        )
         if weight is not None:
             weight[part] = p
 
@@ -162,21 +215,3 @@ def _mix(h: torch.Tensor) -> torch.Tensor:
     h = h ^ (h >> 13)
     h = (h * 0xC2B2AE35) & 0xFFFFFFFF
     return h ^ (h >> 16)
-
-
-def _check(grad: torch.Tensor, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
-           weight: torch.Tensor | None, record: torch.Tensor) -> None:
-    named = dict(grad=grad, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    named.update({} if weight is None else {"weight": weight})
-    for name, tensor in named.items():
-        if tensor.dim() != 1 or tensor.numel() != master.numel() or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be flat and contiguous with {master.numel()} elements like master, got "
-                             f"shape {tuple(tensor.shape)} with strides {tensor.stride()}")
-        if tensor.device != master.device:
-            raise ValueError(f"{name} is on {tensor.device}, master is on {master.device}")
-    for name, tensor in (("master", master), ("exp_avg_sq", exp_avg_sq), ("record", record)):
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"{name} must be float32, got {tensor.dtype}")
-    if tuple(record.shape) != (len(RECORD),) or not record.is_contiguous() or record.device != master.device:
-        raise ValueError(f"record must be a row of {len(RECORD)} floats on {master.device}, got "
-                         f"{tuple(record.shape)} on {record.device}")

@@ -1,13 +1,15 @@
 """Squared norms of flat gradients, in one deterministic pass, with the result left on the device.
 
-A result is inf or NaN if and only if an element is: float64 holds the square of any float32. The kernels add the
-squares of up to 32 elements in float32 where that is finite, so a square below 1e-38 may count as zero.
+A result is inf or NaN if and only if an element is: float64 holds the square of any float32. The kernels add
+the squares of up to 32 elements in float32 where that is finite: a square below 1e-38 may count as zero.
 """
+
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 
+from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
@@ -29,12 +31,12 @@ def variants(arch: int) -> list[Variant]:
 def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
     """Add the squared norm of a buffer to `out`; call it once a buffer, on zeroed `out` first.
 
-    flat   (n,) contiguous float32, float16 or bfloat16, any alignment; every element counts, so padding is zero
+    flat   (n,) contiguous float32, float16 or bfloat16, any alignment; all of it counts, so padding is zero
     out    (2,) float64 on the same device: [sum of squares, 1.0 if an element of any buffer was inf or NaN]
     The same buffers in the same order give the same bits.
     """
-    _check_flat(flat)
-    _check_out(out, (2,), flat)
+    expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
+    expect("out", out, (torch.float64,), (2,), flat.device)
     if flat.numel() == 0:
         return
     if not flat.is_cuda:
@@ -60,8 +62,14 @@ class Segments:
     """
 
     def __init__(self, offsets: Sequence[int], device: torch.device | str):
-        if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
-            raise ValueError(f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}")
+        if (
+            len(offsets) == 0
+            or offsets[0] < 0
+            or any(a > b for a, b in zip(offsets, offsets[1:], strict=False))
+        ):
+            raise ValueError(
+                f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}"
+            )
         self.offsets = tuple(offsets)
         begins, lengths, firsts = [], [], [0]
         for start, end in zip(offsets, offsets[1:], strict=False):
@@ -81,7 +89,7 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
     flat   (n,) contiguous float32, float16 or bfloat16; elements outside all segments are not read
     """
-    _check_flat(flat)
+    expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     if segments.offsets[-1] > flat.numel():
         raise ValueError(f"segments end at {segments.offsets[-1]}, the tensor has {flat.numel()} elements")
     if not flat.is_cuda:
@@ -94,9 +102,12 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
         return out
     partials = torch.empty(pieces, dtype=torch.float64, device=flat.device)
     chosen = variant(flat.dtype)
-    kernel(chosen, "piece_squares", flat.device)(pieces, THREADS, flat, segments.begins, segments.lengths, partials)
-    kernel(chosen, "segment_squares", flat.device)(-(-len(segments) // (THREADS // 32)), THREADS, partials,
-                                                  segments.firsts, len(segments), out)
+    kernel(chosen, "piece_squares", flat.device)(
+        pieces, THREADS, flat, segments.begins, segments.lengths, partials
+    )
+    kernel(chosen, "segment_squares", flat.device)(
+        -(-len(segments) // (THREADS // 32)), THREADS, partials, segments.firsts, len(segments), out
+    )
     return out
 
 
@@ -113,18 +124,3 @@ def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
         wide = chunk.double()
         total += torch.dot(wide, wide)
     return total
-
-
-def _check_flat(flat: torch.Tensor) -> None:
-    if flat.dtype not in C_NAMES:
-        raise ValueError(f"gradients must be float32, float16 or bfloat16, got {flat.dtype}")
-    if flat.dim() != 1 or not flat.is_contiguous():
-        raise ValueError(f"gradients must be one flat contiguous tensor, got shape {tuple(flat.shape)} with strides "
-                         f"{flat.stride()}")
-
-
-def _check_out(out: torch.Tensor, shape: tuple[int, ...], flat: torch.Tensor) -> None:
-    if out.dtype != torch.float64 or tuple(out.shape) != shape or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous float64 of shape {shape}, got {out.dtype} {tuple(out.shape)}")
-    if out.device != flat.device:
-        raise ValueError(f"out is on {out.device}, the gradients are on {flat.device}")

@@ -1,12 +1,13 @@
 """CUDA kernels: from a .cu file to a launch on torch's current stream, without nvcc and without CUDA headers.
 
-    variant = Variant("grad_norm", (("ELEMENT", "bf16"),))      a source file and the macros it is compiled with
-    kernel(variant, "squared_norm_partials", device)      compiled once a machine, loaded once a process
-        (grid, block, x, n, partials)                     arguments checked against the source's signature
+    variant = Variant("grad_norm", (("ELEMENT", "bf16"),))   a source file and its macros
+    kernel(variant, "squared_norm_partials", device)         compiled once a machine, loaded once a process
+        (grid, block, x, n, partials)                        checked against the source's signature
 
 NVRTC makes a cubin, kept on disk under a name that is the hash of everything it was made from. A file lock on
 that name lets one process of a host compile while the others wait for the file.
 """
+
 import fcntl
 import hashlib
 import logging
@@ -25,8 +26,15 @@ import torch
 
 log = logging.getLogger(__name__)
 
-_POINTED = {"float": torch.float32, "double": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16,
-            "int": torch.int32, "long long": torch.int64, "none": None}
+_POINTED = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int": torch.int32,
+    "long long": torch.int64,
+    "none": None,
+}
 _SCALARS = {"int": (int, numpy.int32), "long long": (int, int), "float": ((int, float), numpy.float32)}
 C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -37,8 +45,10 @@ def source_folder() -> Path:
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "device.cuh").is_file():
             return folder
-    raise RuntimeError(f"CUDA sources not found in {package / 'kernels'} nor in {package.parent / 'kernels'}: "
-                       "the installation is incomplete, install hf_bmtrain again")
+    raise RuntimeError(
+        f"CUDA sources not found in {package / 'kernels'} nor in {package.parent / 'kernels'}: "
+        "the installation is incomplete, install hf_bmtrain again"
+    )
 
 
 def import_cupy() -> Any:
@@ -50,12 +60,14 @@ def import_cupy() -> Any:
         major = (torch.version.cuda or "13").split(".")[0]
         raise RuntimeError(
             f"CUDA kernels need CuPy, which could not be imported ({error}). This torch is built for CUDA "
-            f"{torch.version.cuda}: pip install 'hf_bmtrain[cuda{major}]' (there are cuda12 and cuda13)") from error
+            f"{torch.version.cuda}: pip install 'hf_bmtrain[cuda{major}]' (there are cuda12 and cuda13)"
+        ) from error
     return cupy
 
 
 class Argument(NamedTuple):
     """One parameter of a kernel as its source declares it; `c_type` is the pointed-to type for pointers."""
+
     name: str
     c_type: str
     pointer: bool
@@ -65,6 +77,7 @@ class Argument(NamedTuple):
 @dataclass(frozen=True)
 class Variant:
     """A source file (name without `.cu`) and its macros, as sorted pairs of strings."""
+
     file: str
     macros: tuple[tuple[str, str], ...]
 
@@ -89,13 +102,16 @@ class Variant:
         c_type = " ".join(macros.get(w, w) for w in words[:-1] if w not in ("*", "const", "__restrict__"))
         pointer = "*" in words
         if c_type not in (_POINTED if pointer else _SCALARS):
-            raise RuntimeError(f"{self.file}.cu: parameter '{' '.join(words)}' has a type the launcher cannot pack")
+            raise RuntimeError(
+                f"{self.file}.cu: parameter '{' '.join(words)}' has a type the launcher cannot pack"
+            )
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 
     def options(self, arch: int) -> tuple[str, ...]:
-        """Compiler options. Subnormals, division and square root as IEEE says, so that results match torch's."""
-        return (f"--gpu-architecture=sm_{arch}", "--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true",
-                *(f"-D{key}={value}" for key, value in self.macros))
+        """Compiler options. Subnormals, division and square root are IEEE's, so that results match torch's."""
+        ieee = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+        macros = (f"-D{key}={value}" for key, value in self.macros)
+        return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
 
     def digest(self, arch: int, compiler: tuple[int, int]) -> str:
         content = repr((self.source, self.headers, self.options(arch), compiler))
@@ -108,15 +124,20 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
     Needs neither a GPU nor a driver. `options` are added to the variant's own.
     """
     nvrtc = import_cupy().cuda.nvrtc
-    program = nvrtc.createProgram(variant.source, f"{variant.file}.cu",
-                                  [text.encode() for text in variant.headers.values()],
-                                  [name.encode() for name in variant.headers])
+    program = nvrtc.createProgram(
+        variant.source,
+        f"{variant.file}.cu",
+        [text.encode() for text in variant.headers.values()],
+        [name.encode() for name in variant.headers],
+    )
     try:
         nvrtc.compileProgram(program, (*variant.options(arch), *options))
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program).strip("\0\n")
     except nvrtc.NVRTCError as error:
-        raise RuntimeError(f"{variant.file}.cu {dict(variant.macros)} does not compile for sm_{arch} ({error}):\n"
-                           f"{nvrtc.getProgramLog(program)}") from error
+        raise RuntimeError(
+            f"{variant.file}.cu {dict(variant.macros)} does not compile for sm_{arch} ({error}):\n"
+            f"{nvrtc.getProgramLog(program)}"
+        ) from error
     finally:
         nvrtc.destroyProgram(program)
 
@@ -126,8 +147,10 @@ def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
     wanted = 10 * capability[0] + capability[1]
     fitting = [arch for arch in known if arch // 10 == capability[0] and arch <= wanted]
     if not fitting:
-        raise RuntimeError(f"this NVRTC compiles for {', '.join(f'sm_{a}' for a in sorted(known))}, the GPU is "
-                           f"sm_{wanted}: install the CuPy and NVRTC of a CUDA version that supports it")
+        raise RuntimeError(
+            f"this NVRTC compiles for {', '.join(f'sm_{a}' for a in sorted(known))}, the GPU is "
+            f"sm_{wanted}: install the CuPy and NVRTC of a CUDA version that supports it"
+        )
     return max(fitting)
 
 
@@ -160,8 +183,10 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
             if not entry.exists():
                 _compile_into(entry, variant, arch)
     except OSError as error:
-        raise RuntimeError(f"compiled kernels cannot be kept in {folder} ({error}): set HF_BMTRAIN_KERNEL_CACHE to "
-                           "a folder that can be written") from error
+        raise RuntimeError(
+            f"compiled kernels cannot be kept in {folder} ({error}): set HF_BMTRAIN_KERNEL_CACHE to "
+            "a folder that can be written"
+        ) from error
     return entry
 
 
@@ -176,23 +201,35 @@ def _compile_into(entry: Path, variant: Variant, arch: int) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-    log.info("compiled %s.cu %s for sm_%d in %.1f s into %s", variant.file, dict(variant.macros), arch,
-             time.monotonic() - start, entry)
+    log.info(
+        "compiled %s.cu %s for sm_%d in %.1f s into %s",
+        variant.file,
+        dict(variant.macros),
+        arch,
+        time.monotonic() - start,
+        entry,
+    )
 
 
 class _Stream(NamedTuple):
     ptr: int
 
 
-def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
+def pack(
+    name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device
+) -> tuple[Any, ...]:
     """`values` as CuPy passes them bit for bit: pointers and long long as int, the rest as numpy scalars.
 
     Raises TypeError for a wrong number of arguments or a wrong kind, ValueError for a wrong dtype or device.
     """
     if len(values) != len(signature):
-        raise TypeError(f"{name} takes {len(signature)} arguments "
-                        f"({', '.join(a.name for a in signature)}), got {len(values)}")
-    return tuple(_packed(name, argument, value, device) for argument, value in zip(signature, values, strict=True))
+        raise TypeError(
+            f"{name} takes {len(signature)} arguments "
+            f"({', '.join(a.name for a in signature)}), got {len(values)}"
+        )
+    return tuple(
+        _packed(name, argument, value, device) for argument, value in zip(signature, values, strict=True)
+    )
 
 
 def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> Any:
@@ -204,7 +241,9 @@ def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> 
         return convert(value)
     if argument.c_type == "none":
         if value is not None:
-            raise TypeError(f"{where} is not used by this variant and must be None, got {type(value).__name__}")
+            raise TypeError(
+                f"{where} is not used by this variant and must be None, got {type(value).__name__}"
+            )
         return 0
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where} is a pointer to {argument.c_type}, got {type(value).__name__}")
@@ -220,7 +259,9 @@ class Kernel:
 
     def __init__(self, variant: Variant, name: str, index: int):
         self.cupy = import_cupy()
-        arch = supported_arch(torch.cuda.get_device_capability(index), self.cupy.cuda.nvrtc.getSupportedArchs())
+        arch = supported_arch(
+            torch.cuda.get_device_capability(index), self.cupy.cuda.nvrtc.getSupportedArchs()
+        )
         self.name = name
         self.device = torch.device("cuda", index)
         self.signature = variant.signature(name)
@@ -228,11 +269,13 @@ class Kernel:
         self.shared_limit = 48 << 10  # what a launch may ask for unless the attribute is raised first
 
     def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
-        """Launch on torch's current stream. Written tensors get a new version, as after an in-place torch op."""
+        """Launch on torch's current stream. Written tensors get a new version, as after an in-place op."""
         index = self.device.index
         if torch.cuda.current_device() != index:
-            raise RuntimeError(f"{self.name} works on {self.device} but torch's current device is "
-                               f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({index}) first")
+            raise RuntimeError(
+                f"{self.name} works on {self.device} but torch's current device is "
+                f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({index}) first"
+            )
         runtime = self.cupy.cuda.runtime
         if runtime.getDevice() != index:  # CuPy keeps its own current device, one a thread
             runtime.setDevice(index)

@@ -1,4 +1,5 @@
 """The operations against float64 on the CPU: the torch references, and the kernels' own sources on a shim."""
+
 import shutil
 from collections.abc import Iterator
 
@@ -55,13 +56,20 @@ def test_adam_prepare(place: checks.Place, flag: float) -> None:
     checks.check_prepare(place, flag)
 
 
-COMBINATIONS = [(g, m, w) for g in DTYPES for m in (torch.float32, torch.bfloat16)
-                for w in (None, torch.float16, torch.bfloat16) if w is None or g in (w, torch.float32)]
+COMBINATIONS = [
+    (g, m, w)
+    for g in DTYPES
+    for m in (torch.float32, torch.bfloat16)
+    for w in (None, torch.float16, torch.bfloat16)
+    if w is None or g in (w, torch.float32)
+]
 
 
 @pytest.mark.parametrize("dtypes", COMBINATIONS, ids=NAMES)
-@pytest.mark.parametrize(("n", "offsets"), [(1, (0, 0, 0, 0, 0)), (1003, (0, 0, 0, 0, 0)), (1030, (3, 3, 3, 3, 3)),
-                                            (517, (0, 1, 2, 3, 1))])
+@pytest.mark.parametrize(
+    ("n", "offsets"),
+    [(1, (0, 0, 0, 0, 0)), (1003, (0, 0, 0, 0, 0)), (1030, (3, 3, 3, 3, 3)), (517, (0, 1, 2, 3, 1))],
+)
 def test_adam_update(place: checks.Place, dtypes, n: int, offsets) -> None:
     checks.check_adam(place, dtypes, n, offsets)
 
@@ -74,10 +82,14 @@ def test_stochastic_rounding(place: checks.Place) -> None:
     checks.check_stochastic_rounding(place, 20000)
 
 
-LOSSES = {"plain": (CrossEntropy(), False), "smoothing": (CrossEntropy(label_smoothing=0.1), False),
-          "weights": (CrossEntropy(label_smoothing=0.2, ignore_index=3), True), "z_loss": (CrossEntropy(z_loss=0.01), False),
-          "softcap": (CrossEntropy(softcap=5.0), False),
-          "all": (CrossEntropy(label_smoothing=0.1, z_loss=0.01, softcap=4.0), True)}
+LOSSES = {
+    "plain": (CrossEntropy(), False),
+    "smoothing": (CrossEntropy(label_smoothing=0.1), False),
+    "weights": (CrossEntropy(label_smoothing=0.2, ignore_index=3), True),
+    "z_loss": (CrossEntropy(z_loss=0.01), False),
+    "softcap": (CrossEntropy(softcap=5.0), False),
+    "all": (CrossEntropy(label_smoothing=0.1, z_loss=0.01, softcap=4.0), True),
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -87,8 +99,11 @@ def test_cross_entropy(place: checks.Place, name: str, dtype: torch.dtype) -> No
     checks.check_cross_entropy(place, loss, dtype, (3, 1003), weighted, pad=5, offset=3)
 
 
-@pytest.mark.parametrize("chosen", [Plan(1, 64, 0), Plan(1, 96, 3000), Plan(1, 64, 100), Plan(4, 64, 1000), Plan(8, 64, 7)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "chosen",
+    [Plan(1, 64, 0), Plan(1, 96, 3000), Plan(1, 64, 100), Plan(4, 64, 1000), Plan(8, 64, 7)],
+    ids=str,
+)
 @pytest.mark.parametrize("classes", [2, 9, 4099])
 def test_every_way_to_share_a_row(shim, place, monkeypatch, chosen: Plan, classes: int) -> None:
     monkeypatch.setattr(CrossEntropy, "_plan", lambda self, logits: chosen)

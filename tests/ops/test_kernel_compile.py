@@ -2,6 +2,7 @@
 
 It shows syntax, architecture guards and register spills; it says nothing about results.
 """
+
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,13 +25,18 @@ def test_every_variant_compiles(module, arch: int) -> None:
     if arch not in nvrtc.getSupportedArchs():
         pytest.skip(f"NVRTC {nvrtc.getVersion()} does not know sm_{arch}")
     with ThreadPoolExecutor(2) as pool:
-        logs = list(pool.map(lambda v: launch.compile_cubin(v, arch, ("--ptxas-options=-v",))[1],
-                             module.variants(arch)))
+        logs = list(
+            pool.map(
+                lambda v: launch.compile_cubin(v, arch, ("--ptxas-options=-v",))[1], module.variants(arch)
+            )
+        )
     assert logs
     for log in logs:
         properties = [line for line in log.splitlines() if "stack frame" in line]
         assert properties
-        assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in properties), log
+        assert all(
+            "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in properties
+        ), log
 
 
 def ask_for_everything() -> None:
@@ -43,12 +49,30 @@ def ask_for_everything() -> None:
         attempt(cross_entropy.rescale_, place(torch.ones(3, 5, dtype=dtype)), torch.ones(1), torch.ones(3))
     for grad, exp_avg, weight in itertools.product(DTYPES, DTYPES, (*DTYPES, None)):
         tensors = [place(torch.ones(n, dtype=d)) for d in (grad, torch.float32, exp_avg, torch.float32)]
-        attempt(adam.adam_update, *tensors, None if weight is None else place(torch.ones(n, dtype=weight)),
-                torch.zeros(12))
-    adam.adam_prepare(*(place(t) for t in (torch.ones(4, dtype=torch.float64), torch.ones(1, 5, dtype=torch.float64),
-                                           torch.zeros(1, dtype=torch.int64), torch.zeros(1, 12),
-                                           torch.zeros(1, dtype=torch.float64))))
-    losses = [CrossEntropy(label_smoothing=s, z_loss=z, softcap=c) for s in (0, 0.1) for z in (0, 0.1) for c in (0, 5.0)]
+        attempt(
+            adam.adam_update,
+            *tensors,
+            None if weight is None else place(torch.ones(n, dtype=weight)),
+            torch.zeros(12),
+        )
+    adam.adam_prepare(
+        *(
+            place(t)
+            for t in (
+                torch.ones(4, dtype=torch.float64),
+                torch.ones(1, 5, dtype=torch.float64),
+                torch.zeros(1, dtype=torch.int64),
+                torch.zeros(1, 12),
+                torch.zeros(1, dtype=torch.float64),
+            )
+        )
+    )
+    losses = [
+        CrossEntropy(label_smoothing=s, z_loss=z, softcap=c)
+        for s in (0, 0.1)
+        for z in (0, 0.1)
+        for c in (0, 5.0)
+    ]
     for loss, dtype, weight in itertools.product(losses, DTYPES, (None, torch.ones(5))):
         logits, targets = place(torch.ones(3, 5, dtype=dtype)), torch.zeros(3, dtype=torch.int64)
         attempt(loss.losses, logits, targets, weight)
@@ -71,7 +95,8 @@ def test_the_list_is_what_the_code_asks_for(arch: int, monkeypatch: pytest.Monke
     def dry(variant: launch.Variant, name: str, device: torch.device):
         asked.add(variant)
         return lambda grid, block, *values, shared_memory=0: launch.pack(
-            name, variant.signature(name), values, torch.device("cpu"))
+            name, variant.signature(name), values, torch.device("cpu")
+        )
 
     for module in MODULES:
         monkeypatch.setattr(module, "kernel", dry)

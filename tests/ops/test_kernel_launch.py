@@ -1,4 +1,5 @@
 """Signatures, argument packing, the cache of cubins; all without a GPU."""
+
 import os
 import subprocess
 import sys
@@ -23,8 +24,10 @@ def cupy():
 
 def test_signature_is_read_from_the_source() -> None:
     assert NORM.signature("squared_norm_partials") == (
-        Argument("x", "bf16", True, False), Argument("n", "long long", False, False),
-        Argument("partials", "double", True, True))
+        Argument("x", "bf16", True, False),
+        Argument("n", "long long", False, False),
+        Argument("partials", "double", True, True),
+    )
     update = adam_variant(torch.float16, torch.float32, None).signature("adam_update")
     assert [a.c_type for a in update[:5]] == ["fp16", "float", "float", "float", "none"]
     assert [a.written for a in update[:5]] == [False, True, True, True, True]
@@ -36,28 +39,38 @@ def test_unknown_kernel_is_an_error() -> None:
 
 
 def test_pack_is_bit_exact() -> None:
-    signature = (Argument("x", "float", True, False), Argument("n", "long long", False, False),
-                 Argument("count", "int", False, False), Argument("eps", "float", False, False),
-                 Argument("weight", "none", True, False))
+    signature = (
+        Argument("x", "float", True, False),
+        Argument("n", "long long", False, False),
+        Argument("count", "int", False, False),
+        Argument("eps", "float", False, False),
+        Argument("weight", "none", True, False),
+    )
     x = torch.zeros(3)
     packed = launch.pack("k", signature, (x, 1 << 40, 7, 0.5, None), CPU)
     assert packed == (x.data_ptr(), 1 << 40, 7, 0.5, 0)
     assert [type(p) for p in packed] == [int, int, numpy.int32, numpy.float32, int]
 
 
-@pytest.mark.parametrize(("values", "error", "message"), [
-    ((torch.zeros(2), 2), TypeError, "takes 3 arguments"),
-    ((torch.zeros(2), 2.0, 1), TypeError, "n is a long long, got float"),
-    ((torch.zeros(2), True, 1), TypeError, "n is a long long, got bool"),
-    ((torch.zeros(2), 2, 1 << 31), OverflowError, "out of bounds"),
-    ((torch.zeros(2).double(), 2, 1), ValueError, "x must be torch.float32, got torch.float64"),
-    ((None, 2, 1), TypeError, "x is a pointer to float, got NoneType"),
-    ((5, 2, 1), TypeError, "x is a pointer to float, got int"),
-    ((torch.zeros(2, device="meta"), 2, 1), ValueError, "x must be on cpu, got meta"),
-])
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ((torch.zeros(2), 2), TypeError, "takes 3 arguments"),
+        ((torch.zeros(2), 2.0, 1), TypeError, "n is a long long, got float"),
+        ((torch.zeros(2), True, 1), TypeError, "n is a long long, got bool"),
+        ((torch.zeros(2), 2, 1 << 31), OverflowError, "out of bounds"),
+        ((torch.zeros(2).double(), 2, 1), ValueError, "x must be torch.float32, got torch.float64"),
+        ((None, 2, 1), TypeError, "x is a pointer to float, got NoneType"),
+        ((5, 2, 1), TypeError, "x is a pointer to float, got int"),
+        ((torch.zeros(2, device="meta"), 2, 1), ValueError, "x must be on cpu, got meta"),
+    ],
+)
 def test_wrong_arguments_raise(values, error, message) -> None:
-    signature = (Argument("x", "float", True, False), Argument("n", "long long", False, False),
-                 Argument("count", "int", False, False))
+    signature = (
+        Argument("x", "float", True, False),
+        Argument("n", "long long", False, False),
+        Argument("count", "int", False, False),
+    )
     with pytest.raises(error, match=message):
         launch.pack("k", signature, values, CPU)
 
@@ -84,8 +97,12 @@ def test_cubin_is_compiled_once_and_recompiled_for_other_content(cupy, tmp_path:
     monkeypatch.setattr(launch, "compile_cubin", lambda *_: pytest.fail("compiled twice"))
     assert launch.cached_cubin(NORM, 90) == entry
     assert sorted(path.suffix for path in entry.parent.iterdir()) == [".cubin", ".lock"]
-    others = {NORM.digest(90, (13, 0)), NORM.digest(80, (13, 0)), NORM.digest(90, (12, 9)),
-              grad_norm.variant(torch.float16).digest(90, (13, 0))}
+    others = {
+        NORM.digest(90, (13, 0)),
+        NORM.digest(80, (13, 0)),
+        NORM.digest(90, (12, 9)),
+        grad_norm.variant(torch.float16).digest(90, (13, 0)),
+    }
     assert len(others) == 4
 
 
@@ -96,11 +113,17 @@ def test_headers_are_part_of_the_content() -> None:
 
 
 def test_processes_of_a_host_compile_once(cupy, tmp_path: Path) -> None:
-    code = ("import logging, torch; logging.basicConfig(level='INFO'); from hf_bmtrain.ops import grad_norm, launch; "
-            "launch.cached_cubin(grad_norm.variant(torch.float32), 80)")
-    environment = dict(os.environ, HF_BMTRAIN_KERNEL_CACHE=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path))
-    ranks = [subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
-             for _ in range(3)]
+    code = (
+        "import logging, torch; logging.basicConfig(level='INFO'); from hf_bmtrain.ops import grad_norm, launch; "
+        "launch.cached_cubin(grad_norm.variant(torch.float32), 80)"
+    )
+    environment = dict(
+        os.environ, HF_BMTRAIN_KERNEL_CACHE=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path)
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     logs = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], logs
     assert sum(log.count("compiled grad_norm.cu") for log in logs) == 1

@@ -1,0 +1,39 @@
+"""ZeRO-2/3 training of any Hugging Face model; BMTrain's public names.
+
+    import hf_bmtrain as bmt
+    bmt.init_distributed(seed=0)
+    model = bmt.auto_wrap(model)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
+"""
+
+from . import loss, lr_scheduler, optim
+from .block import CheckpointBlock, TransformerBlockList
+from .distributed import gather_result, sum_loss
+from .module import DistributedModule, ParameterInitializer, init_parameters
+from .sharding import DistributedParameter
+from .world import current_world, init_distributed, print_rank, rank, synchronize, world_size
+from .wrap import BMTrainModelWrapper, auto_wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BMTrainModelWrapper",
+    "CheckpointBlock",
+    "DistributedModule",
+    "DistributedParameter",
+    "ParameterInitializer",
+    "TransformerBlockList",
+    "auto_wrap",
+    "current_world",
+    "gather_result",
+    "init_distributed",
+    "init_parameters",
+    "loss",
+    "lr_scheduler",
+    "optim",
+    "print_rank",
+    "rank",
+    "sum_loss",
+    "synchronize",
+    "world_size",
+]

@@ -1,0 +1,267 @@
+"""When to gather, reduce and free a transformer block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .boundary import enter_backward, leave_backward
+from .precision import uncached_autocast
+from .sharding import ShardedBuffer
+from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_entries
+from .step import Step
+from .world import current_world
+
+
+class BlockState:
+    """What a CheckpointBlock owns: its buffers, the slots they show up in, and its neighbours.
+
+    Its parameters are whole exactly while forward or backward runs in it; the block that ran last stays whole
+    until another one opens, and the neighbour is gathered ahead. `pending` counts forwards whose backward is to
+    come, so that a block used several times is reduced once, when its gradient is complete. The count decides
+    and not the presence of gradients, because it is the same on every rank.
+    """
+
+    def __init__(
+        self, step: Step, buffers: list[ShardedBuffer], slots: list[Slot], use_checkpoint: bool, zero_level: int
+    ) -> None:
+        self.step, self.buffers, self.slots = step, buffers, slots
+        self.use_checkpoint, self.zero_level = use_checkpoint, zero_level
+        self.previous: BlockState | None = None
+        self.next: BlockState | None = None
+        self.pending = 0
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run the layer's own forward on whole parameters."""
+        self._open(self.next)
+        differentiable = False
+        try:
+            if torch.is_grad_enabled():
+                outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
+            else:
+                with uncached_autocast(), self.step.inside():
+                    outputs = layer_forward(*args, **kwargs)
+            for buffer in self.buffers:
+                buffer.check_unwritten()
+        finally:
+            self._show_slices()
+            if not differentiable:
+                self.release()
+        if self.zero_level == 3 and differentiable:
+            self.step.linger(self)
+        return outputs
+
+    def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        def run(*args, **kwargs):
+            with self.step.inside():
+                return layer_forward(*args, **kwargs)
+
+        (args, kwargs), inputs = leave_backward(self, (args, kwargs))
+        versions = [tensor._version for tensor in inputs]
+        with uncached_autocast():
+            if self.use_checkpoint:
+                outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+            else:
+                outputs = run(*args, **kwargs)
+        if versions != [tensor._version for tensor in inputs]:
+            raise RuntimeError(
+                "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
+                "write `x = x + y` for `x += y` at the start of its forward."
+            )
+        outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
+        self.pending += differentiable
+        return outputs, differentiable
+
+    def _open(self, neighbour: BlockState | None) -> None:
+        """Whole and shown. Order of the gather lane: this block, then the neighbour."""
+        self.step.open_block(self, neighbour)
+        self.gather()
+        if neighbour is not None:
+            neighbour.gather()
+        for buffer in self.buffers:
+            buffer.wait()
+        for slot in self.slots:
+            slot.show_whole()
+
+    def gather(self) -> None:
+        for buffer in self.buffers:
+            buffer.gather()
+
+    def release(self) -> None:
+        for buffer in self.buffers:
+            buffer.release()
+
+    def _show_slices(self) -> None:
+        for slot in self.slots:
+            slot.show_slice()
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def before_backward(self, token: list[int]) -> None:
+        """Whole again. token: the buffers' versions in forward, which must still be the present ones."""
+        self.step.enlist(self)
+        if token != [buffer.version for buffer in self.buffers]:
+            raise RuntimeError(
+                "The weights of a block changed between its forward and its backward (an optimizer step or a load "
+                "came between them); its gradients would be wrong. Run forward again."
+            )
+        ahead = self.previous
+        self._open(ahead if ahead is not None and ahead.pending > 0 else None)
+
+    def after_backward(self) -> None:
+        """The gradients of this call are complete: reduce when no other call is pending, then free."""
+        self._show_slices()
+        self.pending = max(self.pending - 1, 0)
+        if self.pending > 0:
+            self.step.linger(self)
+            return
+        self._reduce()
+        self.release()
+
+    def flush_backward(self) -> None:
+        """The end of backward, for a block whose inputs needed no gradient or whose calls are not all done."""
+        self._show_slices()
+        if self.pending > 0:
+            self.pending = 0
+            self._reduce()
+        self.release()
+        if any(whole.grad is not None for buffer in self.buffers for whole in buffer.wholes):
+            raise RuntimeError(
+                "A block's gradient arrived after its backward was over: one of its parameters is used outside its "
+                "own forward. Pass what is shared through the block's inputs and outputs."
+            )
+
+    def abandon_backward(self) -> None:
+        self.pending = 0
+        self._show_slices()
+        self.release()
+        for buffer in self.buffers:
+            buffer.gradient.drop()
+
+    def _reduce(self) -> None:
+        self.step.take_gradient_slot([buffer.gradient for buffer in self.buffers if buffer.trainable])
+
+
+class CheckpointBlock(torch.nn.Module):
+    """`CheckpointBlock(layer)` returns `layer` itself, sharded in place, its class extended by this one.
+
+    Names, isinstance, hooks, attributes and state_dict keys of the layer stay true. use_checkpoint: recompute the
+    forward in backward instead of keeping its activations. zero_level: 3 frees the parameters between forward and
+    backward, 2 keeps them; None takes the world's. Layers that hold DistributedParameters are accepted. Collective.
+    """
+
+    _bmt: BlockState
+
+    def __new__(cls, layer: torch.nn.Module, use_checkpoint: bool = True, zero_level: int | None = None):
+        if isinstance(layer, CheckpointBlock):
+            return layer
+        world = current_world()
+        extend(
+            layer,
+            shard_places(world.step, find_places(layer.modules()), world.device),
+            world.step,
+            use_checkpoint,
+            world.zero_level if zero_level is None else zero_level,
+        )
+        return layer
+
+    def __init__(self, *args, **kwargs) -> None:
+        """Nothing: Python calls it on the layer that `__new__` returned."""
+
+    def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
+        """The whole tensors, on CPU, under the layer's own keys. Collective: every rank calls it."""
+        collect = functools.partial(super().state_dict, prefix=prefix, keep_vars=True)
+        if destination is not None:
+            copy_wholes(destination, self._bmt.slots, lambda: collect(destination=destination))
+            return destination
+        current_world().assemble("state_dict")
+        result = StateDict()
+        copy_wholes(result, self._bmt.slots, lambda: collect(destination=result))
+        return result.plain()
+
+    def _apply(self, fn, recurse: bool = True):
+        with hidden(self._bmt.slots, fn):
+            return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("A sharded block cannot be deep-copied: copy the model before it is wrapped.")
+
+
+def extend(
+    layer: torch.nn.Module,
+    sharded: tuple[list[ShardedBuffer], list[Slot]],
+    step: Step,
+    use_checkpoint: bool,
+    zero_level: int,
+) -> None:
+    """Make `layer` a CheckpointBlock over parameters that `shard_places` has sharded."""
+    buffers, slots = sharded
+    layer._bmt = BlockState(step, buffers, slots, use_checkpoint, zero_level)  # pyright: ignore
+    # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
+    patched = layer.__dict__.pop("forward", None)
+    layer.__class__ = _extended_class(type(layer))
+    if patched is not None:
+        layer._bmt.forward = functools.partial(_with_patched_forward, layer._bmt.forward, patched)  # pyright: ignore
+    by_module: dict[torch.nn.Module, list[Slot]] = {}
+    for slot in slots:
+        by_module.setdefault(slot.module, []).append(slot)
+    for module, own in by_module.items():
+        module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
+
+
+def _with_patched_forward(forward, patched, layer_forward, args, kwargs):
+    return forward(patched, args, kwargs)
+
+
+def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+    slice_entries(slots, state_dict, prefix, metadata, errors)
+
+
+@functools.cache
+def _extended_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """One class for all layers of `cls`, with its name, so that nothing tells them apart (or recompiles)."""
+
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return self._bmt.forward(super(extended, self).forward, args, kwargs)
+
+    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    extended = type(cls)(cls.__name__, (CheckpointBlock, cls), names)
+    return extended
+
+
+class TransformerBlockList(torch.nn.ModuleList):
+    """CheckpointBlocks in execution order, each knowing its neighbours, so that gathers run ahead.
+
+    Iterable, indexable and sliceable like any ModuleList (a slice is a plain ModuleList), and callable as in
+    BMTrain: `list(x, *args)` feeds x through all blocks.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        super().__init__([CheckpointBlock(module) for module in modules])
+        self.link()
+
+    def link(self) -> None:
+        """Tell every block its neighbours, in the order of the list."""
+        blocks = list(dict.fromkeys(self))
+        for block, following in zip(blocks, blocks[1:]):
+            block._bmt.next, following._bmt.previous = following._bmt, block._bmt
+
+    def forward(self, hidden_states: Any, *args, **kwargs) -> Any:
+        for block in self:
+            hidden_states = block(hidden_states, *args, **kwargs)
+        return hidden_states
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return torch.nn.ModuleList(list(self._modules.values())[index])
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return super().__iter__()

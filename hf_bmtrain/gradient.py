@@ -1,0 +1,172 @@
+"""The gradient of a flat buffer: packed, averaged over ranks into the shard, accumulated, handed to the slices."""
+
+from __future__ import annotations
+
+import torch
+
+from .comm import DONE, Ticket
+from .elastic import Elastic
+from .grad_slice import GradSlice
+from .layout import Layout
+from .packing import Packing
+from .step import Step
+
+
+class GradientBuffer:
+    """Owns `full` (bytes only while it travels) and `shard` (from the first backward on, 1/N of the elements).
+
+    wholes: the whole parameters, whose `.grad` autograd fills; they give it up when it is packed.
+    slices: this rank's 1-D parameters, whose `.grad` becomes a view of `shard`. `slice.grad is None` is the only
+    sign that a new accumulation begins. While several backwards add up, half-precision gradients are summed in
+    float32 (`total`) and rounded once into `shard`. A parameter without a gradient on this rank counts as zero.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        layout: Layout,
+        wholes: list[torch.nn.Parameter],
+        slices: list,
+        shard: torch.Tensor,
+    ) -> None:
+        self._step, self._layout = step, layout
+        self._wholes, self._slices, self._like = wholes, slices, shard
+        self._single = step.reduce.size == 1
+        self._fresh = True
+        self._full: Elastic | None = None
+        self._full_packing: Packing | None = None
+        self._shard_packing: Packing | None = None
+        self._open: Packing | None = None
+        self.shard: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+        self._handed: list[torch.Tensor | None] = [None] * len(slices)
+        self._version = -1
+        self._arriving: tuple[Ticket, torch.Tensor] | None = None
+
+    # -- one backward -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def collect(self, index: int, gradient: torch.Tensor) -> None:
+        """Pack one parameter's gradient ahead of `send`, so that autograd's tensor can go."""
+        self._begin().add(index, gradient)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Pack the gradients of the wholes and start averaging them over the ranks."""
+        packing = self._begin()
+        packed = packing.complete([whole.grad for whole in self._wholes])
+        self._open = None
+        self.drop()
+        if self._single:
+            self._arriving = DONE, packed
+            return
+        assert self.shard is not None
+        arriving = self.shard if self._fresh else torch.empty_like(self.shard)
+        if self._step.poison:
+            arriving.fill_(float("nan"))
+        self._arriving = self._step.reduce.reduce_scatter_mean(arriving, packed), arriving
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for the average, add it where an accumulation runs, and set the slices' `.grad`."""
+        assert self._arriving is not None
+        ticket, arriving = self._arriving
+        ticket.wait()
+        self._arriving = None
+        if arriving is self.shard:
+            self._total = None
+        else:
+            self._accumulate(arriving)
+        if self._full is not None:
+            self._full.free()
+        self._hand_out()
+
+    def discard(self) -> None:
+        """Forget what was collected or sent."""
+        if self._arriving is not None:
+            self._arriving[0].wait()
+            self._arriving = None
+        if self._open is not None:
+            self._open.reset()
+            self._open = None
+        if self._full is not None:
+            self._full.free()
+
+    def drop(self) -> None:
+        """Forget what autograd left in the wholes."""
+        for whole in self._wholes:
+            whole.grad = None
+
+    def _begin(self) -> Packing:
+        """Where this backward packs: the full buffer, or with one rank and a new accumulation the shard itself."""
+        if self._open is not None:
+            return self._open
+        assert self._arriving is None, "the previous gradient was not received"
+        self._fresh = all(piece.grad is None for piece in self._slices)
+        if self.shard is None:
+            self.shard = torch.zeros_like(self._like)
+        if not self._fresh:
+            self._resume_total()
+        self._open = self._into_shard(self.shard) if self._single and self._fresh else self._into_full()
+        return self._open
+
+    def _into_shard(self, shard: torch.Tensor) -> Packing:
+        if self._shard_packing is None:
+            self._shard_packing = Packing(shard, self._layout, [whole.shape for whole in self._wholes])
+        if self._step.poison:
+            shard.fill_(float("nan"))
+        return self._shard_packing
+
+    def _into_full(self) -> Packing:
+        if self._full is None or self._full_packing is None:
+            self._full = Elastic(self._layout.numel, self._like.dtype, self._like.device, self._step.poison)
+            self._full_packing = Packing(self._full.tensor, self._layout, [whole.shape for whole in self._wholes])
+        self._full.allocate()
+        return self._full_packing
+
+    # -- accumulation -------------------------------------------------------------------------------------------
+
+    @property
+    def intact(self) -> bool:
+        """Whether every slice's `.grad` is still the view of `shard` that was handed out."""
+        return all(piece.grad is handed for piece, handed in zip(self._slices, self._handed) if piece.grad is not None)
+
+    def wide(self, start: int, stop: int) -> torch.Tensor | None:
+        """Elements start:stop of the float32 running sum, or None where `.grad` itself is the best there is."""
+        if self._total is None or self.shard is None or self.shard._version != self._version:
+            return None
+        return self._total[start:stop]
+
+    def _resume_total(self) -> None:
+        """Make the running sum what the slices' `.grad` say it is."""
+        assert self.shard is not None
+        intact = self.shard._version == self._version
+        if self._total is None or not intact:
+            wide = torch.promote_types(self.shard.dtype, torch.float32)
+            self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
+        for index, piece in enumerate(self._slices):
+            if piece.grad is self._handed[index] and piece.grad is not None:
+                continue
+            place = self._layout.piece(index, self._step.reduce.rank)
+            target = self._total[place.shard_start : place.shard_stop]
+            target.zero_() if piece.grad is None else target.copy_(piece.grad)
+
+    def _accumulate(self, arriving: torch.Tensor) -> None:
+        assert self._total is not None and self.shard is not None
+        self._total.add_(arriving)
+        if self._total is not self.shard:
+            self.shard.copy_(self._total)
+
+    def _hand_out(self) -> None:
+        assert self.shard is not None
+        rank = self._step.reduce.rank
+        for index, piece in enumerate(self._slices):
+            if not piece.requires_grad:
+                continue
+            if piece.grad is None or piece.grad is not self._handed[index]:
+                place = self._layout.piece(index, rank)
+                self._handed[index] = GradSlice.of(self.shard[place.shard_start : place.shard_stop], self._step.reduce)
+                piece.grad = self._handed[index]
+        self._version = self.shard._version
+        for piece in self._slices:
+            piece.run_gradient_hooks()

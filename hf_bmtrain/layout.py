@@ -1,0 +1,79 @@
+"""Where tensors lie in a flat buffer that is cut into equal shards. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_BYTES = 128
+"""Every tensor and every shard begins on such a boundary: vector loads, cuBLAS and NCCL all want at least 16."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one tensor that lies in one shard; `length` 0 is the normal case of owning nothing."""
+
+    tensor_start: int
+    shard_start: int
+    length: int
+
+    @property
+    def shard_stop(self) -> int:
+        return self.shard_start + self.length
+
+    @property
+    def tensor_stop(self) -> int:
+        return self.tensor_start + self.length
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors of `numels` elements, one after another, cut into `world_size` shards of `shard_numel` elements.
+
+    The pieces of all ranks tile every tensor exactly; what no tensor covers is padding (`gaps`).
+    """
+
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+    world_size: int
+
+    @classmethod
+    def build(cls, numels: Sequence[int], world_size: int, alignment: int) -> Layout:
+        """Lay out tensors of `numels` elements; `alignment` is in elements."""
+        assert world_size >= 1 and alignment >= 1, (world_size, alignment)
+        offsets, end = [], 0
+        for numel in numels:
+            offsets.append(end)
+            end = _round_up(end + numel, alignment)
+        shard_numel = _round_up(-(-end // world_size), alignment)
+        return cls(tuple(numels), tuple(offsets), shard_numel, world_size)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole flat buffer, padding included."""
+        return self.shard_numel * self.world_size
+
+    def piece(self, index: int, rank: int) -> Piece:
+        """What `rank` holds of tensor `index`."""
+        shard_begin = rank * self.shard_numel
+        begin, end = self.offsets[index], self.offsets[index] + self.numels[index]
+        start = min(max(begin, shard_begin), end)
+        stop = max(min(end, shard_begin + self.shard_numel), start)
+        shard_start = min(max(start - shard_begin, 0), self.shard_numel)
+        return Piece(start - begin, shard_start, stop - start)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The ranges (start, stop) of the flat buffer that belong to no tensor."""
+        ranges, end = [], 0
+        for offset, numel in zip(self.offsets, self.numels):
+            if offset > end:
+                ranges.append((end, offset))
+            end = offset + numel
+        if self.numel > end:
+            ranges.append((end, self.numel))
+        return ranges
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,157 @@
+"""Parameters outside blocks: reading one inside a forward gathers it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .boundary import enter_backward
+from .precision import uncached_autocast
+from .sharding import DistributedParameter, ShardedBuffer
+from .slot import Slot, StateDict, copy_wholes, hidden, slice_entries
+from .step import Step
+from .world import current_world
+
+
+class _Readers:
+    """The buffers that one outermost forward read: whole until its backward is over, or gathered again for it."""
+
+    def __init__(self, step: Step, buffers: list[ShardedBuffer]) -> None:
+        self._step, self._buffers = step, buffers
+        self.versions = [buffer.version for buffer in buffers]
+
+    def before_backward(self, token: list[int]) -> None:
+        if token != [buffer.version for buffer in self._buffers]:
+            raise RuntimeError(
+                "Weights outside the blocks changed between the forward and its backward (an optimizer step or a "
+                "load came between them); the gradients would be wrong. Run forward again."
+            )
+        for buffer in self._buffers:
+            self._step.enlist(buffer)
+            buffer.gather()
+        for buffer in self._buffers:
+            buffer.wait()
+
+    def after_backward(self) -> None:
+        raise AssertionError("nothing stands in front of an outermost forward")
+
+
+class DistributedModule(torch.nn.Module):
+    """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
+
+    Inside means: within a call of this or of an enclosing DistributedModule, or a block's recomputation. The
+    first read of a pass gathers the parameter's buffer (every rank must read it); it is freed when the backward
+    is over, or after the forward where nothing needs a gradient. A read at rest never communicates: it shows the
+    slice, with its name, dtype, device and `full_shape`; `parameter.gather()` is the explicit collective.
+    """
+
+    _step: Step
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_step"] = current_world().step
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if type(value) is DistributedParameter:
+            return value.buffer.read(value.index, self)
+        return value
+
+    def __call__(self, *args, **kwargs) -> Any:
+        step = self._step
+        if step.in_forward:
+            return super().__call__(*args, **kwargs)
+        with uncached_autocast(), step.forward() as met, step.inside():
+            try:
+                outputs = super().__call__(*args, **kwargs)
+            except BaseException:
+                for buffer in met:
+                    buffer.release()
+                raise
+        if torch.is_grad_enabled():
+            readers = _Readers(step, list(met))
+            outputs, differentiable = enter_backward(readers, readers.versions, outputs)
+            if differentiable:
+                return outputs
+        for buffer in met:
+            buffer.release()
+        return outputs
+
+    # -- weights in and out -------------------------------------------------------------------------------------
+
+    def _own_slots(self) -> list[Slot]:
+        return [
+            Slot(self, name, parameter.buffer, parameter.index)
+            for name, parameter in self._parameters.items()
+            if type(parameter) is DistributedParameter
+        ]
+
+    def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
+        """The whole tensors, on CPU, under the module's own keys; tied ones stay one. Collective."""
+        collect = functools.partial(super().state_dict, prefix=prefix, keep_vars=True)
+        if destination is not None:
+            copy_wholes(destination, self._own_slots(), lambda: collect(destination=destination))
+            return destination
+        current_world().assemble("state_dict")
+        result = StateDict()
+        copy_wholes(result, self._own_slots(), lambda: collect(destination=result))
+        return result.plain()
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+        slice_entries(self._own_slots(), state_dict, prefix, local_metadata, errors)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _apply(self, fn, recurse: bool = True):
+        with hidden(self._own_slots(), fn):
+            return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("A sharded model cannot be deep-copied: copy the model before it is wrapped.")
+
+
+def distribute(module: torch.nn.Module, step: Step) -> None:
+    """Extend the class of `module` in place, so that its sharded parameters read as DistributedModule's do."""
+    if not isinstance(module, DistributedModule):
+        module.__class__ = _distributed_class(type(module))
+        module.__dict__["_step"] = step
+
+
+@functools.cache
+def _distributed_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    forward = cls.forward
+
+    # A signature that tools read (Trainer drops the columns that forward does not name) must stay the model's.
+    @functools.wraps(forward)
+    def same_forward(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    return type(cls)(cls.__name__, (DistributedModule, cls), {**names, "forward": same_forward})
+
+
+class ParameterInitializer:
+    """`ParameterInitializer(torch.nn.init.normal_, mean=0, std=1)`: a fill to give as `init_method`."""
+
+    def __init__(self, function: Callable, *args, **kwargs) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.function(tensor, *self.args, **self.kwargs)
+
+
+@torch.no_grad()
+def init_parameters(model: torch.nn.Module) -> None:
+    """Fill every DistributedParameter that has an `init_method`, with rank 0's values on all ranks. Collective.
+
+    Parameters without one keep their values: a Hugging Face model initialises itself.
+    """
+    world = current_world()
+    for parameter in model.parameters():
+        if isinstance(parameter, DistributedParameter) and parameter.init_method is not None:
+            whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.init_method(whole)
+            world.step.gather.broadcast(whole, 0).wait()
+            parameter.copy_(parameter.take(whole))

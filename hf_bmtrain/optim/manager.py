@@ -1,0 +1,193 @@
+"""The end of a step: mean gradients in, one update out, or a skipped step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..grad_slice import GradSlice
+from ..world import current_world
+from .adam import AdamOptimizer
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+class OptimManager:
+    """Drives optimizers and their schedulers: loss scale, clipping, skipping.
+
+        manager.zero_grad(); manager.backward(loss); manager.clip_grad_norm(optimizer.param_groups, 1.0); manager.step()
+
+    loss_scale: the first scale, a power of two (for fp16), or None for none. It is multiplied by
+    loss_scale_factor after loss_scale_steps clean steps in a row (defaults: the world's, 2 and 1024) up to
+    max_loss_scale; on a non-finite gradient it is divided by the factor while it is above min_loss_scale, the
+    gradients are zeroed, and neither optimizers nor schedulers step. Without a loss scale such a step is skipped
+    too.
+
+    With AdamOptimizer nothing waits for the device: norm, clipping, unscaling and skipping are scalars on it.
+    Whether a step was skipped is read at the next `backward` or `step`, when the device has long known it;
+    schedulers advance then. On CPU they advance at once. Other optimizers wait for that answer in `step`.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float | None = None,
+        loss_scale_steps: int | None = None,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = float("inf"),
+    ) -> None:
+        world = current_world()
+        if loss_scale is not None and loss_scale <= 0:
+            raise ValueError(f"loss_scale must be positive or None, not {loss_scale}")
+        self._device, self._lane = world.device, world.step.reduce
+        self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
+        self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
+        self._bounds = min_loss_scale, max_loss_scale
+        self._scale = self._scalar(loss_scale) if loss_scale is not None else None
+        self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
+        self._ones = self._scalar(1.0)
+        self._clip = self._ones
+        self._found_inf: torch.Tensor | None = None
+        self._unread: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+
+    def _scalar(self, value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=self._device)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The current loss scale. Reading it waits for the device."""
+        return None if self._scale is None else float(self._scale)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """`step` will step `optimizer`, then `lr_scheduler` (anything with a `step()`)."""
+        self.optimizers.append(optimizer)
+        self.schedulers.append(lr_scheduler)
+        if isinstance(optimizer, AdamOptimizer):
+            optimizer.loss_scale = self._scale
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: torch.Tensor | None = None) -> None:
+        """Backward of `loss` (a scalar) times the loss scale."""
+        if loss is None:
+            raise ValueError("backward() needs the loss: call manager.backward(loss).")
+        self._settle()
+        if self._scale is not None:
+            loss = loss.float() * self._scale
+        loss.backward()
+        self._clip, self._found_inf = self._ones, None
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
+    ) -> torch.Tensor:
+        """Scale the gradients in the next `step` so that their norm over all ranks is at most `max_norm`.
+
+        Returns the unscaled norm before clipping, a float32 scalar on the device (formatting it waits). scale is
+        BMTrain's and ignored: the manager knows the loss scale. Collective. Gradients are scaled by
+        max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_.
+        """
+        parameters = [p for group in param_groups for p in group["params"] if p.grad is not None]
+        norm = self._global_norm(parameters, float(norm_type))
+        self._found_inf = _non_finite(norm)
+        if self._scale is not None:
+            norm = norm / self._scale
+        self._clip = (max_norm / (norm + eps)).clamp_(max=1.0)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every optimizer, or none of any where a gradient is inf or nan."""
+        if not self.optimizers:
+            raise RuntimeError("OptimManager has no optimizer: call add_optimizer first.")
+        self._settle()
+        if self._found_inf is None:
+            parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+            self._found_inf = _non_finite(self._global_norm(parameters, 2.0))
+        divisor = (self._ones if self._scale is None else self._scale) / self._clip
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, AdamOptimizer):
+                optimizer.grad_scale, optimizer.found_inf = divisor, self._found_inf
+                optimizer.step()
+                optimizer.grad_scale = optimizer.found_inf = None
+            elif not self._found_inf.item():
+                _divide_gradients(optimizer, divisor)
+                optimizer.step()
+        if self._scale is not None:
+            torch._amp_update_scale_(
+                self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
+            )
+            self._scale.clamp_(*self._bounds)
+        self._publish(self._found_inf)
+        self._clip, self._found_inf = self._ones, None
+
+    # -- what the device found ----------------------------------------------------------------------------------
+
+    def _publish(self, found_inf: torch.Tensor) -> None:
+        """Send the flag to the host, which reads it when it needs it."""
+        if self._device.type == "cpu":
+            self._unread = found_inf, None
+            self._settle()
+            return
+        flag = torch.empty(1, dtype=torch.float32, pin_memory=True)
+        flag.copy_(found_inf, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._unread = flag, event
+
+    def _settle(self) -> None:
+        """Advance the schedulers past the last step, or take note that it was skipped."""
+        if self._unread is None:
+            return
+        flag, event = self._unread
+        self._unread = None
+        if event is not None:
+            event.synchronize()
+        if flag.item():
+            self.zero_grad()
+            scale = "no loss scale" if self._scale is None else f"the loss scale is now {self.loss_scale:g}"
+            _log.warning("a gradient was inf or nan: this step is skipped, %s", scale)
+            return
+        for scheduler in self.schedulers:
+            if scheduler is not None:
+                scheduler.step()
+
+    def _global_norm(self, parameters: list, order: float) -> torch.Tensor:
+        """The norm of all gradients over all ranks: each is read once, then one scalar is all-reduced."""
+        if order <= 0:
+            raise ValueError(f"norm_type must be positive or inf, not {order}")
+        infinite = order == float("inf")
+        local = [g.as_subclass(torch.Tensor) for g in (p.grad for p in parameters) if isinstance(g, GradSlice)]
+        replicated = [p.grad for p in parameters if not isinstance(p.grad, GradSlice)]
+        total = _powers(local, order, self._device)
+        self._lane.all_reduce(total, maximum=infinite).wait()
+        own = _powers(replicated, order, self._device)
+        total = torch.maximum(total, own) if infinite else total.add_(own)
+        return total.reshape(()) if infinite else total.reshape(()).pow(1.0 / order)
+
+
+def _powers(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+    """Σ|g|^order of all elements (their maximum for inf), float32 (1,)."""
+    filled = [g for g in gradients if g.numel()]
+    if not filled:
+        return torch.zeros(1, dtype=torch.float32, device=device)
+    norms = torch.stack(torch._foreach_norm(filled, order, dtype=torch.float32))
+    return norms.max().reshape(1) if order == float("inf") else norms.pow(order).sum().reshape(1)
+
+
+def _non_finite(norm: torch.Tensor) -> torch.Tensor:
+    """1.0 where the norm is inf or nan, else 0.0; shape (1,) as torch's fused optimizers want it."""
+    return torch.isfinite(norm).logical_not().float().reshape(1)
+
+
+def _divide_gradients(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, divisor)

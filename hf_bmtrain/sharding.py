@@ -1,0 +1,283 @@
+"""Who holds which bytes of the parameters, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import layout as _layout
+from .comm import Ticket
+from .elastic import Elastic
+from .gradient import GradientBuffer
+from .step import Step
+from .world import current_world
+
+
+class DistributedParameter(torch.nn.Parameter):
+    """This rank's 1-D slice of one parameter: what optimizers see, `model.parameters()` yields and `.grad` fits.
+
+    `DistributedParameter(data)` shards `data` (any shape; rank 0's values count) over the current world, as in
+    BMTrain; read inside the forward of a `DistributedModule` it is whole. Its elements are a view of the flat
+    shard of its `ShardedBuffer`: writing to them writes the shard. It may be empty on a rank.
+
+    full_shape: the shape of the whole parameter. init_method: fills a whole tensor, see `init_parameters`.
+    After a backward `.grad` is set for every parameter whose block (or, outside blocks, whose model) took part;
+    where no rank used the parameter itself it is zero, where plain torch would leave None.
+    """
+
+    buffer: ShardedBuffer
+    index: int
+    init_method: Callable[[torch.Tensor], object] | None
+    _gradient_hooks: list[Callable]
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None):
+        if data.is_meta:
+            raise ValueError(
+                "A DistributedParameter needs values to shard, and a meta tensor has none: create it on a real "
+                "device, with init_method= for values that init_parameters() fills in."
+            )
+        whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
+        world = current_world()
+        piece = ShardedBuffer(world.step, [whole], world.device).slices[0]
+        piece.init_method = init_method
+        return piece
+
+    @property
+    def full_shape(self) -> torch.Size:
+        return self.buffer.wholes[self.index].shape
+
+    def gather(self) -> torch.Tensor:
+        """The whole parameter, a new detached tensor of `full_shape` on this device. Collective."""
+        with self.buffer.whole_now():
+            return self.buffer.wholes[self.index].detach().clone()
+
+    def gather_gradient(self) -> torch.Tensor | None:
+        """The whole gradient, a new tensor of `full_shape`, or None where there is none. Collective."""
+        return None if self.grad is None else self.buffer.gather_piecewise(self.index, self.grad)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a `whole` tensor of `full_shape`: a 1-D view. Not collective."""
+        if whole.shape != self.full_shape:
+            raise ValueError(f"expected a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}")
+        place = self.buffer.piece(self.index)
+        return whole.reshape(-1)[place.tensor_start : place.tensor_stop]
+
+    def register_post_accumulate_grad_hook(self, hook):
+        """`hook(parameter)` is called when the gradient, averaged over ranks, has been added to `.grad`."""
+        self._gradient_hooks.append(hook)
+        return _HookHandle(self._gradient_hooks, hook)
+
+    def register_hook(self, hook):
+        raise RuntimeError(
+            "A tensor hook on a sharded parameter would never fire: its gradient arrives from the reduction, not "
+            "from autograd. Use register_post_accumulate_grad_hook, which sees the averaged gradient in `.grad`."
+        )
+
+    def run_gradient_hooks(self) -> None:
+        for hook in self._gradient_hooks:
+            hook(self)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError(
+            "A sharded model cannot be deep-copied: copy the model before auto_wrap, or load state_dict() into another."
+        )
+
+    def __reduce_ex__(self, protocol):
+        return self.detach().clone().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return (
+            f"DistributedParameter(full_shape={tuple(self.full_shape)}, dtype={self.dtype}, device='{self.device}', "
+            f"requires_grad={self.requires_grad}, {self.numel()} elements on rank {self.buffer.rank})"
+        )
+
+
+class _HookHandle:
+    def __init__(self, hooks: list[Callable], hook: Callable) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class ShardedBuffer:
+    """Parameters alike in dtype and device in one flat buffer, of which every rank keeps 1/N.
+
+    shard: (n,) this rank's elements, for ever. slices: a DistributedParameter each, views of `shard`. wholes: a
+    Parameter each in its own shape, views of the full buffer, readable only while it is whole (`gather`, `wait`,
+    … `release`). With one rank the full buffer *is* the shard: always whole, nothing is copied.
+    """
+
+    def __init__(self, step: Step, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> None:
+        dtype = parameters[0].dtype
+        assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
+        lane = step.gather
+        self._step, self._lane, self.rank = step, lane, lane.rank
+        alignment = max(1, _layout.ALIGNMENT_BYTES // dtype.itemsize)
+        self.layout = _layout.Layout.build([p.numel() for p in parameters], lane.size, alignment)
+        self.shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        self._full = None if lane.size == 1 else Elastic(self.layout.numel, dtype, device, step.poison)
+        self.wholes = [self._make_whole(i, p) for i, p in enumerate(parameters)]
+        self.slices = [self._make_slice(i, p) for i, p in enumerate(parameters)]
+        self.gradient = GradientBuffer(step, self.layout, self.wholes, self.slices, self.shard)
+        self._ticket: Ticket | None = None
+        self._filled_version = -1
+        self._read: dict[tuple[int, int], torch.nn.Parameter] = {}
+        self._fill(parameters)
+
+    # -- making -------------------------------------------------------------------------------------------------
+
+    def _make_whole(self, index: int, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        offset, shape = self.layout.offsets[index], parameter.shape
+        if self._full is not None:
+            return torch.nn.Parameter(self._full.view(offset, shape), requires_grad=parameter.requires_grad)
+        view = self.shard[offset : offset + shape.numel()].view(shape)
+        return torch.nn.Parameter(view, requires_grad=parameter.requires_grad)
+
+    def _make_slice(self, index: int, parameter: torch.nn.Parameter) -> DistributedParameter:
+        place = self.piece(index)
+        view = self.shard[place.shard_start : place.shard_stop]
+        piece = torch.Tensor._make_subclass(DistributedParameter, view, parameter.requires_grad)
+        piece.buffer, piece.index = self, index
+        piece.init_method, piece._gradient_hooks = getattr(parameter, "init_method", None), []
+        return piece
+
+    @torch.no_grad()
+    def _fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Rank 0's values, so that ranks that drew different random weights agree."""
+        if self._full is None:
+            for whole, parameter in zip(self.wholes, parameters):
+                whole.copy_(parameter)
+            return
+        flat = self._full.allocate().zero_()
+        for whole, parameter in zip(self.wholes, parameters):
+            whole.data.copy_(parameter)
+        self._lane.broadcast(flat, 0).wait()
+        begin = self.rank * self.layout.shard_numel
+        self.shard.copy_(flat[begin : begin + self.layout.shard_numel])
+        self._full.free()
+
+    def piece(self, index: int) -> _layout.Piece:
+        """Where this rank's part of parameter `index` lies."""
+        return self.layout.piece(index, self.rank)
+
+    # -- gather, use, release -----------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the weights do."""
+        return self.shard._version
+
+    def gather(self) -> None:
+        """Start to make the full buffer whole, unless it is, or is about to be, with the present weights."""
+        if self._full is None or (self._full.allocated and self._filled_version == self.version):
+            return
+        self.release()
+        self._full.allocate()
+        self._filled_version = self.version
+        self._ticket = self._lane.all_gather(self._full.tensor, self.shard)
+
+    def wait(self) -> None:
+        """The current stream waits until the buffer is whole; `requires_grad` follows the slices."""
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+        for whole, piece in zip(self.wholes, self.slices):
+            if whole.requires_grad != piece.requires_grad:
+                whole.requires_grad_(piece.requires_grad)
+
+    def release(self) -> None:
+        if self._full is None:
+            return
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+        self._full.free()
+
+    @property
+    def trainable(self) -> bool:
+        return any(piece.requires_grad for piece in self.slices)
+
+    def check_unwritten(self) -> None:
+        """Raise where a forward wrote into a whole parameter: the write would vanish with it."""
+        if self._full is not None and any(whole._version for whole in self.wholes):
+            shapes = [tuple(whole.shape) for whole in self.wholes if whole._version]
+            raise RuntimeError(
+                f"The forward modified a sharded parameter in place (shapes {shapes}); with {self._lane.size} ranks "
+                "the change would be lost. Keep such state in a buffer (register_buffer), or exclude this module."
+            )
+
+    def whole_now(self) -> _WholeNow:
+        """`with buffer.whole_now():` the wholes are readable. Collective."""
+        return _WholeNow(self)
+
+    # -- reads outside blocks -----------------------------------------------------------------------------------
+
+    def read(self, index: int, reader: object) -> torch.nn.Parameter:
+        """The whole parameter inside a forward or a recomputation, gathered once a pass; its slice otherwise.
+
+        Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory:
+        its gradient is packed the moment it is complete, instead of waiting beside those of the other readers.
+        """
+        if not self._step.in_forward:
+            return self.slices[index]
+        self._step.meet(self)
+        self.gather()
+        self.wait()
+        key = index, id(reader)
+        if key not in self._read:
+            self._read[key] = self._readable(index)
+        whole = self._read[key]
+        if whole.requires_grad != self.slices[index].requires_grad:
+            whole.requires_grad_(self.slices[index].requires_grad)
+        return whole
+
+    def _readable(self, index: int) -> torch.nn.Parameter:
+        whole = torch.nn.Parameter(self.wholes[index].data)
+
+        def collect(whole: torch.nn.Parameter) -> None:
+            assert whole.grad is not None
+            self._step.enlist(self)
+            self.gradient.collect(index, whole.grad)
+            whole.grad = None
+
+        whole.register_post_accumulate_grad_hook(collect)
+        return whole
+
+    def flush_backward(self) -> None:
+        self.release()
+        if self.trainable:
+            self._step.take_gradient_slot([self.gradient])
+
+    def abandon_backward(self) -> None:
+        self.release()
+        self.gradient.discard()
+
+    # -- other collectives --------------------------------------------------------------------------------------
+
+    def gather_piecewise(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """Whole tensor `index` made of every rank's `values`, laid out like the slices of this buffer."""
+        place = self.piece(index)
+        flat = torch.zeros(self.layout.shard_numel, dtype=values.dtype, device=self.shard.device)
+        flat[place.shard_start : place.shard_stop] = values.detach().as_subclass(torch.Tensor)
+        full = flat.new_empty(self.layout.numel)
+        self._lane.all_gather(full, flat).wait()
+        offset, shape = self.layout.offsets[index], self.wholes[index].shape
+        return full[offset : offset + shape.numel()].view(shape).clone()
+
+
+class _WholeNow:
+    def __init__(self, buffer: ShardedBuffer) -> None:
+        self._buffer = buffer
+
+    def __enter__(self) -> ShardedBuffer:
+        self._was_whole = self._buffer._full is None or self._buffer._full.allocated
+        self._buffer.gather()
+        self._buffer.wait()
+        return self._buffer
+
+    def __exit__(self, *error) -> None:
+        if not self._was_whole:
+            self._buffer.release()

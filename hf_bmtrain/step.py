@@ -1,0 +1,148 @@
+"""What is open in the current forward and backward, and the lanes they travel on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from .comm import Communicator
+
+
+class Member(Protocol):
+    """Something that takes part in a backward and is closed at its end, in the same order on every rank."""
+
+    def flush_backward(self) -> None:
+        """Issue what is still to be reduced; free what is whole."""
+
+    def abandon_backward(self) -> None:
+        """The backward raised midway: drop partial gradients, free what is whole."""
+
+
+class Releasable(Protocol):
+    """What is whole and can be released: a buffer read outside blocks, a block that is left whole."""
+
+    def release(self) -> None: ...
+
+
+class Travelling(Protocol):
+    """A flat gradient: sent on the reduce lane, received later."""
+
+    def send(self) -> None: ...
+    def receive(self) -> None: ...
+    def discard(self) -> None: ...
+
+
+class Step:
+    """Shared by all buffers and blocks of a world; given to them when they are made.
+
+    gather, reduce: the two lanes. poison: the debug switch that fills unfilled and released memory with NaN.
+    """
+
+    def __init__(self, gather: Communicator, reduce: Communicator, poison: bool = False) -> None:
+        self.gather, self.reduce, self.poison = gather, reduce, poison
+        self._depth = 0
+        self._readers: dict[Releasable, None] | None = None
+        self._members: dict[int, dict[Member, None]] = {}
+        self._lingering: Releasable | None = None
+        self._prefetched: Releasable | None = None
+        self._travelling: list[Travelling] = []
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a read of a parameter outside blocks means its whole tensor."""
+        return self._depth > 0
+
+    @contextmanager
+    def forward(self) -> Iterator[dict[Releasable, None]]:
+        """Open the outermost forward; yields the buffers outside blocks that it reads."""
+        if self._members and torch._C._current_graph_task_id() == -1:
+            self.abandon_backward()  # no backward is running, so the one that enlisted them raised
+        outer, self._readers = self._readers, {}
+        try:
+            with self.inside():
+                yield self._readers
+        finally:
+            self._readers = outer
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Within a layer's own forward, be it the first or a recomputation."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def meet(self, reader: Releasable) -> None:
+        if self._readers is not None:
+            self._readers[reader] = None
+
+    def open_block(self, block: Releasable, neighbour: Releasable | None) -> None:
+        """`block` begins and `neighbour` is gathered ahead; others left whole, or gathered in vain, are released."""
+        for kept in (self._lingering, self._prefetched):
+            if kept is not None and kept is not block and kept is not neighbour:
+                kept.release()
+        self._lingering, self._prefetched = None, neighbour
+
+    def linger(self, block: Releasable) -> None:
+        """Leave `block` whole until another block opens: it may be needed next."""
+        if self._lingering is not None and self._lingering is not block:
+            self._lingering.release()
+        self._lingering = block
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def enlist(self, member: Member) -> None:
+        """`member` takes part in the running backward; the first one queues the callback that closes it.
+
+        Kept by graph task, because a backward inside a backward (a reentrant checkpoint) ends before the outer.
+        """
+        task = torch._C._current_graph_task_id()
+        assert task != -1, "enlist outside a backward"
+        if task not in self._members:
+            self._members[task] = {}
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+        self._members[task][member] = None
+
+    def _end_backward(self, task: int) -> None:
+        """Everything is reduced and the compute stream waits for it: whoever reads `grad` next is safe."""
+        self._release_kept()
+        for member in self._members.pop(task):
+            member.flush_backward()
+        self.free_gradient_slot()
+
+    def abandon_backward(self) -> None:
+        """Close a backward that raised before its end; what was under way does not reach any `.grad`."""
+        members = [member for task in self._members.values() for member in task]
+        self._members.clear()
+        self._release_kept()
+        for gradient in self._travelling:
+            gradient.discard()
+        self._travelling = []
+        for member in members:
+            member.abandon_backward()
+
+    def _release_kept(self) -> None:
+        for kept in (self._lingering, self._prefetched):
+            if kept is not None:
+                kept.release()
+        self._lingering = self._prefetched = None
+
+    # -- the gradient slot --------------------------------------------------------------------------------------
+
+    def take_gradient_slot(self, gradients: list[Travelling]) -> None:
+        """The gradients of one block travel at a time: the previous ones arrive, and free their memory, first."""
+        self.free_gradient_slot()
+        for gradient in gradients:
+            gradient.send()
+        self._travelling = gradients
+
+    def free_gradient_slot(self) -> None:
+        for gradient in self._travelling:
+            gradient.receive()
+        self._travelling = []

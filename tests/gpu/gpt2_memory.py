@@ -1,0 +1,74 @@
+"""GPT-2 of 1.5 B parameters in bf16: losses and memory, for `torchrun --nproc-per-node N tests/gpu/gpt2_memory.py`.
+
+Prints one JSON line: the losses of 20 steps over the same global batches for any N; bytes a parameter allocated
+between steps; and the peak of a step on a batch so small that activations do not count, above that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+import transformers
+
+import hf_bmtrain as bmt
+
+ROWS, LENGTH, VOCABULARY = 8, 256, 50257
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--width", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    bmt.init_distributed(seed=0)
+    device = bmt.current_world().device
+    config = transformers.GPT2Config(
+        n_embd=options.width, n_layer=options.layers, n_head=options.width // 64,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device:
+        model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
+    block_bytes = 2 * sum(p.numel() for p in model.transformer.h[0].parameters())
+    outside_bytes = 2 * max(p.numel() for p in model.transformer.wte.parameters())
+    parameters = model.num_parameters()
+    model = bmt.auto_wrap(model)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4, weight_decay=0.01)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    losses = [train_step(model, manager, optimizer, step, ROWS, LENGTH) for step in range(options.steps)]
+    rest = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(2):
+        train_step(model, manager, optimizer, step, bmt.world_size(), 8)
+    peak = torch.cuda.max_memory_allocated() - rest
+    report = {
+        "ranks": bmt.world_size(),
+        "parameters": parameters,
+        "rest bytes/parameter × N": round(rest / parameters * bmt.world_size(), 3),
+        "peak above rest, MB": round(peak / 1e6, 1),
+        "one block, weights, MB": round(block_bytes / 1e6, 1),
+        "largest outside, weights, MB": round(outside_bytes / 1e6, 1),
+        "losses": [round(loss, 4) for loss in losses],
+    }
+    bmt.print_rank(json.dumps(report))
+
+
+def train_step(model, manager, optimizer, step: int, rows: int, length: int) -> float:
+    """One step on this rank's share of `rows` rows; gradients stay until the next."""
+    device = bmt.current_world().device
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=generator)[bmt.rank() :: bmt.world_size()].to(device)
+    manager.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    manager.backward(loss)
+    manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+    manager.step()
+    return bmt.sum_loss(loss).item()
+
+
+if __name__ == "__main__":
+    main()

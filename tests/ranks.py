@@ -1,0 +1,84 @@
+"""Worker processes that form a world and run a test's function on every rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import socket
+import traceback
+from typing import Any
+
+_SECONDS = 240
+
+
+class Ranks:
+    """`size` processes, one world (on CPU unless told), started at the first call and again after a failure.
+
+    `ranks(function, *arguments)` runs an importable function on every rank and returns the list of its results.
+    Released and unfilled buffers are poisoned with NaN in all of them.
+    """
+
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        self.size, self._device = size, device
+        self._processes: list = []
+
+    def __call__(self, function, *arguments) -> list[Any]:
+        if not self._processes:
+            self._start()
+        for inbox in self._inboxes:
+            inbox.put((function, arguments))
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            try:
+                rank, good, value = self._outbox.get(timeout=_SECONDS)
+            except queue.Empty:
+                self.stop()
+                raise AssertionError(f"ranks {set(range(self.size)) - set(results)} hang in {function}") from None
+            if not good:
+                self.stop()
+                raise AssertionError(f"rank {rank} of {self.size} failed in {function.__name__}{arguments}:\n{value}")
+            results[rank] = value
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._outbox = context.Queue()
+        self._inboxes = [context.Queue() for _ in range(self.size)]
+        port = _free_port()
+        for rank in range(self.size):
+            arguments = (rank, self.size, self._device, port, self._inboxes[rank], self._outbox)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._processes.append(process)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+
+def _serve(rank: int, size: int, device: str, port: int, inbox, outbox) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"), HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    import hf_bmtrain as bmt
+
+    bmt.init_distributed(seed=0, timeout=_SECONDS / 2)
+    while True:
+        function, arguments = inbox.get()
+        try:
+            outbox.put((rank, True, function(*arguments)))
+        except BaseException:
+            outbox.put((rank, False, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]

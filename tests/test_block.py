@@ -1,0 +1,296 @@
+"""Blocks in unusual uses: each equals a plain twin, or raises."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from twins import Layer, Tower, check_gradients, check_twins, ids
+
+import hf_bmtrain as bmt
+
+SIZES = [1, 2, 3]
+OPTIONS = [{"zero_level": z, "use_checkpoint": c} for z in (2, 3) for c in (False, True)]
+
+
+def plain_loss(model, step, rank):
+    return model(ids(step, rank))
+
+
+def tower(options):
+    check_twins(Tower, plain_loss, **options)
+
+
+def block_called_twice(options):
+    check_twins(Tower, lambda m, step, rank: m(ids(step, rank), plan=[0, 1, 1, 0, 2]), **options)
+
+
+def block_skipped(options):
+    check_twins(Tower, lambda m, step, rank: m(ids(step, rank), plan=[0, 2] if step == 1 else [0, 1, 2]), **options)
+
+
+def last_block_skipped(options):
+    check_twins(Tower, lambda m, step, rank: m(ids(step, rank), plan=[0, 1] if step == 1 else [0, 1, 2]), **options)
+
+
+def frozen_block(options):
+    def make():
+        model = Tower()
+        model.layers[1].requires_grad_(False)
+        model.embedding.requires_grad_(False)
+        return model
+
+    check_twins(make, plain_loss, **options)
+
+
+def block_without_parameters(options):
+    def make():
+        model = Tower()
+        model.layers.insert(1, nn.Tanh())
+        return model
+
+    check_twins(make, plain_loss, **options)
+
+
+def unfreezing(options):
+    def freeze(model, step):
+        model.layers[0].requires_grad_(step > 0)
+        model.layers[2].requires_grad_(step < 2)
+        model.embedding.requires_grad_(step != 1)
+
+    check_twins(Tower, plain_loss, prepare=freeze, **options)
+
+
+def forward_without_backward(options):
+    def loss(model, step, rank):
+        model(ids(50 + step, rank))  # a metric computed without no_grad; its graph is dropped
+        return model(ids(step, rank))
+
+    check_twins(Tower, loss, **options)
+
+
+def two_forwards_one_backward(options):
+    check_twins(Tower, lambda m, step, rank: m(ids(step, rank)) + 2 * m(ids(7 + step, rank)), **options)
+
+
+def evaluation_between(options):
+    def loss(model, step, rank):
+        value = model(ids(step, rank))
+        with torch.no_grad():
+            model(ids(60, rank))
+        with torch.inference_mode():
+            model(ids(61, rank))
+        return value
+
+    check_twins(Tower, loss, **options)
+
+
+def two_graphs_two_backwards(options):
+    """The second backward runs after the first has freed everything."""
+    model, twin = bmt.auto_wrap(Tower(), **options), Tower()
+    rank, size = bmt.rank(), bmt.world_size()
+    first, second = model(ids(0, rank)), model(ids(1, rank))
+    first.backward()
+    second.backward()
+    for other in range(size):
+        (twin(ids(0, other)) / size).backward()
+        (twin(ids(1, other)) / size).backward()
+    check_gradients(model, twin)
+
+
+def weights_changed_before_backward(options):
+    model = bmt.auto_wrap(Tower(), **options)
+    loss = model(ids(0, bmt.rank()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    with pytest.raises(RuntimeError, match="changed between"):
+        loss.backward()
+    check_recovers(model)
+
+
+class Failing(Layer):
+    fail = False
+
+    def forward(self, x, shift=None):
+        if Failing.fail:
+            raise KeyError("a user's bug")
+        return super().forward(x, shift)
+
+
+def exception_in_forward(options):
+    def make():
+        model = Tower()
+        model.layers[1] = Failing()
+        return model
+
+    model = bmt.auto_wrap(make(), **options)
+    Failing.fail = True
+    with pytest.raises(KeyError):
+        model(ids(0, bmt.rank()))
+    Failing.fail = False
+    check_recovers(model, make)
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("a user's bug")
+
+
+class FailingLayer(Layer):
+    fail = True
+
+    def forward(self, x, shift=None):
+        x = super().forward(x, shift)
+        return FailingBackward.apply(x) if FailingLayer.fail else x
+
+
+def exception_in_backward(options):
+    def make():
+        model = Tower()
+        model.layers[1] = FailingLayer()
+        return model
+
+    FailingLayer.fail = True
+    model = bmt.auto_wrap(make(), **options)
+    with pytest.raises(KeyError):
+        model(ids(0, bmt.rank())).backward()
+    model.zero_grad()
+    FailingLayer.fail = False
+    check_recovers(model, make)
+
+
+def check_recovers(model, make=Tower):
+    """A good step after a bad one equals a plain one."""
+    twin = make()
+    twin.load_state_dict(model.state_dict())
+    model(ids(3, bmt.rank())).backward()
+    torch.stack([twin(ids(3, other)) for other in range(bmt.world_size())]).mean().backward()
+    check_gradients(model, twin)
+
+
+class InPlace(Layer):
+    def forward(self, x, shift=None):
+        x += 1
+        return super().forward(x, shift)
+
+
+def input_modified_in_place(options):
+    model = Tower()
+    model.layers[1] = InPlace()
+    bmt.auto_wrap(model, **options)
+    with pytest.raises(RuntimeError, match="in place"):
+        model(ids(0, 0))
+
+
+class Mean(Layer):
+    def forward(self, x, shift=None):
+        with torch.no_grad():
+            self.gain.mul_(0.9)
+        return super().forward(x, shift)
+
+
+def weight_modified_in_forward(options):
+    model = Tower()
+    model.layers[1] = Mean()
+    bmt.auto_wrap(model, **options)
+    if bmt.world_size() > 1:
+        with pytest.raises(RuntimeError, match="modified a sharded parameter"):
+            model(ids(0, 0))
+
+
+def weights_written_between_forwards(options):
+    """A block left whole, or gathered ahead, must not serve old weights."""
+    model, twin = bmt.auto_wrap(Tower(), **options), Tower()
+    model(ids(0, 0))
+    with torch.no_grad():
+        for either in (model, twin):
+            for parameter in either.parameters():
+                parameter.mul_(0.5)
+    torch.testing.assert_close(model(ids(1, 0)), twin(ids(1, 0)))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids(1, 0), plan=[0, 1]), twin(ids(1, 0), plan=[0, 1]))
+
+
+def kwargs_with_gradients(options):
+    class Shifted(Tower):
+        def forward(self, ids, plan=None):
+            x = shift = self.embedding(ids)
+            for layer in self.layers:
+                x = layer(x, shift=shift.sin())
+            return self.head(x).square().mean()
+
+    check_twins(Shifted, plain_loss, **options)
+
+
+def tied_over_blocks(options):
+    """One weight in two blocks and the head: it lives outside, gathered where it is read."""
+
+    def make():
+        model = Tower()
+        model.layers[2].linear.weight = model.layers[0].linear.weight
+        return model
+
+    model = check_twins(make, plain_loss, **options)
+    assert model.layers[2].linear.weight is model.layers[0].linear.weight
+    assert len(list(model.parameters())) == len(list(make().parameters()))
+
+
+def autocast_outside(options):
+    """An autocast that spans steps must not serve casts of old weights."""
+    model, twin = bmt.auto_wrap(Tower(), **options), Tower()
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, twin))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for step in range(3):
+            mine = model(ids(step, 0))
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                expected = twin(ids(step, 0))
+            torch.testing.assert_close(mine, expected, rtol=2e-2, atol=1e-4)
+            for loss, either in ((mine, optimizer), (expected, plain)):
+                loss.backward()
+                either.step()
+                either.zero_grad()
+
+
+def block_keeps_its_identity(options):
+    model = bmt.auto_wrap(Tower(), **options)
+    layer = model.layers[0]
+    assert type(layer).__name__ == "Layer"
+    assert isinstance(layer, Layer)
+    assert isinstance(layer, bmt.CheckpointBlock)
+    assert type(layer) is type(model.layers[1])
+    assert type(model.layers[:2]) is nn.ModuleList
+    assert [id(block) for block in model.layers[:2]] == [id(block) for block in list(model.layers)[:2]]
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Tower().named_parameters()]
+    weight = model.layers[0].linear.weight
+    assert isinstance(weight, bmt.DistributedParameter)
+    assert weight.dim() == 1
+    assert weight.full_shape == (6, 6)
+    with pytest.raises(RuntimeError, match="deep-copied"):
+        copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="moved or cast"):
+        model.half()
+    model.to("cpu")
+    model.float()
+    check_twins(Tower, plain_loss, steps=1, **options)
+
+
+CASES = [
+    tower, block_called_twice, block_skipped, last_block_skipped, frozen_block, block_without_parameters, unfreezing,
+    forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
+    weights_changed_before_backward, exception_in_forward, exception_in_backward, input_modified_in_place,
+    weight_modified_in_forward, weights_written_between_forwards, kwargs_with_gradients, tied_over_blocks,
+    autocast_outside, block_keeps_its_identity,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: f"zero{o['zero_level']}-{'re' if o['use_checkpoint'] else 'keep'}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", SIZES)
+def test_block(world, size, case, options):
+    world(size)(case, options)

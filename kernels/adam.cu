@@ -9,19 +9,22 @@
 //
 // (Loshchilov and Hutter 2019, algorithm 2; eps outside the root.) Moves, for a 16-bit gradient and weight,
 // 14 bytes in and 14 out an element; a bf16 exp_avg takes 2 less each way.
-// GRAD: float, fp16 or bf16. EXP_AVG: float or bf16. WEIGHT: fp16, bf16, or none when the master is the parameter.
+// GRAD: float, fp16 or bf16. EXP_AVG: float or bf16. WEIGHT: fp16, bf16, or none when the master is the
+// parameter.
 #include "device.cuh"
 
 struct Record {  // one group's numbers for this step, in the order of `adam.RECORD`
-    float skip, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps;
+    float skip, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root,
+        eps;
     unsigned seed;
     float unused;
 };
 
-// One thread a group. control: [sum of squares, non-finite flag, loss scale, max norm]; norm[0] is the norm of the
-// unscaled gradients. hyper: [lr, beta1, beta2, eps, weight_decay] a group. A skipped step does not count.
-extern "C" __global__ void adam_prepare(const double* control, const double* hyper, int groups, long long* steps,
-                                        float* records, double* norm) {
+// One thread a group. control: [sum of squares, non-finite flag, loss scale, max norm]; norm[0] is the norm
+// of the unscaled gradients. hyper: [lr, beta1, beta2, eps, weight_decay] a group. A skipped step does not
+// count.
+extern "C" __global__ void adam_prepare(const double* control, const double* hyper, int groups,
+                                        long long* steps, float* records, double* norm) {
     double scale = control[2], max_norm = control[3], total = sqrt(control[0]) / scale;
     bool skip = control[1] != 0.0;
     double clip = max_norm > 0.0 && max_norm < total + 1e-6 ? max_norm / (total + 1e-6) : 1.0;
@@ -57,8 +60,10 @@ __device__ __forceinline__ unsigned random_bits(long long element, unsigned seed
 // To bf16, up with the probability of the part cut off; inf and NaN as they are.
 __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16& y) {
     unsigned u = __float_as_uint(x);
-    if ((u & 0x7f800000u) != 0x7f800000u) u += random >> 16;
-    else if (u & 0x007fffffu) u |= 0x00400000u;
+    if ((u & 0x7f800000u) != 0x7f800000u)
+        u += random >> 16;
+    else if (u & 0x007fffffu)
+        u |= 0x00400000u;
     y.bits = u >> 16;
 }
 
@@ -72,11 +77,13 @@ __device__ __forceinline__ void update(const Record& r, float g, float& p, float
 __device__ __forceinline__ void store_exp_avg4(float* p, long long i, const float* m, long long, unsigned) {
     store4(p, i, m);
 }
-__device__ __forceinline__ void store_exp_avg4(bf16* p, long long i, const float* m, long long element, unsigned seed) {
+__device__ __forceinline__ void store_exp_avg4(bf16* p, long long i, const float* m, long long element,
+                                               unsigned seed) {
     bf16 y[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) round_stochastic(m[k], random_bits(element + k, seed), y[k]);
-    store_once((uint2*)p + i, make_uint2(y[0].bits | (unsigned)y[1].bits << 16, y[2].bits | (unsigned)y[3].bits << 16));
+    store_once((uint2*)p + i,
+               make_uint2(y[0].bits | (unsigned)y[1].bits << 16, y[2].bits | (unsigned)y[3].bits << 16));
 }
 __device__ __forceinline__ void store_exp_avg(float* p, float m, long long, unsigned) { *p = m; }
 __device__ __forceinline__ void store_exp_avg(bf16* p, float m, long long element, unsigned seed) {
@@ -85,17 +92,19 @@ __device__ __forceinline__ void store_exp_avg(bf16* p, float m, long long elemen
 template <typename T> __device__ __forceinline__ void store_weight4(T* p, long long i, const float* w) {
     store4(p, i, w);
 }
-template <typename T> __device__ __forceinline__ void store_weight(T* p, long long i, float w) { from_float(w, p[i]); }
+template <typename T> __device__ __forceinline__ void store_weight(T* p, long long i, float w) {
+    from_float(w, p[i]);
+}
 template <> __device__ __forceinline__ void store_weight4(none*, long long, const float*) {}
 template <> __device__ __forceinline__ void store_weight(none*, long long, float) {}
 
-// Elements head .. head + 4 * quads of every array are aligned to four elements and updated four at a time, one
-// quad a thread; what is left, before and after, one at a time by all threads of the grid. index_base: the number
-// of element 0 in the whole model, for the random bits.
+// Elements head .. head + 4 * quads of every array are aligned to four elements and updated four at a time,
+// one quad a thread; what is left, before and after, one at a time by all threads of the grid. index_base:
+// the number of element 0 in the whole model, for the random bits.
 extern "C" __global__ __launch_bounds__(256) void adam_update(
     const GRAD* __restrict__ grad, float* __restrict__ master, EXP_AVG* __restrict__ exp_avg,
-    float* __restrict__ exp_avg_sq, WEIGHT* __restrict__ weight, long long n, long long head,
-    long long quads, long long index_base, const float* __restrict__ record) {
+    float* __restrict__ exp_avg_sq, WEIGHT* __restrict__ weight, long long n, long long head, long long quads,
+    long long index_base, const float* __restrict__ record) {
     const Record r = *(const Record*)record;
     if (r.skip != 0.0f) return;
     long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;

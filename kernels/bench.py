@@ -1,10 +1,10 @@
-"""Times the kernels on one GPU beside torch's pieces, each against the speed of a device copy in the same run.
+"""Times the kernels on one GPU beside torch's pieces, against the speed of a device copy in the same run.
 
     PYTHONPATH=. python3 kernels/bench.py [part ...] [--json FILE]
 
-Parts: norm, adam, step, cross_entropy, and sweep (the ways to share a row out; not run unless named). A part that
-fails prints why and the others go on. About three minutes, most of them torch.compile. GB/s count the bytes the
-operation has to move (kernels/README.md), so that "of copy" is the share of what the memory can do.
+Parts: norm, adam, step, cross_entropy, and sweep (the ways to share a row out; not run unless named). A part
+that fails prints why and the others go on. About two minutes, most of them torch.compile. GB/s count the
+bytes the operation has to move (README.md beside this file): "of copy" is the share of what memory can do.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 def measure(
     function: Callable[[], object], setup: Callable[[], object] = lambda: None, repeats: int = 15
 ) -> float:
-    """Median milliseconds on the device. A sleep before lets the host run ahead, so its own time does not count."""
+    """Median milliseconds on the device. A sleep before lets the host run ahead: its time does not count."""
     times = []
     for _ in range(repeats + 3):
         setup()
@@ -84,7 +84,7 @@ class Step:
     """A flat parameter's tensors, our whole optimizer step, and torch's."""
 
     def __init__(self, grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None):
-        options = dict(device="cuda")
+        options = {"device": "cuda"}
         self.grad = torch.randn(ELEMENTS, **options).to(grad)
         self.master = torch.randn(ELEMENTS, **options)
         self.exp_avg = torch.zeros(ELEMENTS, dtype=exp_avg, **options)
@@ -217,66 +217,64 @@ def rivals() -> dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Ten
     return found
 
 
+def time_rival(rows: Rows, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+    """Forward and backward, the gradient not zeroed but made anew."""
+    logits = rows.logits.detach().requires_grad_()
+
+    def reset() -> None:
+        logits.grad = None
+        rows.reset()
+
+    return measure(lambda: function(logits, rows.targets).backward(), reset, 8)
+
+
 def bench_cross_entropy() -> list[Line]:
     lines: list[Line] = []
     for shape in SHAPES:
         rows = Rows(shape)
         lines += bench_ours(rows)
         ours = lines[-3].ms
-        for name, (function, least) in rivals().items() if shape in SHAPES[:3] else ():
-            logits = rows.logits.detach().requires_grad_()
-
-            def forward_backward(function=function, logits=logits) -> None:
-                function(logits, rows.targets).backward()
-
-            def reset(logits=logits) -> None:
-                logits.grad = None
-                rows.reset()
-
+        for name, (function, least) in rivals().items():
             try:
-                ms = measure(forward_backward, reset, 8)
+                ms = time_rival(rows, function)
                 lines.append(Line(f"  {name} ({ms / ours:.2f} times ours)", ms, rows.moved, least))
             except Exception as error:
                 print(f"{name} {shape}: {type(error).__name__}: {error}", flush=True)
-            del logits
             torch.cuda.empty_cache()
     return lines
 
 
-def bench_sweep() -> list[Line]:
-    """The fused kernel over clusters and threads; stage as much as fits, and nothing (the second read from L2)."""
+class Planned(CrossEntropy):
+    """The plain loss, rows shared out as told."""
+
+    def __init__(self, chosen: Plan):
+        super().__init__()
+        object.__setattr__(self, "chosen", chosen)
+
+    def _plan(self, logits: torch.Tensor) -> Plan:
+        return self.chosen
+
+
+def sweep_shape(rows: Rows, limit: int) -> list[Line]:
+    def line(chosen: Plan) -> Line:
+        loss = Planned(chosen)
+        ms = measure(lambda: loss.losses_and_gradient_(rows.logits, rows.targets, rows.scale), rows.reset, 5)
+        return Line(f"{rows.label} {tuple(chosen)}", ms, rows.moved)
+
     lines = []
+    for cluster in (1, 2, 4, 8):
+        share = -(-(rows.shape[1] * 2 + 16) // (16 * cluster))
+        whole = min(share, (limit - cross_entropy.SCRATCH) // 16)
+        lines += [line(Plan(cluster, threads, whole)) for threads in (128, 256, 512, 1024)]
+        lines.append(line(Plan(cluster, 512, 0)))
+    used = line(cross_entropy.plan(rows.shape[1] * 2, True, limit))
+    return [*sorted(lines, key=lambda line: line.ms)[:6], used._replace(least="(in use)")]
+
+
+def bench_sweep() -> list[Line]:
+    """The fused kernel over (cluster, threads, stage): all that fits staged, or nothing."""
     limit = cross_entropy.shared_memory_limit(torch.device("cuda", 0))
-    for shape in SHAPES:
-        rows = Rows(shape)
-        best = []
-        for cluster in (1, 2, 4, 8):
-            share = -(-(shape[1] * 2 + 16) // (16 * cluster))
-            for stage in (min(share, (limit - cross_entropy.SCRATCH) // 16), 0):
-                for threads in (128, 256, 512, 1024):
-                    out = torch.empty(2, shape[0], device="cuda")
-                    chosen = Plan(cluster, threads, stage)
-
-                    def run(chosen=chosen, out=out) -> None:
-                        CrossEntropy()._launch_rows(
-                            "cross_entropy_fused",
-                            rows.logits,
-                            rows.targets,
-                            None,
-                            chosen,
-                            rows.scale,
-                            0,
-                            out[0],
-                            out[1],
-                        )
-
-                    best.append(
-                        Line(f"{rows.label} {tuple(chosen)}", measure(run, rows.reset, 5), rows.moved)
-                    )
-        lines += sorted(best, key=lambda line: line.ms)[:6]
-        chosen = cross_entropy.plan(shape[1] * 2, True, limit)
-        lines += [line for line in best if line.name.endswith(f" {tuple(chosen)}")]
-    return lines
+    return [line for shape in SHAPES for line in sweep_shape(Rows(shape), limit)]
 
 
 def show(lines: list[Line], copy: float) -> None:

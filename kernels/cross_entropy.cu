@@ -1,19 +1,22 @@
 // Cross-entropy over rows of logits: the losses, and in the same launch the gradient written over the logits.
 //
-// A row belongs to one block, or to a cluster of blocks. Each thread copies its vectors into shared memory, adds up
-// exp(z) with a running maximum as they arrive, and after the sums of all threads are known writes the gradient from
-// the same shared memory: a logit is read once and written once. Vectors beyond `stage` do not fit, and are read
-// again.
+// A row belongs to one block, or to a cluster of blocks. Each thread copies its vectors into shared memory,
+// adds up exp(z) with a running maximum as they arrive, and after the sums of all threads are known writes
+// the gradient from the same shared memory: a logit is read once and written once. Vectors beyond `stage` do
+// not fit, and are read again.
 //
 // Macros of cross_entropy.cuh, and CLUSTER: 1, 2, 4, 8 (more than 1 from sm_90).
 #include "cross_entropy.cuh"
 
 constexpr int DEPTH = 4;     // groups of copies a thread keeps in flight
 constexpr int SCRATCH = 40;  // vectors of shared memory before the stage: 32 warps and 8 blocks of 4 floats
-constexpr float FLOOR = -2.0e38f;  // start of the running maximum: finite, so that -inf logits never give inf - inf
+constexpr float FLOOR =
+    -2.0e38f;  // start of the running maximum: finite, so that -inf logits never give inf - inf
 #define INFINITE __uint_as_float(0x7f800000u)
 
-struct Statistics { float top, sum, logits; };  // maximum, sum of exp(z - top), sum of w z
+struct Statistics {
+    float top, sum, logits;
+};  // maximum, sum of exp(z - top), sum of w z
 
 __device__ __forceinline__ Statistics combine(const Statistics& a, const Statistics& b) {
     float top = fmaxf(a.top, b.top);
@@ -22,7 +25,8 @@ __device__ __forceinline__ Statistics combine(const Statistics& a, const Statist
 }
 
 // Adds vector v of the row to this thread's statistics.
-__device__ __forceinline__ void add_vector(Statistics& s, const Formula& f, const Row& row, int v, uint4 raw) {
+__device__ __forceinline__ void add_vector(Statistics& s, const Formula& f, const Row& row, int v,
+                                           uint4 raw) {
     float z[COUNT];
     Wide<ELEMENT>::unpack(raw, z);
     int first = v * COUNT - row.lead;
@@ -55,21 +59,23 @@ __device__ __forceinline__ void add_vector(Statistics& s, const Formula& f, cons
 __device__ __forceinline__ Statistics warp_combine(Statistics s) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset >>= 1) {
-        Statistics other = {__shfl_xor_sync(0xffffffffu, s.top, offset), __shfl_xor_sync(0xffffffffu, s.sum, offset),
+        Statistics other = {__shfl_xor_sync(0xffffffffu, s.top, offset),
+                            __shfl_xor_sync(0xffffffffu, s.sum, offset),
                             __shfl_xor_sync(0xffffffffu, s.logits, offset)};
         s = combine(s, other);
     }
     return s;
 }
 
-// The statistics of the whole row, in every thread of the cluster. Whoever calls it has arrived at the cluster's
-// barrier once before: no block writes to another that has not started.
+// The statistics of the whole row, in every thread of the cluster. Whoever calls it has arrived at the
+// cluster's barrier once before: no block writes to another that has not started.
 __device__ __forceinline__ Statistics row_combine(Statistics s, int rank) {
     float* of_warps = (float*)shared_memory();
     float* of_blocks = of_warps + 128;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     s = warp_combine(s);
-    if (lane == 0) of_warps[4 * warp] = s.top, of_warps[4 * warp + 1] = s.sum, of_warps[4 * warp + 2] = s.logits;
+    if (lane == 0)
+        of_warps[4 * warp] = s.top, of_warps[4 * warp + 1] = s.sum, of_warps[4 * warp + 2] = s.logits;
     __syncthreads();
     Statistics mine = {FLOOR, 0.0f, 0.0f};
     if (lane < blockDim.x / 32) mine = {of_warps[4 * lane], of_warps[4 * lane + 1], of_warps[4 * lane + 2]};
@@ -84,12 +90,14 @@ __device__ __forceinline__ Statistics row_combine(Statistics s, int rank) {
     cluster_arrive();
     cluster_wait();
     s = {of_blocks[0], of_blocks[1], of_blocks[2]};
-    for (int b = 1; b < CLUSTER; b++) s = combine(s, {of_blocks[4 * b], of_blocks[4 * b + 1], of_blocks[4 * b + 2]});
+    for (int b = 1; b < CLUSTER; b++)
+        s = combine(s, {of_blocks[4 * b], of_blocks[4 * b + 1], of_blocks[4 * b + 2]});
     return s;
 }
 
 // Reads vectors begin .. end of the row, the first `staged` of them into shared memory.
-__device__ __forceinline__ Statistics read_row(const Formula& f, const Row& row, int begin, int staged, int end) {
+__device__ __forceinline__ Statistics read_row(const Formula& f, const Row& row, int begin, int staged,
+                                               int end) {
     uint4* stage = shared_memory() + SCRATCH;
     const uint4* source = row.vectors + begin;
     int step = blockDim.x, copied = threadIdx.x;
@@ -123,8 +131,8 @@ __device__ __forceinline__ Statistics read_row(const Formula& f, const Row& row,
     return s;
 }
 
-__device__ __forceinline__ float row_loss(const Formula& f, const Statistics& s, float target_logit, int target,
-                                          float lse) {
+__device__ __forceinline__ float row_loss(const Formula& f, const Statistics& s, float target_logit,
+                                          int target, float lse) {
     float loss = f.hit(target) * (logf(s.sum) + (s.top - target_logit)) + f.z_loss * lse * lse;
     if (GENERAL && f.smoothing > 0.0f)
         loss += f.smooth() * (class_weight_sum(f.weight_sum, f.classes) * lse - s.logits);
@@ -134,12 +142,14 @@ __device__ __forceinline__ float row_loss(const Formula& f, const Statistics& s,
 template <bool GRADIENT>
 __device__ __forceinline__ void cross_entropy_row(const Formula& f, ELEMENT* logits, long long row_stride,
                                                   const long long* targets, long long ignore_index, int stage,
-                                                  const float* scale, int scale_stride, float* losses, float* lses) {
+                                                  const float* scale, int scale_stride, float* losses,
+                                                  float* lses) {
     int rank = blockIdx.x % CLUSTER;
     long long i = blockIdx.x / CLUSTER, target = targets[i];
     Row row(logits + i * row_stride, f.classes);
     int share = (row.count + CLUSTER - 1) / CLUSTER;
-    int begin = min(rank * share, row.count), end = min(begin + share, row.count), staged = min(stage, end - begin);
+    int begin = min(rank * share, row.count), end = min(begin + share, row.count),
+        staged = min(stage, end - begin);
     bool writer = rank == 0 && threadIdx.x == 0;
     if (target < 0 || target >= f.classes || target == ignore_index) {  // the whole cluster
         if (GRADIENT) write_zeros(row, begin, end, f.classes);
@@ -147,7 +157,8 @@ __device__ __forceinline__ void cross_entropy_row(const Formula& f, ELEMENT* log
         return;
     }
     cluster_arrive();
-    float target_logit = writer ? f.capped(to_float(row.logits[target])) : 0.0f;  // before anyone overwrites it
+    float target_logit =
+        writer ? f.capped(to_float(row.logits[target])) : 0.0f;  // before anyone overwrites it
     Statistics s = row_combine(read_row(f, row, begin, staged, end), rank);
     float lse = s.top + logf(s.sum);
     if (writer) losses[i] = row_loss(f, s, target_logit, (int)target, lse), lses[i] = lse;
@@ -169,19 +180,26 @@ __device__ __forceinline__ void cross_entropy_row(const Formula& f, ELEMENT* log
 #endif
 
 // losses[i] and lses[i] of row i; ignored: 0 and 0; target out of range: NaN and 0. CLUSTER blocks a row.
-extern "C" __global__ CLUSTERED void cross_entropy_losses(
-    const ELEMENT* logits, long long row_stride, int classes, const long long* targets, long long ignore_index,
-    float smoothing, float z_loss, float cap, const WEIGHT* weight, const WEIGHT* weight_sum, int stage, float* losses,
-    float* lses) {
+extern "C" __global__ CLUSTERED void cross_entropy_losses(const ELEMENT* logits, long long row_stride,
+                                                          int classes, const long long* targets,
+                                                          long long ignore_index, float smoothing,
+                                                          float z_loss, float cap, const WEIGHT* weight,
+                                                          const WEIGHT* weight_sum, int stage, float* losses,
+                                                          float* lses) {
     Formula f = {smoothing, z_loss, cap, classes, weight, weight_sum};
-    cross_entropy_row<false>(f, (ELEMENT*)logits, row_stride, targets, ignore_index, stage, nullptr, 0, losses, lses);
+    cross_entropy_row<false>(f, (ELEMENT*)logits, row_stride, targets, ignore_index, stage, nullptr, 0,
+                             losses, lses);
 }
 
-// The same, and the gradient of scale[i * scale_stride] * losses[i] written over the logits; 0 where there is none.
-extern "C" __global__ CLUSTERED void cross_entropy_fused(
-    ELEMENT* logits, long long row_stride, int classes, const long long* targets, long long ignore_index,
-    float smoothing, float z_loss, float cap, const WEIGHT* weight, const WEIGHT* weight_sum, int stage,
-    const float* scale, int scale_stride, float* losses, float* lses) {
+// The same, and the gradient of scale[i * scale_stride] * losses[i] written over the logits; 0 where there is
+// none.
+extern "C" __global__ CLUSTERED void cross_entropy_fused(ELEMENT* logits, long long row_stride, int classes,
+                                                         const long long* targets, long long ignore_index,
+                                                         float smoothing, float z_loss, float cap,
+                                                         const WEIGHT* weight, const WEIGHT* weight_sum,
+                                                         int stage, const float* scale, int scale_stride,
+                                                         float* losses, float* lses) {
     Formula f = {smoothing, z_loss, cap, classes, weight, weight_sum};
-    cross_entropy_row<true>(f, logits, row_stride, targets, ignore_index, stage, scale, scale_stride, losses, lses);
+    cross_entropy_row<true>(f, logits, row_stride, targets, ignore_index, stage, scale, scale_stride, losses,
+                            lses);
 }

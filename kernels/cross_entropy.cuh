@@ -4,14 +4,14 @@
 //     loss = (1 - s) w_t (lse - z_t) + s / V * sum_j w_j (lse - z_j) + z_loss * lse^2
 //     dloss/dz_j = p_j A - (1 - s) w_t [j = t] - s / V * w_j,   A = (1 - s) w_t + s W / V + 2 z_loss lse
 //
-// with p = exp(z - lse), s the label smoothing, w the class weights and W their sum. The target's term is subtracted
-// in float32, before the gradient is rounded.
+// with p = exp(z - lse), s the label smoothing, w the class weights and W their sum. The target's term is
+// subtracted in float32, before the gradient is rounded.
 //
-// Rows may start anywhere: they are seen on a grid of 16-byte vectors, of which the first and the last may be shared
-// with the neighbours and are written element by element.
+// Rows may start anywhere: they are seen on a grid of 16-byte vectors, of which the first and the last may be
+// shared with the neighbours and are written element by element.
 //
-// ELEMENT: float, fp16 or bf16. GENERAL: 0 without smoothing, class weights and cap, 1 with any. WEIGHT: float, or
-// none.
+// ELEMENT: float, fp16 or bf16. GENERAL: 0 without smoothing, class weights and cap, 1 with any. WEIGHT:
+// float, or none.
 #pragma once
 #include "device.cuh"
 
@@ -33,7 +33,9 @@ struct Formula {  // the definition of the loss
     __device__ __forceinline__ float tanh_over(float x) const {  // tanh(x / cap)
         return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * (2.0f * LOG2E / cap)));
     }
-    __device__ __forceinline__ float capped(float x) const { return GENERAL && cap > 0.0f ? cap * tanh_over(x) : x; }
+    __device__ __forceinline__ float capped(float x) const {
+        return GENERAL && cap > 0.0f ? cap * tanh_over(x) : x;
+    }
     __device__ __forceinline__ float smooth() const { return GENERAL ? smoothing / classes : 0.0f; }
     __device__ __forceinline__ float hit(int target) const {
         return GENERAL ? (1.0f - smoothing) * class_weight_of(weight, target) : 1.0f;
@@ -73,8 +75,8 @@ struct Slope {  // gradient of z_j: exp2(z_j * LOG2E + offset) * all - smooth * 
 };
 
 // Writes the gradient of vector v over it.
-__device__ __forceinline__ void write_vector(const Slope& s, const Formula& f, const Row& row, int v, uint4 raw,
-                                             int target) {
+__device__ __forceinline__ void write_vector(const Slope& s, const Formula& f, const Row& row, int v,
+                                             uint4 raw, int target) {
     float g[COUNT], slope[COUNT];
     Wide<ELEMENT>::unpack(raw, g);
     int first = v * COUNT - row.lead;

@@ -3,9 +3,14 @@
 // architectures or is used only where it exists.
 #pragma once
 
-struct fp16 { unsigned short bits; };
-struct bf16 { unsigned short bits; };
-struct none {};  // a kernel's `none*` parameter is an array that this variant does without: the launcher takes None
+struct fp16 {
+    unsigned short bits;
+};
+struct bf16 {
+    unsigned short bits;
+};
+struct none {
+};  // a kernel's `none*` parameter is an array that this variant does without: the launcher takes None
 
 // ---- 16-bit formats --------------------------------------------------------------------------------------
 
@@ -67,7 +72,8 @@ template <typename T> struct Wide {  // 16 bytes of a 16-bit type
         unpack2(v.x, y, T()), unpack2(v.y, y + 2, T()), unpack2(v.z, y + 4, T()), unpack2(v.w, y + 6, T());
     }
     static __device__ __forceinline__ uint4 pack(const float* x) {
-        return make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
+        return make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]),
+                          pack2<T>(x[6], x[7]));
     }
 };
 template <> struct Wide<float> {
@@ -77,7 +83,8 @@ template <> struct Wide<float> {
         y[2] = __uint_as_float(v.z), y[3] = __uint_as_float(v.w);
     }
     static __device__ __forceinline__ uint4 pack(const float* x) {
-        return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+        return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                          __float_as_uint(x[3]));
     }
 };
 

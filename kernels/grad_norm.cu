@@ -1,9 +1,9 @@
-// Sum of squares of flat gradients, whole or segment by segment, bitwise reproducible: every element has a fixed
-// thread, every partial sum a fixed place, and places are added in order.
+// Sum of squares of flat gradients, whole or segment by segment, bitwise reproducible: every element has a
+// fixed thread, every partial sum a fixed place, and places are added in order.
 //
-// A tile's squares are added in float32 and the tile sums in float64. Should a tile's float32 sum not be finite,
-// the same elements are added again in float64, where no finite float32 can overflow: so a sum is inf or NaN if
-// and only if an element is, and no second pass or flag is needed.
+// A tile's squares are added in float32 and the tile sums in float64. Should a tile's float32 sum not be
+// finite, the same elements are added again in float64, where no finite float32 can overflow: so a sum is inf
+// or NaN if and only if an element is, and no second pass or flag is needed.
 //
 // Moves 1 read of each element. ELEMENT: float, fp16 or bf16.
 #include "device.cuh"
@@ -36,10 +36,12 @@ __device__ __forceinline__ double tile_squares(const uint4* v) {
     return exact;
 }
 
-// This thread's part of the sum over x[0..n), shared out over `step` blocks of which this one is number `first`.
+// This thread's part of the sum over x[0..n), shared out over `step` blocks of which this one is number
+// `first`.
 __device__ double thread_squares(const ELEMENT* x, long long n, long long first, long long step) {
     const int count = Wide<ELEMENT>::count;
-    long long head = ((16 - ((unsigned long long)x & 15)) & 15) / sizeof(ELEMENT);  // elements before 16-byte alignment
+    long long head =
+        ((16 - ((unsigned long long)x & 15)) & 15) / sizeof(ELEMENT);  // elements before 16-byte alignment
     if (head > n) head = n;
     const uint4* vectors = (const uint4*)(x + head);
     long long vector_count = (n - head) / count, tile = (long long)blockDim.x * UNROLL;
@@ -79,13 +81,14 @@ __device__ double block_sum(double x) {
 }
 
 extern "C" __global__ __launch_bounds__(256) void squared_norm_partials(const ELEMENT* x, long long n,
-                                                                          double* partials) {
+                                                                        double* partials) {
     double sum = block_sum(thread_squares(x, n, blockIdx.x, gridDim.x));
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
 // out[0] += the sum of the partials; out[1] becomes 1 if it is not finite. One block.
-extern "C" __global__ __launch_bounds__(256) void add_squared_norm(const double* partials, int count, double* out) {
+extern "C" __global__ __launch_bounds__(256) void add_squared_norm(const double* partials, int count,
+                                                                   double* out) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partials[i];
     sum = block_sum(sum);
@@ -97,14 +100,15 @@ extern "C" __global__ __launch_bounds__(256) void add_squared_norm(const double*
 
 // One block a piece; piece i is x[begins[i] .. begins[i] + lengths[i]).
 extern "C" __global__ __launch_bounds__(256) void piece_squares(const ELEMENT* x, const long long* begins,
-                                                               const int* lengths, double* partials) {
+                                                                const int* lengths, double* partials) {
     double sum = block_sum(thread_squares(x + begins[blockIdx.x], lengths[blockIdx.x], 0, 1));
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
 // One warp a segment: out[s] = the sum of partials[firsts[s] .. firsts[s + 1]).
-extern "C" __global__ __launch_bounds__(256) void segment_squares(const double* partials, const long long* firsts,
-                                                                 int segments, double* out) {
+extern "C" __global__ __launch_bounds__(256) void segment_squares(const double* partials,
+                                                                  const long long* firsts, int segments,
+                                                                  double* out) {
     int segment = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (segment >= segments) return;  // the whole warp
     double sum = 0.0;

@@ -1,7 +1,7 @@
-"""What every way of running an operation must satisfy: the torch reference, the kernels on the CPU shim, a GPU.
+"""What every way to run an operation must satisfy: the torch reference, the kernels on the CPU shim, a GPU.
 
-`place` moves a tensor there. Tensors lie inside larger ones whose other elements are NaN, and must still be NaN
-afterwards: a kernel that reads or writes outside its range is seen.
+`place` moves a tensor there. Tensors lie inside larger ones whose other elements are NaN, and must still be
+NaN afterwards: a kernel that reads or writes outside its range is seen.
 """
 
 from collections.abc import Callable
@@ -132,7 +132,7 @@ def check_adam(
     m64 = 0.9 * m64 + 0.1 * g64 * factor
     v64 = 0.99 * v64 + 0.01 * (g64 * factor) ** 2
     p64 = p64 * (1 - 0.01) - 0.1 / (1 - 0.9**3) * m64 / ((v64 / (1 - 0.99**3)).sqrt() + 1e-3)
-    close = dict(rtol=2e-6, atol=1e-6)
+    close = {"rtol": 2e-6, "atol": 1e-6}
     torch.testing.assert_close(_plain(p.view), p64.float(), **close)
     torch.testing.assert_close(_plain(v.view), v64.float(), **close)
     if exp_avg == torch.float32:
@@ -213,7 +213,7 @@ def check_cross_entropy(
     offset: int = 0,
     spread: float = 3.0,
 ) -> None:
-    """Both ways to the gradient, against float64. Rows lie `pad` elements apart, the first behind `offset`."""
+    """Both ways to the gradient, against float64. `pad` elements between rows, `offset` before the first."""
     torch.manual_seed(shape[1])
     rows, classes = shape
     values = (torch.randn(rows, classes) * spread).to(dtype)
@@ -270,7 +270,7 @@ def check_odd_rows(place: Place, dtype: torch.dtype, classes: int) -> None:
 
 
 def check_confident_target(place: Place) -> None:
-    """The target's gradient p - 1 is subtracted before rounding: right to a bfloat16 step where p is almost 1."""
+    """1 is subtracted from the target's p before rounding: right to a bfloat16 step where p is almost 1."""
     values = torch.zeros(4, 1000)
     values[:, 7] = torch.tensor([8.0, 11.0, 13.0, 15.0])
     targets, scale = torch.full((4,), 7), torch.ones(4)

@@ -1,5 +1,5 @@
-"""Runs the .cu files on the CPU: compiled by g++ with cuda_shim.h in the place of device.cuh, called through the
-same Python functions as on a GPU. What that can and cannot show stands in cuda_shim.h."""
+"""Runs the .cu files on the CPU: compiled by g++ with cuda_shim.h in the place of device.cuh, and called by
+the same Python functions as on a GPU. What that can and cannot show stands in cuda_shim.h."""
 
 import ctypes
 import subprocess

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
@@ -108,7 +109,7 @@ class Variant:
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 
     def options(self, arch: int) -> tuple[str, ...]:
-        """Compiler options. Subnormals, division and square root are IEEE's, so that results match torch's."""
+        """Subnormals, division and square root are IEEE's, so that results match torch's."""
         ieee = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true")
         macros = (f"-D{key}={value}" for key, value in self.macros)
         return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
@@ -211,10 +212,6 @@ def _compile_into(entry: Path, variant: Variant, arch: int) -> None:
     )
 
 
-class _Stream(NamedTuple):
-    ptr: int
-
-
 def pack(
     name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device
 ) -> tuple[Any, ...]:
@@ -284,7 +281,7 @@ class Kernel:
             self.function.max_dynamic_shared_size_bytes = shared_memory
             self.shared_limit = shared_memory
         # CuPy's own current stream is another one in torch's backward threads: never rely on it.
-        stream = _Stream(torch._C._cuda_getCurrentRawStream(index))
+        stream = SimpleNamespace(ptr=torch._C._cuda_getCurrentRawStream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
         for argument, value in zip(self.signature, values, strict=True):
             if argument.written and value is not None and not value.is_inference():

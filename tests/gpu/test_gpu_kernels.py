@@ -1,9 +1,9 @@
 """The kernels on a GPU against float64: odd sizes, misalignment, poisoned surroundings, streams, graphs."""
 
-import kernel_checks as checks
 import pytest
 import torch
 
+import kernel_checks as checks
 from hf_bmtrain.ops import adam, cross_entropy, grad_norm, launch
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 

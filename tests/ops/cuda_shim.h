@@ -1,10 +1,10 @@
 // Stands in for kernels/device.cuh so that a C++ compiler for the CPU takes the kernels' sources as they are.
 //
-// Every CUDA thread is a fiber; the threads of a cluster run in turns, each until it waits for others. It shows: the
-// arithmetic, the indices, who writes what, barriers not reached by all (the launch returns an error instead of
-// hanging), reads of asynchronous copies that were not waited for, reads of shared memory never written (it is
-// poisoned with NaN). It cannot show: races between real warps, memory ordering, alignment faults, inline PTX,
-// registers, launch limits, speed.
+// Every CUDA thread is a fiber; the threads of a cluster run in turns, each until it waits for others. It
+// shows: the arithmetic, the indices, who writes what, barriers not reached by all (the launch returns an
+// error instead of hanging), reads of asynchronous copies that were not waited for, reads of shared memory
+// never written (it is poisoned with NaN). It cannot show: races between real warps, memory ordering,
+// alignment faults, inline PTX, registers, launch limits, speed.
 #pragma once
 #include <ucontext.h>
 
@@ -25,22 +25,41 @@
 #define __cluster_dims__(...)
 #define __CUDA_ARCH__ 900
 
-struct uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-struct Index { unsigned x; };
+struct Index {
+    unsigned x;
+};
 static Index threadIdx, blockIdx, blockDim, gridDim;
 using std::min;
 
-inline float __uint_as_float(unsigned u) { float f; std::memcpy(&f, &u, 4); return f; }
-inline unsigned __float_as_uint(float f) { unsigned u; std::memcpy(&u, &f, 4); return u; }
+inline float __uint_as_float(unsigned u) {
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+}
+inline unsigned __float_as_uint(float f) {
+    unsigned u;
+    std::memcpy(&u, &f, 4);
+    return u;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 
 // ---- fibers ----------------------------------------------------------------------------------------------
 
-struct Barrier { unsigned waiting = 0, passed = 0; };
-struct Copy { uint4* to; const uint4* from; };
+struct Barrier {
+    unsigned waiting = 0, passed = 0;
+};
+struct Copy {
+    uint4* to;
+    const uint4* from;
+};
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(64 << 10);
@@ -73,7 +92,9 @@ inline void arrive(Barrier& b, unsigned expected) {
     cluster->progress = true;
     if (++b.waiting == expected) b.waiting = 0, b.passed++;
 }
-inline void wait(Barrier& b, unsigned seen) { while (b.passed == seen) yield(); }
+inline void wait(Barrier& b, unsigned seen) {
+    while (b.passed == seen) yield();
+}
 
 inline void __syncthreads() {
     unsigned seen = block().threads.passed;
@@ -85,8 +106,10 @@ template <typename T> T __shfl_xor_sync(unsigned, T value, int offset) {
     double* lanes = block().lanes.data() + warp * 32;
     T result;
     for (int phase = 0; phase < 2; phase++) {
-        if (phase == 0) std::memcpy(lanes + fiber->thread % 32, &value, sizeof(T));
-        else std::memcpy(&result, lanes + (fiber->thread % 32 ^ offset), sizeof(T));
+        if (phase == 0)
+            std::memcpy(lanes + fiber->thread % 32, &value, sizeof(T));
+        else
+            std::memcpy(&result, lanes + (fiber->thread % 32 ^ offset), sizeof(T));
         unsigned seen = block().warps[warp].passed;
         arrive(block().warps[warp], 32);
         wait(block().warps[warp], seen);
@@ -113,7 +136,8 @@ inline int launch(unsigned grid, unsigned threads, unsigned cluster_size, unsign
         c.blocks.resize(cluster_size);
         for (unsigned b = 0; b < cluster_size; b++) {
             c.blocks[b].shared.assign(shared / 16 + 1, {0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu});
-            c.blocks[b].warps.resize(threads / 32), c.blocks[b].lanes.resize(threads), c.blocks[b].alive = threads;
+            c.blocks[b].warps.resize(threads / 32), c.blocks[b].lanes.resize(threads),
+                c.blocks[b].alive = threads;
             for (unsigned t = 0; t < threads; t++) {
                 c.fibers.push_back(std::make_unique<Fiber>());
                 Fiber& f = *c.fibers.back();
@@ -138,15 +162,26 @@ inline int launch(unsigned grid, unsigned threads, unsigned cluster_size, unsign
 
 // ---- what device.cuh offers ------------------------------------------------------------------------------
 
-struct fp16 { unsigned short bits; };
-struct bf16 { unsigned short bits; };
+struct fp16 {
+    unsigned short bits;
+};
+struct bf16 {
+    unsigned short bits;
+};
 struct none {};
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
-inline float to_float(fp16 x) { _Float16 h; std::memcpy(&h, &x, 2); return (float)h; }
+inline float to_float(fp16 x) {
+    _Float16 h;
+    std::memcpy(&h, &x, 2);
+    return (float)h;
+}
 inline void from_float(float x, float& y) { y = x; }
-inline void from_float(float x, fp16& y) { _Float16 h = (_Float16)x; std::memcpy(&y, &h, 2); }
+inline void from_float(float x, fp16& y) {
+    _Float16 h = (_Float16)x;
+    std::memcpy(&y, &h, 2);
+}
 inline void from_float(float x, bf16& y) {
     unsigned u = __float_as_uint(x);
     y.bits = std::isnan(x) ? 0x7fff : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -178,7 +213,9 @@ template <typename T> void store4(T* p, long long i, const float* x) {
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 inline uint4* shared_memory() { return block().shared.data(); }
-inline void copy_async(uint4* shared, const uint4* global) { fiber->groups.back().push_back({shared, global}); }
+inline void copy_async(uint4* shared, const uint4* global) {
+    fiber->groups.back().push_back({shared, global});
+}
 inline void commit_copies() { fiber->groups.push_back({}); }
 template <int PENDING> void wait_copies() {
     auto& groups = fiber->groups;

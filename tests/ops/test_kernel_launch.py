@@ -114,7 +114,8 @@ def test_headers_are_part_of_the_content() -> None:
 
 def test_processes_of_a_host_compile_once(cupy, tmp_path: Path) -> None:
     code = (
-        "import logging, torch; logging.basicConfig(level='INFO'); from hf_bmtrain.ops import grad_norm, launch; "
+        "import logging, torch; logging.basicConfig(level='INFO'); "
+        "from hf_bmtrain.ops import grad_norm, launch; "
         "launch.cached_cubin(grad_norm.variant(torch.float32), 80)"
     )
     environment = dict(

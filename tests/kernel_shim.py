@@ -46,9 +46,9 @@ class Shim:
             typed = [
                 ctypes.c_void_p(p) if a.pointer else _C_TYPES[a.c_type](p) for a, p in zip(signature, packed)
             ]
-            assert run(grid, block, cluster, shared_memory, *typed) == 0, (
-                f"{name}: a barrier is not reached by all"
-            )
+            error = run(grid, block, cluster, shared_memory, *typed)
+            assert error != 1, f"{name}: a barrier is not reached by all"
+            assert error == 0, f"{name}: an access is not aligned"
 
         return call
 

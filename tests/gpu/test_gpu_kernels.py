@@ -231,7 +231,7 @@ def test_twenty_steps_are_torch_adamw() -> None:
         parameter.grad = gradient.float()
         norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
-        torch.testing.assert_close(state.norm[0].float(), norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(state.norm[0].float(), norm, rtol=5e-6, atol=0)
     torch.testing.assert_close(state.master, parameter.data, rtol=1e-5, atol=2e-6)
     assert torch.equal(state.weight, state.master.bfloat16())
 
@@ -300,7 +300,7 @@ def test_nothing_spills() -> None:
 def test_wrong_devices_raise() -> None:
     state = State(1000)
     state.step()
-    with pytest.raises(ValueError, match="weight is on cpu, master is on cuda:0"):
+    with pytest.raises(ValueError, match="weight must be .* on cuda:0, got .* on cpu"):
         adam.adam_update(
             state.grad, state.master, state.exp_avg, state.exp_avg_sq, state.weight.cpu(), state.records[0]
         )

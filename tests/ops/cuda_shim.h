@@ -1,10 +1,10 @@
 // Stands in for kernels/device.cuh so that a C++ compiler for the CPU takes the kernels' sources as they are.
 //
 // Every CUDA thread is a fiber; the threads of a cluster run in turns, each until it waits for others. It
-// shows: the arithmetic, the indices, who writes what, barriers not reached by all (the launch returns an
-// error instead of hanging), reads of asynchronous copies that were not waited for, reads of shared memory
-// never written (it is poisoned with NaN). It cannot show: races between real warps, memory ordering,
-// alignment faults, inline PTX, registers, launch limits, speed.
+// shows: the arithmetic, the indices, who writes what, wide accesses to addresses that are not aligned and
+// barriers not reached by all (the launch returns an error), reads of asynchronous copies that were not
+// waited for, reads of shared memory never written (it is poisoned with NaN). It cannot show: races between
+// real warps, memory ordering, inline PTX, registers, launch limits, speed.
 #pragma once
 #include <ucontext.h>
 
@@ -85,7 +85,12 @@ struct Cluster {
 };
 static Cluster* cluster;
 static Fiber* fiber;
+static bool misaligned;
 
+template <typename T> T* aligned(T* p, size_t bytes) {
+    misaligned |= (uintptr_t)p % bytes != 0;
+    return p;
+}
 inline void yield() { swapcontext(&fiber->context, &cluster->scheduler); }
 inline Block& block() { return cluster->blocks[fiber->block]; }
 inline void arrive(Barrier& b, unsigned expected) {
@@ -126,10 +131,10 @@ static void run_fiber() {
     yield();
 }
 
-// 0, or 1 when threads wait for each other for ever.
+// 0; 1 when threads wait for each other for ever; 2 after an access that is not aligned.
 inline int launch(unsigned grid, unsigned threads, unsigned cluster_size, unsigned shared,
                   const std::function<void()>& body) {
-    gridDim.x = grid, blockDim.x = threads;
+    gridDim.x = grid, blockDim.x = threads, misaligned = false;
     for (unsigned first = 0; first < grid; first += cluster_size) {
         Cluster c;
         cluster = &c, c.first_block = first, c.body = &body;
@@ -157,7 +162,7 @@ inline int launch(unsigned grid, unsigned threads, unsigned cluster_size, unsign
             if (running && !c.progress) return 1;
         }
     }
-    return 0;
+    return misaligned ? 2 : 0;
 }
 
 // ---- what device.cuh offers ------------------------------------------------------------------------------
@@ -202,19 +207,19 @@ template <typename T> struct Wide {
         return v;
     }
 };
-inline uint4 load_once(const uint4* p) { return *p; }
-inline void store_once(uint2* p, uint2 v) { *p = v; }
+inline uint4 load_once(const uint4* p) { return *aligned(p, 16); }
+inline void store_once(uint2* p, uint2 v) { *aligned(p, 8) = v; }
 template <typename T> void load4(const T* p, long long i, float* y) {
-    for (int k = 0; k < 4; k++) y[k] = to_float(p[4 * i + k]);
+    for (int k = 0; k < 4; k++) y[k] = to_float(aligned(p, 4 * sizeof(T))[4 * i + k]);
 }
 template <typename T> void store4(T* p, long long i, const float* x) {
-    for (int k = 0; k < 4; k++) from_float(x[k], p[4 * i + k]);
+    for (int k = 0; k < 4; k++) from_float(x[k], aligned(p, 4 * sizeof(T))[4 * i + k]);
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
 
 inline uint4* shared_memory() { return block().shared.data(); }
 inline void copy_async(uint4* shared, const uint4* global) {
-    fiber->groups.back().push_back({shared, global});
+    fiber->groups.back().push_back({aligned(shared, 16), aligned(global, 16)});
 }
 inline void commit_copies() { fiber->groups.push_back({}); }
 template <int PENDING> void wait_copies() {

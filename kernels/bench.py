@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -84,18 +85,18 @@ class Step:
     """A flat parameter's tensors, our whole optimizer step, and torch's."""
 
     def __init__(self, grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None):
-        options = {"device": "cuda"}
-        self.grad = torch.randn(ELEMENTS, **options).to(grad)
-        self.master = torch.randn(ELEMENTS, **options)
-        self.exp_avg = torch.zeros(ELEMENTS, dtype=exp_avg, **options)
-        self.exp_avg_sq = torch.zeros(ELEMENTS, **options)
-        self.weight = None if weight is None else self.master.to(weight)
-        self.control = torch.tensor([0, 0, 1.0, 1.0], dtype=torch.float64, **options)
-        self.hyper = torch.tensor([[1e-4, 0.9, 0.95, 1e-8, 0.1]], dtype=torch.float64, **options)
-        self.steps = torch.zeros(1, dtype=torch.int64, **options)
-        self.records = torch.zeros(1, len(adam.RECORD), **options)
-        self.norm = torch.zeros(1, dtype=torch.float64, **options)
-        self.torch_step = torch.ones((), **options)
+        with torch.device("cuda"):
+            self.grad = torch.randn(ELEMENTS).to(grad)
+            self.master = torch.randn(ELEMENTS)
+            self.exp_avg = torch.zeros(ELEMENTS, dtype=exp_avg)
+            self.exp_avg_sq = torch.zeros(ELEMENTS)
+            self.weight = None if weight is None else self.master.to(weight)
+            self.control = torch.tensor([0, 0, 1.0, 1.0], dtype=torch.float64)
+            self.hyper = torch.tensor([[1e-4, 0.9, 0.95, 1e-8, 0.1]], dtype=torch.float64)
+            self.steps = torch.zeros(1, dtype=torch.int64)
+            self.records = torch.zeros(1, len(adam.RECORD))
+            self.norm = torch.zeros(1, dtype=torch.float64)
+            self.torch_step = torch.ones(())
         self.prepare()
 
     def prepare(self) -> None:
@@ -244,12 +245,11 @@ def bench_cross_entropy() -> list[Line]:
     return lines
 
 
+@dataclass(frozen=True)
 class Planned(CrossEntropy):
     """The plain loss, rows shared out as told."""
 
-    def __init__(self, chosen: Plan):
-        super().__init__()
-        object.__setattr__(self, "chosen", chosen)
+    chosen: Plan = Plan(1, 256, 0)
 
     def _plan(self, logits: torch.Tensor) -> Plan:
         return self.chosen
@@ -257,7 +257,7 @@ class Planned(CrossEntropy):
 
 def sweep_shape(rows: Rows, limit: int) -> list[Line]:
     def line(chosen: Plan) -> Line:
-        loss = Planned(chosen)
+        loss = Planned(chosen=chosen)
         ms = measure(lambda: loss.losses_and_gradient_(rows.logits, rows.targets, rows.scale), rows.reset, 5)
         return Line(f"{rows.label} {tuple(chosen)}", ms, rows.moved)
 

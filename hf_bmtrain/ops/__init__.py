@@ -1,1 +1,1 @@
-"""Operations on flat tensors: contract, float32 reference, CUDA launch."""
+"""Device operations: each a contract, a torch reference and a CUDA launch, picked by `tensor.is_cuda`."""

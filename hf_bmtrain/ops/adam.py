@@ -1,0 +1,217 @@
+"""AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag lie on the device.
+
+A step is: `accumulate_squared_norm` into control[:2] (and one all-reduce), `adam_prepare` once, `adam_update`
+once a range. Nothing waits for the device, and the three can be captured in a CUDA graph and replayed.
+
+A kernel is picked for CUDA tensors, `prepare_reference` and `update_reference` (float32 torch) otherwise.
+"""
+
+from functools import cache
+
+import torch
+
+from hf_bmtrain.ops.expect import expect
+from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
+
+THREADS = 256
+HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
+RECORD = (
+    "skip",
+    "grad_scale",
+    "decay",
+    "beta1",
+    "one_minus_beta1",
+    "beta2",
+    "one_minus_beta2",
+    "step_size",
+    "inverse_root",
+    "eps",
+    "seed",
+    "unused",
+)  # struct Record in kernels/adam.cu
+_REFERENCE_CHUNK = 1 << 20
+
+
+@cache
+def variant(grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None) -> Variant:
+    """Which kernel updates these dtypes. ValueError for a combination that has none."""
+    if weight is not None and grad not in (weight, torch.float32):
+        raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
+    return Variant(
+        "adam",
+        (
+            ("EXP_AVG", C_NAMES[exp_avg]),
+            ("GRAD", C_NAMES[grad]),
+            ("WEIGHT", C_NAMES[weight] if weight else "none"),
+        ),
+    )
+
+
+def variants(arch: int) -> list[Variant]:
+    """All that this module can ask the compiler for."""
+    pairs = [(grad, None) for grad in C_NAMES]
+    pairs += [
+        (grad, weight) for weight in (torch.float16, torch.bfloat16) for grad in (weight, torch.float32)
+    ]
+    return [
+        variant(grad, exp_avg, weight)
+        for grad, weight in pairs
+        for exp_avg in (torch.float32, torch.bfloat16)
+    ]
+
+
+def adam_prepare(
+    control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor, norm: torch.Tensor
+) -> None:
+    """Turn this step's norm, loss scale and hyper-parameters into one record a group.
+
+    control   (4,) float64: [sum of squares of the gradients as they lie in memory, non-finite flag,
+              loss scale they carry (1 for none), largest norm allowed (0 or less for no clipping)]
+    hyper     (groups, 5) float64, columns as in HYPER
+    steps     (groups,) int64: steps taken so far; advanced by one, unless the flag says skip
+    records   (groups, 12) float32, written; a row is what `adam_update` takes (columns as in RECORD)
+    norm      (1,) float64, written: the norm of the gradients without the loss scale
+    The clip factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
+    """
+    groups, device = len(hyper), records.device
+    expect("control", control, (torch.float64,), (4,), device)
+    expect("hyper", hyper, (torch.float64,), (groups, len(HYPER)), device)
+    expect("steps", steps, (torch.int64,), (groups,), device)
+    expect("records", records, (torch.float32,), (groups, len(RECORD)), device)
+    expect("norm", norm, (torch.float64,), (1,), device)
+    if groups == 0:
+        return
+    if not records.is_cuda:
+        return prepare_reference(control, hyper, steps, records, norm)
+    chosen = variant(torch.float32, torch.float32, None)  # any: the kernel is the same in all of them
+    kernel(chosen, "adam_prepare", records.device)(
+        -(-groups // 32), 32, control, hyper, groups, steps, records, norm
+    )
+
+
+def prepare_reference(
+    control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor, norm: torch.Tensor
+) -> None:
+    """`adam_prepare` in torch, on any device."""
+    squares, flag, scale, max_norm = control
+    total = squares.sqrt() / scale
+    factor = max_norm / (total + 1e-6)
+    clip = torch.where((max_norm > 0) & (factor < 1), factor, torch.ones_like(factor))
+    steps += (flag == 0).long()
+    lr, beta1, beta2, eps, weight_decay = hyper.unbind(1)
+    one = torch.ones_like(lr)
+    columns = (
+        one * (flag != 0),
+        one * (clip / scale),
+        1 - lr * weight_decay,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - beta1**steps),
+        (1 - beta2**steps).rsqrt(),
+        eps,
+    )
+    records[:, : len(columns)] = torch.stack(columns, 1)
+    bits = records.view(torch.int32)
+    bits[:, 10] = steps.to(torch.int32)
+    bits[:, 11] = 0
+    norm.copy_(total)
+
+
+def adam_update(
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    weight: torch.Tensor | None,
+    record: torch.Tensor,
+    index_base: int = 0,
+) -> None:
+    """One AdamW step of n adjacent elements, in place; nothing changes when the record says skip.
+
+    grad         (n,) float32, float16 or bfloat16; the dtype of `weight`, or float32; only read
+    master       (n,) float32; the parameter itself when `weight` is None
+    exp_avg      (n,) float32, or bfloat16 rounded stochastically
+    exp_avg_sq   (n,) float32
+    weight       (n,) float16 or bfloat16, written: `master` rounded to nearest even; or None
+    record       (12,) float32 from `adam_prepare`, a row of its records
+    index_base   number of element 0 among all elements of the model, whatever the number of ranks; with the
+                 step it fixes the random bits, so that a run goes on alike on another number of ranks
+    All contiguous, on one device, none overlapping another. Fast when all tensors are equally far from
+    alignment to four elements (as slices of equally laid out buffers are); right in any case. Weight decay is
+    decoupled and eps outside the root (Loshchilov and Hutter 2019); weight_decay = 0 is Adam.
+    """
+    n, device = master.numel(), master.device
+    expect("master", master, (torch.float32,), (n,), device)
+    expect("grad", grad, C_NAMES, (n,), device)
+    expect("exp_avg", exp_avg, (torch.float32, torch.bfloat16), (n,), device)
+    expect("exp_avg_sq", exp_avg_sq, (torch.float32,), (n,), device)
+    if weight is not None:
+        expect("weight", weight, (torch.float16, torch.bfloat16), (n,), device)
+    expect("record", record, (torch.float32,), (len(RECORD),), device)
+    chosen = variant(grad.dtype, exp_avg.dtype, None if weight is None else weight.dtype)
+    if n == 0:
+        return
+    if not master.is_cuda:
+        return update_reference(grad, master, exp_avg, exp_avg_sq, weight, record, index_base)
+    tensors = [grad, master, exp_avg, exp_avg_sq] + ([] if weight is None else [weight])
+    head, quads = _aligned_part(n, tensors)
+    blocks = -(-max(quads, n - 4 * quads) // THREADS)
+    kernel(chosen, "adam_update", master.device)(
+        blocks, THREADS, grad, master, exp_avg, exp_avg_sq, weight, n, head, quads, index_base, record
+    )
+
+
+def _aligned_part(n: int, tensors: list[torch.Tensor]) -> tuple[int, int]:
+    """(head, quads): elements head .. head + 4 * quads are aligned to four elements in every tensor."""
+    heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
+    head = heads.pop()
+    return (0, 0) if heads or head >= n else (head, (n - head) // 4)
+
+
+def update_reference(
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    weight: torch.Tensor | None,
+    record: torch.Tensor,
+    index_base: int = 0,
+) -> None:
+    """`adam_update` in float32 torch, on any device; the random bits are the kernel's."""
+    r = dict(zip(RECORD, record.tolist(), strict=True))
+    seed = int(record.view(torch.int32)[RECORD.index("seed")])
+    if r["skip"]:
+        return
+    for start in range(0, master.numel(), _REFERENCE_CHUNK):
+        part = slice(start, start + _REFERENCE_CHUNK)
+        g = grad[part].float() * r["grad_scale"]
+        m, v, p = exp_avg[part].float(), exp_avg_sq[part], master[part]
+        m = m + (g - m) * r["one_minus_beta1"]
+        v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"])
+        p.mul_(r["decay"]).addcdiv_(m, v.sqrt().mul_(r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])
+        exp_avg[part] = (
+            round_stochastic(m, index_base + start, seed) if exp_avg.dtype == torch.bfloat16 else m
+        )
+        if weight is not None:
+            weight[part] = p
+
+
+def round_stochastic(x: torch.Tensor, index_base: int, seed: int) -> torch.Tensor:
+    """float32 to bfloat16, up with the probability of the part cut off; inf and NaN as they are."""
+    bits = x.view(torch.int32)
+    element = torch.arange(index_base, index_base + x.numel(), device=x.device)
+    low = (element & 0xFFFFFFFF) ^ (seed * 0x9E3779B9 & 0xFFFFFFFF)
+    random = _mix((_mix(low) + (element >> 32)) & 0xFFFFFFFF)
+    finite = torch.isfinite(x)
+    up = (bits + (random >> 16).to(torch.int32)) & -65536
+    return torch.where(finite, up.view(torch.float32), x).to(torch.bfloat16)
+
+
+def _mix(h: torch.Tensor) -> torch.Tensor:
+    h = h ^ (h >> 16)
+    h = (h * 0x85EBCA6B) & 0xFFFFFFFF
+    h = h ^ (h >> 13)
+    h = (h * 0xC2B2AE35) & 0xFFFFFFFF
+    return h ^ (h >> 16)

@@ -1,0 +1,126 @@
+"""Squared norms of flat gradients, in one deterministic pass, with the result left on the device.
+
+A result is inf or NaN if and only if an element is: float64 holds the square of any float32. The kernels add
+the squares of up to 32 elements in float32 where that is finite: a square below 1e-38 may count as zero.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from hf_bmtrain.ops.expect import expect
+from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
+
+THREADS = 256
+BLOCKS = 528  # fixed, not a function of the device: the order of additions is the same everywhere
+TILE_BYTES = THREADS * 64
+PIECE = 1 << 16  # elements of a segment that one block adds
+
+
+@cache
+def variant(dtype: torch.dtype) -> Variant:
+    return Variant("grad_norm", (("ELEMENT", C_NAMES[dtype]),))
+
+
+def variants(arch: int) -> list[Variant]:
+    """All that this module can ask the compiler for."""
+    return [variant(dtype) for dtype in C_NAMES]
+
+
+def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
+    """Add the squared norm of a buffer to `out`; call it once a buffer, on zeroed `out` first.
+
+    flat   (n,) contiguous float32, float16 or bfloat16, any alignment; all of it counts, so padding is zero
+    out    (2,) float64 on the same device: [sum of squares, 1.0 if an element of any buffer was inf or NaN]
+    The same buffers in the same order give the same bits.
+    """
+    expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
+    expect("out", out, (torch.float64,), (2,), flat.device)
+    if flat.numel() == 0:
+        return
+    if not flat.is_cuda:
+        return reference(flat, out)
+    blocks = min(BLOCKS, -(-flat.numel() * flat.element_size() // TILE_BYTES))
+    partials = torch.empty(blocks, dtype=torch.float64, device=flat.device)
+    chosen = variant(flat.dtype)
+    kernel(chosen, "squared_norm_partials", flat.device)(blocks, THREADS, flat, flat.numel(), partials)
+    kernel(chosen, "add_squared_norm", flat.device)(1, THREADS, partials, blocks, out)
+
+
+def reference(flat: torch.Tensor, out: torch.Tensor) -> None:
+    """`accumulate_squared_norm` in torch, on any device."""
+    total = _sum_of_squares(flat)
+    out[0] += total
+    out[1].copy_(torch.where(torch.isfinite(total), out[1], torch.ones_like(total)))
+
+
+class Segments:
+    """Where the segments of a flat tensor lie; made once a layout, kept on the device.
+
+    offsets   k + 1 non-decreasing integers: segment s is flat[offsets[s]:offsets[s + 1]], and may be empty
+    """
+
+    def __init__(self, offsets: Sequence[int], device: torch.device | str):
+        if (
+            len(offsets) == 0
+            or offsets[0] < 0
+            or any(a > b for a, b in zip(offsets, offsets[1:], strict=False))
+        ):
+            raise ValueError(
+                f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}"
+            )
+        self.offsets = tuple(offsets)
+        begins, lengths, firsts = [], [], [0]
+        for start, end in zip(offsets, offsets[1:], strict=False):
+            begins += range(start, end, PIECE)
+            lengths += [min(PIECE, end - begin) for begin in range(start, end, PIECE)]
+            firsts.append(len(begins))
+        self.begins = torch.tensor(begins, dtype=torch.int64, device=device)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """The squared norm of each segment: (k,) float64 on the device of `flat`; inf or NaN where an element is.
+
+    flat   (n,) contiguous float32, float16 or bfloat16; elements outside all segments are not read
+    """
+    expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
+    if segments.offsets[-1] > flat.numel():
+        raise ValueError(f"segments end at {segments.offsets[-1]}, the tensor has {flat.numel()} elements")
+    if not flat.is_cuda:
+        return segmented_reference(flat, segments)
+    if segments.begins.device != flat.device:
+        raise ValueError(f"segments are on {segments.begins.device}, the tensor is on {flat.device}")
+    out = torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
+    pieces = segments.begins.numel()
+    if pieces == 0:
+        return out
+    partials = torch.empty(pieces, dtype=torch.float64, device=flat.device)
+    chosen = variant(flat.dtype)
+    kernel(chosen, "piece_squares", flat.device)(
+        pieces, THREADS, flat, segments.begins, segments.lengths, partials
+    )
+    kernel(chosen, "segment_squares", flat.device)(
+        -(-len(segments) // (THREADS // 32)), THREADS, partials, segments.firsts, len(segments), out
+    )
+    return out
+
+
+def segmented_reference(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """`segmented_squared_norm` in torch, on any device."""
+    parts = [_sum_of_squares(flat[a:b]) for a, b in zip(segments.offsets, segments.offsets[1:], strict=False)]
+    return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=flat.device)
+
+
+def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
+    """In float64, a chunk at a time to bound the copies."""
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for chunk in flat.detach().split(1 << 18):
+        wide = chunk.double()
+        total += torch.dot(wide, wide)
+    return total

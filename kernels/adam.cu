@@ -1,0 +1,134 @@
+// AdamW over a flat range, everything that changes from step to step in device memory.
+//
+//     g = grad * grad_scale                      unscale and clip
+//     w = master * (1 - lr wd)                   decoupled decay
+//     m = b1 m + (1 - b1) g
+//     v = b2 v + (1 - b2) g g
+//     master = w - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+//     weight = master rounded to 16 bits
+//
+// (Loshchilov and Hutter 2019, algorithm 2; eps outside the root.) Moves, for a 16-bit gradient and weight,
+// 14 bytes in and 14 out an element; a bf16 exp_avg takes 2 less each way.
+// GRAD: float, fp16 or bf16. EXP_AVG: float or bf16. WEIGHT: fp16, bf16, or none when the master is the
+// parameter.
+#include "device.cuh"
+
+struct Record {  // one group's numbers for this step, in the order of `adam.RECORD`
+    float skip, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root,
+        eps;
+    unsigned seed;
+    float unused;
+};
+
+// One thread a group. control: [sum of squares, non-finite flag, loss scale, max norm]; norm[0] is the norm
+// of the unscaled gradients. hyper: [lr, beta1, beta2, eps, weight_decay] a group. A skipped step does not
+// count.
+extern "C" __global__ void adam_prepare(const double* control, const double* hyper, int groups,
+                                        long long* steps, float* records, double* norm) {
+    double scale = control[2], max_norm = control[3], total = sqrt(control[0]) / scale;
+    bool skip = control[1] != 0.0;
+    double clip = max_norm > 0.0 && max_norm < total + 1e-6 ? max_norm / (total + 1e-6) : 1.0;
+    int group = blockIdx.x * blockDim.x + threadIdx.x;
+    if (group == 0) norm[0] = total;
+    if (group >= groups) return;
+    const double* h = hyper + 5 * group;
+    long long step = steps[group] + (skip ? 0 : 1);
+    steps[group] = step;
+    Record r;
+    r.skip = skip;
+    r.grad_scale = (float)(clip / scale);
+    r.decay = (float)(1.0 - h[0] * h[4]);
+    r.beta1 = (float)h[1], r.one_minus_beta1 = (float)(1.0 - h[1]);
+    r.beta2 = (float)h[2], r.one_minus_beta2 = (float)(1.0 - h[2]);
+    r.step_size = (float)(h[0] / (1.0 - pow(h[1], (double)step)));
+    r.inverse_root = (float)(1.0 / sqrt(1.0 - pow(h[2], (double)step)));
+    r.eps = (float)h[3];
+    r.seed = (unsigned)step;
+    r.unused = 0.0f;
+    ((Record*)records)[group] = r;
+}
+
+// 32 bits that depend on the element and the step alone; the finalizer of MurmurHash3 (Appleby), twice.
+__device__ __forceinline__ unsigned mix(unsigned h) {
+    h ^= h >> 16, h *= 0x85ebca6bu, h ^= h >> 13, h *= 0xc2b2ae35u;
+    return h ^ h >> 16;
+}
+__device__ __forceinline__ unsigned random_bits(long long element, unsigned seed) {
+    return mix(mix((unsigned)element ^ seed * 0x9e3779b9u) + (unsigned)(element >> 32));
+}
+
+// To bf16, up with the probability of the part cut off; inf and NaN as they are.
+__device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16& y) {
+    unsigned u = __float_as_uint(x);
+    if ((u & 0x7f800000u) != 0x7f800000u)
+        u += random >> 16;
+    else if (u & 0x007fffffu)
+        u |= 0x00400000u;
+    y.bits = u >> 16;
+}
+
+__device__ __forceinline__ void update(const Record& r, float g, float& p, float& m, float& v) {
+    g *= r.grad_scale;
+    m = fmaf(r.one_minus_beta1, g - m, m);
+    v = fmaf(r.beta2, v, r.one_minus_beta2 * g * g);
+    p = p * r.decay - r.step_size * m / fmaf(sqrtf(v), r.inverse_root, r.eps);
+}
+
+__device__ __forceinline__ void store_exp_avg4(float* p, long long i, const float* m, long long, unsigned) {
+    store4(p, i, m);
+}
+__device__ __forceinline__ void store_exp_avg4(bf16* p, long long i, const float* m, long long element,
+                                               unsigned seed) {
+    bf16 y[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) round_stochastic(m[k], random_bits(element + k, seed), y[k]);
+    store_once((uint2*)p + i,
+               make_uint2(y[0].bits | (unsigned)y[1].bits << 16, y[2].bits | (unsigned)y[3].bits << 16));
+}
+__device__ __forceinline__ void store_exp_avg(float* p, float m, long long, unsigned) { *p = m; }
+__device__ __forceinline__ void store_exp_avg(bf16* p, float m, long long element, unsigned seed) {
+    round_stochastic(m, random_bits(element, seed), *p);
+}
+template <typename T> __device__ __forceinline__ void store_weight4(T* p, long long i, const float* w) {
+    store4(p, i, w);
+}
+template <typename T> __device__ __forceinline__ void store_weight(T* p, long long i, float w) {
+    from_float(w, p[i]);
+}
+template <> __device__ __forceinline__ void store_weight4(none*, long long, const float*) {}
+template <> __device__ __forceinline__ void store_weight(none*, long long, float) {}
+
+// Elements head .. head + 4 * quads of every array are aligned to four elements and updated four at a time,
+// one quad a thread; what is left, before and after, one at a time by all threads of the grid. index_base:
+// the number of element 0 in the whole model, for the random bits.
+extern "C" __global__ __launch_bounds__(256) void adam_update(
+    const GRAD* __restrict__ grad, float* __restrict__ master, EXP_AVG* __restrict__ exp_avg,
+    float* __restrict__ exp_avg_sq, WEIGHT* __restrict__ weight, long long n, long long head, long long quads,
+    long long index_base, const float* __restrict__ record) {
+    const Record r = *(const Record*)record;
+    if (r.skip != 0.0f) return;
+    long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (thread < quads) {
+        float g[4], p[4], m[4], v[4];
+        load4(grad + head, thread, g);
+        load4(master + head, thread, p);
+        load4(exp_avg + head, thread, m);
+        load4(exp_avg_sq + head, thread, v);
+#pragma unroll
+        for (int k = 0; k < 4; k++) update(r, g[k], p[k], m[k], v[k]);
+        store4(master + head, thread, p);
+        store_exp_avg4(exp_avg + head, thread, m, index_base + head + 4 * thread, r.seed);
+        store4(exp_avg_sq + head, thread, v);
+        store_weight4(weight + head, thread, p);
+    }
+    long long threads = (long long)gridDim.x * blockDim.x, body = 4 * quads;
+    for (long long i = thread; i < n - body; i += threads) {
+        long long at = i < head ? i : i + body;
+        float p = master[at], m = to_float(exp_avg[at]), v = exp_avg_sq[at];
+        update(r, to_float(grad[at]), p, m, v);
+        master[at] = p;
+        store_exp_avg(exp_avg + at, m, index_base + at, r.seed);
+        exp_avg_sq[at] = v;
+        store_weight(weight, at, p);
+    }
+}

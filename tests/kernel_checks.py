@@ -1,0 +1,293 @@
+"""What every way to run an operation must satisfy: the torch reference, the kernels on the CPU shim, a GPU.
+
+`place` moves a tensor there. Tensors lie inside larger ones whose other elements are NaN, and must still be
+NaN afterwards: a kernel that reads or writes outside its range is seen.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from hf_bmtrain.ops import adam, grad_norm
+from hf_bmtrain.ops.cross_entropy import CrossEntropy, rescale_
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+GUARD = 16
+
+
+class Guarded:
+    """A 1-D tensor `offset` elements behind an aligned address, with NaN on both sides."""
+
+    def __init__(self, values: torch.Tensor, offset: int, place: Place):
+        begin, n = GUARD + offset, values.numel()
+        whole = torch.full((n + offset + 2 * GUARD,), torch.nan, dtype=values.dtype)
+        whole[begin : begin + n] = values
+        self.whole = place(whole)
+        self.view = self.whole[begin : begin + n]
+        self.begin, self.n = begin, n
+
+    def assert_intact(self) -> None:
+        outside = torch.cat([self.whole[: self.begin], self.whole[self.begin + self.n :]])
+        assert bool(outside.isnan().all())
+
+
+def check_squared_norm(place: Place, dtype: torch.dtype, n: int, offset: int) -> None:
+    torch.manual_seed(n + offset)
+    first, second = (Guarded(torch.randn(n).to(dtype), offset, place) for _ in range(2))
+    out = place(torch.tensor([3.0, 0.0], dtype=torch.float64))
+    grad_norm.accumulate_squared_norm(first.view, out)
+    grad_norm.accumulate_squared_norm(second.view, out)
+    expected = 3.0 + sum(float(t.view.double().square().sum()) for t in (first, second))
+    assert abs(float(out[0]) - expected) <= 1e-6 * expected
+    assert float(out[1]) == 0.0
+    again = place(torch.tensor([3.0, 0.0], dtype=torch.float64))
+    grad_norm.accumulate_squared_norm(first.view, again)
+    grad_norm.accumulate_squared_norm(second.view, again)
+    assert torch.equal(again, out)
+    for value, flag in ((torch.inf, 1.0), (torch.nan, 1.0), (6e4 if dtype == torch.float16 else 1e30, 0.0)):
+        for position in {0, n // 3, n - 1}:
+            values = torch.randn(n).to(dtype)
+            values[position] = value
+            bad, out = Guarded(values, offset, place), place(torch.zeros(2, dtype=torch.float64))
+            grad_norm.accumulate_squared_norm(bad.view, out)
+            assert float(out[1]) == flag
+            if not flag:
+                expected = float(bad.view.double().square().sum())
+                assert abs(float(out[0]) - expected) <= 1e-6 * expected
+
+
+def check_segments(place: Place, dtype: torch.dtype, offsets: list[int]) -> None:
+    torch.manual_seed(0)
+    values = torch.full((offsets[-1] + 5,), torch.nan)
+    values[offsets[0] : offsets[-1]] = torch.randn(offsets[-1] - offsets[0])
+    flat = place(values.to(dtype))
+    segments = grad_norm.Segments(offsets, flat.device)
+    found = grad_norm.segmented_squared_norm(flat, segments)
+    expected = torch.tensor([float(flat[a:b].double().square().sum()) for a, b in zip(offsets, offsets[1:])])
+    torch.testing.assert_close(found.cpu().as_subclass(torch.Tensor), expected.double(), rtol=1e-6, atol=0)
+
+
+def check_prepare(place: Place, flag: float) -> None:
+    control = place(torch.tensor([36.0 * 1024**2, flag, 1024.0, 1.5], dtype=torch.float64))
+    hyper = place(
+        torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1], [2e-3, 0.8, 0.95, 1e-6, 0.0]], dtype=torch.float64)
+    )
+    steps, norm = place(torch.tensor([6, 0])), place(torch.full((1,), torch.nan, dtype=torch.float64))
+    records = place(torch.full((2, len(adam.RECORD)), torch.nan))
+    adam.adam_prepare(control, hyper, steps, records, norm)
+    step = [6, 0] if flag else [7, 1]
+    assert steps.tolist() == step
+    assert abs(float(norm) - 6.0) < 1e-12
+    if flag:
+        assert records[:, 0].tolist() == [1.0, 1.0]
+        return
+    for row, (lr, b1, b2, eps, wd), t in zip(records.cpu(), hyper.tolist(), step):
+        expected = [
+            0,
+            1.5 / (6 + 1e-6) / 1024,
+            1 - lr * wd,
+            b1,
+            1 - b1,
+            b2,
+            1 - b2,
+            lr / (1 - b1**t),
+            (1 - b2**t) ** -0.5,
+            eps,
+        ]
+        torch.testing.assert_close(
+            row[:10].as_subclass(torch.Tensor), torch.tensor(expected), rtol=2e-7, atol=0
+        )
+        assert int(row.view(torch.int32)[10]) == t
+
+
+def record(place: Place, step: int = 3, skip: bool = False) -> torch.Tensor:
+    """A prepared record: clip factor 1/4, loss scale 2."""
+    control = torch.tensor([64.0, float(skip), 2.0, 1.0], dtype=torch.float64)
+    hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1]], dtype=torch.float64)
+    records = torch.zeros(1, len(adam.RECORD))
+    adam.prepare_reference(
+        control, hyper, torch.tensor([step - 1]), records, torch.zeros(1, dtype=torch.float64)
+    )
+    return place(records)[0]
+
+
+def check_adam(
+    place: Place,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    n: int,
+    offsets: tuple[int, int, int, int, int],
+) -> None:
+    """One update against float64; offsets of grad, master, exp_avg, exp_avg_sq, weight."""
+    torch.manual_seed(n)
+    grad, exp_avg, weight = dtypes
+    values = [torch.randn(n).to(grad), torch.randn(n), torch.randn(n).to(exp_avg), torch.rand(n)]
+    g, p, m, v = (Guarded(t, offset, place) for t, offset in zip(values, offsets))
+    w = None if weight is None else Guarded(torch.full((n,), torch.nan, dtype=weight), offsets[4], place)
+    adam.adam_update(
+        g.view, p.view, m.view, v.view, None if w is None else w.view, record(place), index_base=5
+    )
+    g64, p64, m64, v64 = (t.double() for t in values)
+    factor = 1.0 / (4 + 1e-6) / 2
+    m64 = 0.9 * m64 + 0.1 * g64 * factor
+    v64 = 0.99 * v64 + 0.01 * (g64 * factor) ** 2
+    p64 = p64 * (1 - 0.01) - 0.1 / (1 - 0.9**3) * m64 / ((v64 / (1 - 0.99**3)).sqrt() + 1e-3)
+    close = {"rtol": 2e-6, "atol": 1e-6}
+    torch.testing.assert_close(_plain(p.view), p64.float(), **close)
+    torch.testing.assert_close(_plain(v.view), v64.float(), **close)
+    if exp_avg == torch.float32:
+        torch.testing.assert_close(_plain(m.view), m64.float(), **close)
+    else:  # one of the two neighbours
+        assert bool(((_plain(m.view).double() - m64).abs() <= m64.abs() * 2.0**-7 + 1e-6).all())
+        assert float((_plain(m.view) == m64.float().bfloat16()).float().mean()) < 1 or n < 64
+    for tensor in (g, p, m, v):
+        tensor.assert_intact()
+    if w is not None:
+        assert torch.equal(w.view, p.view.to(weight))
+        w.assert_intact()
+
+
+def check_adam_skips(place: Place) -> None:
+    n = 1000
+    tensors = [place(torch.randn(n)) for _ in range(4)]
+    before = [t.clone() for t in tensors]
+    tensors[0][3] = torch.inf
+    weight = place(torch.zeros(n, dtype=torch.bfloat16))
+    adam.adam_update(tensors[0], tensors[1], tensors[2], tensors[3], weight, record(place, skip=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors[1:], before[1:]))
+    assert not bool(weight.any())
+
+
+def check_stochastic_rounding(place: Place, n: int) -> None:
+    """Bits depend on the element and the step alone, and the mean is right."""
+    values = [torch.randn(n), torch.randn(n), torch.randn(n).bfloat16(), torch.rand(n)]
+
+    def update(a: int, b: int, step: int) -> torch.Tensor:
+        g, p, m, v = (place(t.clone())[a:b] for t in values)
+        adam.adam_update(g, p, m, v, None, record(place, step), index_base=(1 << 33) + a)
+        return m.cpu().as_subclass(torch.Tensor)
+
+    whole = update(0, n, 3)
+    cut = n // 3 + 1
+    assert torch.equal(torch.cat([update(0, cut, 3), update(cut, n, 3)]), whole)
+    assert not torch.equal(update(0, n, 4), whole)
+    exact = values[2].double() * 0.9 + 0.1 * values[0].double() * float(record(place)[1])
+    reference = [t.clone() for t in values]
+    adam.update_reference(*reference, None, record(lambda t: t), index_base=1 << 33)
+    assert float((reference[2] == whole).float().mean()) > 0.999  # the same bits, up to the last place of m
+    ulp = exact.abs() * 2.0**-8
+    assert abs(float(((whole.double() - exact) / ulp).mean())) < 5 / n**0.5
+
+
+def exact_cross_entropy(
+    loss: CrossEntropy,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and gradient by torch's own function and autograd, in float64."""
+    x = logits.double().requires_grad_()
+    z = loss.softcap * torch.tanh(x / loss.softcap) if loss.softcap else x
+    losses = F.cross_entropy(
+        z,
+        targets,
+        None if weight is None else weight.double(),
+        reduction="none",
+        ignore_index=loss.ignore_index,
+        label_smoothing=loss.label_smoothing,
+    )
+    losses = losses + loss.z_loss * z.logsumexp(1).square() * (targets != loss.ignore_index)
+    (losses * scale.double()).sum().backward()
+    assert x.grad is not None
+    return losses.detach(), x.grad
+
+
+def check_cross_entropy(
+    place: Place,
+    loss: CrossEntropy,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    weighted: bool = False,
+    pad: int = 0,
+    offset: int = 0,
+    spread: float = 3.0,
+) -> None:
+    """Both ways to the gradient, against float64. `pad` elements between rows, `offset` before the first."""
+    torch.manual_seed(shape[1])
+    rows, classes = shape
+    values = (torch.randn(rows, classes) * spread).to(dtype)
+    targets = torch.randint(classes, (rows,))
+    targets[0] = classes - 1
+    targets[rows // 2] = loss.ignore_index
+    weight = torch.rand(classes) + 0.5 if weighted else None
+    scale = torch.rand(rows) + 0.5
+    losses64, gradient64 = exact_cross_entropy(loss, values, targets, scale, weight)
+    on = [None if t is None else place(t.clone()) for t in (targets, scale, weight)]
+
+    def logits() -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.full((offset + rows * (classes + pad) + 8,), torch.nan, dtype=dtype)
+        whole[offset:-8].view(rows, -1)[:, :classes] = values
+        whole = place(whole)
+        return whole, whole[offset:-8].view(rows, -1)[:, :classes]
+
+    def compare(whole: torch.Tensor, x: torch.Tensor, losses: torch.Tensor) -> None:
+        magnitude = float(losses64.abs().max()) + 1
+        torch.testing.assert_close(_plain(losses), losses64.float(), rtol=1e-5, atol=2e-6 * magnitude)
+        error = (_plain(x).double() - gradient64).abs()
+        step = {torch.float32: 2.0**-18, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}[dtype]
+        assert bool((error <= gradient64.abs() * step + (1e-7 if dtype == torch.float16 else 2e-6)).all())
+        around = _plain(whole).clone()
+        around[offset:-8].view(rows, -1)[:, :classes] = torch.nan
+        assert bool(around.isnan().all())
+
+    whole, x = logits()
+    losses, lses = loss.losses_and_gradient_(x, on[0], on[1], on[2])
+    compare(whole, x, losses)
+    whole, x = logits()
+    losses, lses = loss.losses(x, on[0], on[2])
+    assert torch.equal(_plain(x), values)
+    loss.gradient_(x, on[0], lses, on[1], on[2])
+    compare(whole, x, losses)
+
+
+def check_odd_rows(place: Place, dtype: torch.dtype, classes: int) -> None:
+    """Ignored rows, targets out of range, -inf, +inf and NaN logits."""
+    loss = CrossEntropy()
+    values = torch.randn(7, classes).to(dtype)
+    values[2, : classes // 2], values[3, 0], values[4, 1] = -torch.inf, torch.inf, torch.nan
+    targets = torch.tensor([-100, classes, classes - 1, 1, 0, -1, 0])
+    x = place(values.clone())
+    losses, _ = loss.losses_and_gradient_(x, place(targets), place(torch.ones(1)))
+    losses, x = _plain(losses), _plain(x)
+    assert float(losses[0]) == 0 and not bool(x[0].any())
+    assert bool(losses[[1, 5]].isnan().all()) and not bool(x[[1, 5]].any())
+    expected, gradient = exact_cross_entropy(loss, values[2:3], targets[2:3], torch.ones(1), None)
+    torch.testing.assert_close(losses[2:3], expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x[2:3].double(), gradient, rtol=2.0**-8, atol=1e-6)
+    assert bool(losses[3:5].isnan().all()) and bool(x[3:5].isnan().all())
+    assert bool(losses[6].isfinite()) and bool(x[6].isfinite().all())
+
+
+def check_confident_target(place: Place) -> None:
+    """1 is subtracted from the target's p before rounding: right to a bfloat16 step where p is almost 1."""
+    values = torch.zeros(4, 1000)
+    values[:, 7] = torch.tensor([8.0, 11.0, 13.0, 15.0])
+    targets, scale = torch.full((4,), 7), torch.ones(4)
+    _, gradient = exact_cross_entropy(CrossEntropy(), values.bfloat16(), targets, scale, None)
+    x = place(values.bfloat16())
+    CrossEntropy().losses_and_gradient_(x, place(targets), place(scale))
+    torch.testing.assert_close(_plain(x)[:, 7].double(), gradient[:, 7], rtol=2.0**-7, atol=1e-6)
+
+
+def check_rescale(place: Place, dtype: torch.dtype) -> None:
+    values = torch.randn(5, 1003).to(dtype)
+    used, wanted = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.5]), torch.tensor([1.0, 1.0, 1.0, 2.0, 4.0])
+    x = place(values.clone())
+    rescale_(x, place(wanted), place(used))
+    factor = torch.tensor([1.0, 0.5, 1.0, 0.5, 8.0])
+    assert torch.equal(_plain(x), (values.float() * factor[:, None]).to(dtype))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().as_subclass(torch.Tensor)

@@ -1,0 +1,125 @@
+"""The operations against float64 on the CPU: the torch references, and the kernels' own sources on a shim."""
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import kernel_checks as checks
+import kernel_shim
+from hf_bmtrain.ops import adam, cross_entropy, grad_norm
+from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NAMES = str
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> kernel_shim.Shim:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the kernels for the CPU")
+    return kernel_shim.Shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture(params=["reference", "shim"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[checks.Place]:
+    """Runs a test twice: with plain CPU tensors, and with tensors that take the CUDA path into the shim."""
+    if request.param == "reference":
+        yield lambda tensor: tensor
+        return
+    shim = request.getfixturevalue("shim")
+    before = len(shim.launches)
+    for module in (adam, cross_entropy, grad_norm):
+        monkeypatch.setattr(module, "kernel", shim.kernel)
+    monkeypatch.setattr(adam, "THREADS", 64)
+    monkeypatch.setattr(grad_norm, "THREADS", 64)
+    monkeypatch.setattr(CrossEntropy, "_plan", lambda self, logits: Plan(2, 64, 40))
+    yield kernel_shim.place
+    assert len(shim.launches) > before, "the test did not reach a kernel"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize(("n", "offset"), [(1, 0), (7, 1), (1000, 3), (4096, 0), (20011, 5)])
+def test_squared_norm(place: checks.Place, dtype: torch.dtype, n: int, offset: int) -> None:
+    checks.check_squared_norm(place, dtype, n, offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("offsets", [[0, 10], [3, 3, 4, 4, 900, 903, 903, 9001], [1, 70000, 70001, 140003]])
+def test_segments(place: checks.Place, dtype: torch.dtype, offsets: list[int]) -> None:
+    checks.check_segments(place, dtype, offsets)
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_adam_prepare(place: checks.Place, flag: float) -> None:
+    checks.check_prepare(place, flag)
+
+
+COMBINATIONS = [
+    (g, m, w)
+    for g in DTYPES
+    for m in (torch.float32, torch.bfloat16)
+    for w in (None, torch.float16, torch.bfloat16)
+    if w is None or g in (w, torch.float32)
+]
+
+
+@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("n", "offsets"),
+    [(1, (0, 0, 0, 0, 0)), (1003, (0, 0, 0, 0, 0)), (1030, (3, 3, 3, 3, 3)), (517, (0, 1, 2, 3, 1))],
+)
+def test_adam_update(place: checks.Place, dtypes, n: int, offsets) -> None:
+    checks.check_adam(place, dtypes, n, offsets)
+
+
+def test_adam_skips(place: checks.Place) -> None:
+    checks.check_adam_skips(place)
+
+
+def test_stochastic_rounding(place: checks.Place) -> None:
+    checks.check_stochastic_rounding(place, 20000)
+
+
+LOSSES = {
+    "plain": (CrossEntropy(), False),
+    "smoothing": (CrossEntropy(label_smoothing=0.1), False),
+    "weights": (CrossEntropy(label_smoothing=0.2, ignore_index=3), True),
+    "z_loss": (CrossEntropy(z_loss=0.01), False),
+    "softcap": (CrossEntropy(softcap=5.0), False),
+    "all": (CrossEntropy(label_smoothing=0.1, z_loss=0.01, softcap=4.0), True),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_cross_entropy(place: checks.Place, name: str, dtype: torch.dtype) -> None:
+    loss, weighted = LOSSES[name]
+    checks.check_cross_entropy(place, loss, dtype, (3, 1003), weighted, pad=5, offset=3)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [Plan(1, 64, 0), Plan(1, 96, 3000), Plan(1, 64, 100), Plan(4, 64, 1000), Plan(8, 64, 7)],
+    ids=str,
+)
+@pytest.mark.parametrize("classes", [2, 9, 4099])
+@pytest.mark.parametrize("place", ["shim"], indirect=True)
+def test_every_way_to_share_a_row(place: checks.Place, monkeypatch, chosen: Plan, classes: int) -> None:
+    monkeypatch.setattr(CrossEntropy, "_plan", lambda self, logits: chosen)
+    checks.check_cross_entropy(place, CrossEntropy(), torch.bfloat16, (2, classes), pad=1, offset=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_odd_rows(place: checks.Place, dtype: torch.dtype) -> None:
+    checks.check_odd_rows(place, dtype, 300)
+
+
+def test_confident_target(place: checks.Place) -> None:
+    checks.check_confident_target(place)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_rescale(place: checks.Place, dtype: torch.dtype) -> None:
+    checks.check_rescale(place, dtype)

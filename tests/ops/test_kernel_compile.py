@@ -1,0 +1,116 @@
+"""The compile gate: every variant the code can ask for compiles for every architecture, without a GPU.
+
+It shows syntax, architecture guards and register spills; it says nothing about results.
+"""
+
+import contextlib
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import kernel_shim
+from hf_bmtrain.ops import adam, cross_entropy, grad_norm, launch
+from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
+
+nvrtc = pytest.importorskip("cupy", reason="no CuPy: install the extra 'ci'", exc_type=ImportError).cuda.nvrtc
+ARCHS = (75, 80, 90, 100)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MODULES = (grad_norm, adam, cross_entropy)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_compiles(module, arch: int) -> None:
+    if arch not in nvrtc.getSupportedArchs():
+        pytest.skip(f"NVRTC {nvrtc.getVersion()} does not know sm_{arch}")
+    with ThreadPoolExecutor(2) as pool:
+        logs = list(
+            pool.map(
+                lambda v: launch.compile_cubin(v, arch, ("--ptxas-options=-v",))[1], module.variants(arch)
+            )
+        )
+    assert logs
+    for log in logs:
+        properties = [line for line in log.splitlines() if "stack frame" in line]
+        assert properties
+        assert all(
+            "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in properties
+        ), log
+
+
+def ask_for_everything() -> None:
+    """Calls every public function with every combination of dtypes; those without a kernel raise."""
+    n, place = 64, kernel_shim.place
+    for dtype in DTYPES:
+        flat, out = place(torch.ones(n, dtype=dtype)), place(torch.zeros(2, dtype=torch.float64))
+        attempt(grad_norm.accumulate_squared_norm, flat, out)
+        attempt(grad_norm.segmented_squared_norm, flat, grad_norm.Segments([0, 3, n], "cpu"))
+        attempt(cross_entropy.rescale_, place(torch.ones(3, 5, dtype=dtype)), torch.ones(1), torch.ones(3))
+    for grad, exp_avg, weight in itertools.product(DTYPES, DTYPES, (*DTYPES, None)):
+        tensors = [place(torch.ones(n, dtype=d)) for d in (grad, torch.float32, exp_avg, torch.float32)]
+        attempt(
+            adam.adam_update,
+            *tensors,
+            None if weight is None else place(torch.ones(n, dtype=weight)),
+            torch.zeros(12),
+        )
+    adam.adam_prepare(
+        *(
+            place(t)
+            for t in (
+                torch.ones(4, dtype=torch.float64),
+                torch.ones(1, 5, dtype=torch.float64),
+                torch.zeros(1, dtype=torch.int64),
+                torch.zeros(1, 12),
+                torch.zeros(1, dtype=torch.float64),
+            )
+        )
+    )
+    losses = [
+        CrossEntropy(label_smoothing=s, z_loss=z, softcap=c)
+        for s in (0, 0.1)
+        for z in (0, 0.1)
+        for c in (0, 5.0)
+    ]
+    for loss, dtype, weight in itertools.product(losses, DTYPES, (None, torch.ones(5))):
+        logits, targets = place(torch.ones(3, 5, dtype=dtype)), torch.zeros(3, dtype=torch.int64)
+        attempt(loss.losses, logits, targets, weight)
+        attempt(loss.losses_and_gradient_, logits, targets, torch.ones(1), weight)
+        attempt(loss.gradient_, logits, targets, torch.ones(3), torch.ones(3), weight)
+
+
+def attempt(function, *arguments) -> None:
+    with contextlib.suppress(ValueError):
+        function(*arguments)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_list_is_what_the_code_asks_for(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a dry launch: the arguments of every call are packed by the source's signature."""
+    asked: set[launch.Variant] = set()
+
+    def dry(variant: launch.Variant, name: str, device: torch.device):
+        asked.add(variant)
+        return lambda grid, block, *values, shared_memory=0: launch.pack(
+            name, variant.signature(name), values, torch.device("cpu")
+        )
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "kernel", dry)
+    for cluster in (1, 2, 4, 8) if arch >= 90 else (1,):
+        monkeypatch.setattr(CrossEntropy, "_plan", lambda self, logits, cluster=cluster: Plan(cluster, 64, 1))
+        ask_for_everything()
+    assert asked == {variant for module in MODULES for variant in module.variants(arch)}
+
+
+@pytest.mark.parametrize(("clusters", "limit"), [(True, 227 << 10), (False, 163 << 10), (False, 64 << 10)])
+@pytest.mark.parametrize("row_bytes", [4, 2 * 50257, 64000, 256512, 512000, 1 << 20, 4 << 20])
+def test_plan_fits(row_bytes: int, clusters: bool, limit: int) -> None:
+    plan = cross_entropy.plan(row_bytes, clusters, limit)
+    assert plan.cluster in ((1, 2, 4, 8) if clusters else (1,))
+    assert plan.threads % 32 == 0 and 64 <= plan.threads <= 1024
+    assert cross_entropy.SCRATCH + 16 * plan.stage <= limit
+    if clusters and row_bytes <= 8 * cross_entropy.SHARE:
+        assert 16 * plan.stage * plan.cluster >= row_bytes

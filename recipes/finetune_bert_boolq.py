@@ -1,0 +1,148 @@
+"""Fine-tune a BERT on BoolQ: a passage, a question about it, yes or no.
+
+    python recipes/finetune_bert_boolq.py
+    torchrun --nproc-per-node 2 recipes/finetune_bert_boolq.py --model MODEL_FOLDER --data DATA_FOLDER
+
+Every use of hf_bmtrain is a call of `bmt`; what is left is a training loop of plain torch. The modules beside
+this file read the questions, get the model and write the results.
+"""
+
+import argparse
+
+import torch
+from boolq_batches import in_order, training_batches, validation_batches
+from boolq_job import DEFAULT_MODEL, Job, prepare
+from boolq_options import (
+    FIRST_LOSS_SCALE,
+    MAX_GRAD_NORM,
+    WARMUP_SHARE,
+    WEIGHT_DECAY,
+    choose_dtype,
+    one_line_errors,
+    parse_options,
+)
+from boolq_report import Curve, Report, score
+from hub import why_unreachable
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import hf_bmtrain as bmt
+
+
+def main() -> None:
+    options = parse_options()
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    device = bmt.current_world().device
+    with one_line_errors():
+        job = prepare(options, bmt.world_size(), embedded=use_embedded(options, device))
+        check_equal_on_all_ranks(job)
+    choose_dtype(options, device)
+    bmt.print_rank(f"{job.describe()}, {options.dtype}, {bmt.world_size()} x {device.type}")
+    model, report = train(job, options, device)
+    save(model, job, report, options)
+
+
+def use_embedded(options: argparse.Namespace, device: torch.device) -> bool:
+    """Whether to train the embedded default: nothing is asked for, and there is no GPU or no hub."""
+    if options.model or options.data:
+        return False
+    reason = None
+    if bmt.rank() == 0:
+        reason = why_unreachable(DEFAULT_MODEL) if device.type == "cuda" else "no GPU"
+    # What rank 0 finds holds for all
+    embedded = bool(bmt.gather_result(torch.tensor([reason is not None], dtype=torch.uint8))[0])
+    if embedded:
+        bmt.print_rank(f"No --model, no --data, and {reason}: a small new BERT learns generated questions.")
+    return embedded
+
+
+def check_equal_on_all_ranks(job: Job) -> None:
+    if len(bmt.gather_result(torch.tensor([job.fingerprint()])).unique()) > 1:
+        raise ValueError("the ranks have read different rows: give all of them the same --data and --model")
+
+
+def train(job: Job, options: argparse.Namespace, device: torch.device) -> tuple[torch.nn.Module, Report]:
+    """Train the job's model in place; returns it, wrapped, and what was measured."""
+    rank, world_size = bmt.rank(), bmt.world_size()
+    batches = training_batches(
+        job.train_rows, job.tokenizer, options.batch_size, rank=rank, world_size=world_size, seed=options.seed
+    )
+    model = job.model.to(getattr(torch, options.dtype))
+    model = bmt.auto_wrap(model, zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint)
+    manager = make_manager(model, options, steps=options.epochs * len(batches))
+    report = Report(options, job.describe(), device, world_size)
+    torch.manual_seed(options.seed + rank)  # dropout differs between ranks
+    for epoch in range(1, options.epochs + 1):
+        batches.sampler.set_epoch(epoch)
+        train_epoch(model, manager, batches, report.curve, epoch, device)
+        training_seconds = report.seconds()
+        scores = evaluate(model, job, options.batch_size, device)
+        bmt.print_rank(report.add_epoch(epoch, scores, training_seconds, report.seconds()))
+    return model, report
+
+
+def make_manager(model: torch.nn.Module, options: argparse.Namespace, steps: int) -> bmt.optim.OptimManager:
+    """AdamW with a linear warm-up and decline over `steps` steps; a loss scale for fp16."""
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr, weight_decay=WEIGHT_DECAY)
+    scheduler = bmt.lr_scheduler.Linear(
+        optimizer, start_lr=options.lr, warmup_iter=round(WARMUP_SHARE * steps), end_iter=steps
+    )
+    manager = bmt.optim.OptimManager(loss_scale=FIRST_LOSS_SCALE if options.dtype == "float16" else None)
+    manager.add_optimizer(optimizer, scheduler)
+    return manager
+
+
+def train_epoch(
+    model: torch.nn.Module,
+    manager: bmt.optim.OptimManager,
+    batches: DataLoader,
+    curve: Curve,
+    epoch: int,
+    device: torch.device,
+) -> None:
+    """One pass over this rank's batches."""
+    (optimizer,), (scheduler,) = manager.optimizers, manager.schedulers
+    loss_function = bmt.loss.FusedCrossEntropy()
+    model.train()
+    # None: a bar in a terminal, nothing in a log file
+    bar = tqdm(batches, f"epoch {epoch}", disable=None if bmt.rank() == 0 else True)
+    for batch in bar:
+        batch = batch.to(device)
+        labels = batch.pop("labels")
+        manager.zero_grad()
+        loss = loss_function(model(**batch).logits, labels)
+        manager.backward(loss)
+        grad_norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=MAX_GRAD_NORM)
+        if curve.add(epoch, bmt.sum_loss(loss), grad_norm, scheduler.current_lr):
+            bar.set_postfix(loss=curve.steps[-1]["loss"], lr=curve.steps[-1]["lr"], refresh=False)
+        manager.step()
+    curve.read()
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, job: Job, batch_size: int, device: torch.device) -> dict[str, float]:
+    """Score all validation rows, each once."""
+    rows, world_size = job.validation_rows, bmt.world_size()
+    batches = validation_batches(rows, job.tokenizer, batch_size, rank=bmt.rank(), world_size=world_size)
+    model.eval()
+    predictions = []
+    for batch in batches:
+        batch = batch.to(device)
+        batch.pop("labels")
+        predictions.append(model(**batch).logits.argmax(-1))
+    everyone = in_order(bmt.gather_result(torch.cat(predictions)), world_size, len(rows))
+    return score(everyone.cpu(), torch.tensor([row["labels"] for row in rows]))
+
+
+def save(model: torch.nn.Module, job: Job, report: Report, options: argparse.Namespace) -> None:
+    """Write the model, its tokenizer and the report; `AutoModel...from_pretrained` opens the folder."""
+    state = model.state_dict()  # whole tensors, gathered from all ranks
+    if bmt.rank() == 0:
+        model.save_pretrained(options.output, state_dict=state)
+        job.tokenizer.save_pretrained(options.output)
+        print(report.write(options.output))
+    bmt.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 LABELS = {0: "False", 1: "True"}
+
+
+def quiet_transformers(*, terminal: bool) -> None:
+    """Show the progress bars and reports of loading and saving in a terminal only."""
+    if not terminal:
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
 
 
 def check_model_name(name: str) -> None:

@@ -8,10 +8,12 @@ this file read the questions, get the model and write the results.
 """
 
 import argparse
+import sys
 
 import torch
 from boolq_batches import in_order, training_batches, validation_batches
 from boolq_job import DEFAULT_MODEL, Job, prepare
+from boolq_model import quiet_transformers
 from boolq_options import (
     FIRST_LOSS_SCALE,
     MAX_GRAD_NORM,
@@ -33,6 +35,7 @@ def main() -> None:
     options = parse_options()
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
     device = bmt.current_world().device
+    quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
     with one_line_errors():
         job = prepare(options, bmt.world_size(), embedded=use_embedded(options, device))
         check_equal_on_all_ranks(job)

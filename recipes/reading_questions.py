@@ -17,11 +17,11 @@ from boolq_data import Example, Questions
 
 FIRST_NAMES = "Anna Clara Elsa Felix Hugo Ida Jonas Lena Mira Nora Oskar Peter Ruben Simon Tom Vera".split()
 FAMILY_NAMES = "Berg Cole Dale Finch Frost Hart Holt Lane Marsh Moss North Page Reed Stone Wells".split()
-THINGS = "basket bell boat chair clock coin drum flute kite lamp rope".split()
+THINGS = "bell boat clock drum flute kite lamp rope".split()
 COLOURS = "black blue brown green grey pink purple red white yellow".split()
 PLACES = "attic barn cellar forest garden harbour kitchen mill school tower".split()
 VERBS = {True: ("has", "keeps", "owns"), False: ("lost", "sold", "broke")}
-HELD_OUT_PEOPLE = 56  # of 256
+HELD_OUT_PEOPLE = 40  # of 240
 TRAIN_QUESTIONS, VALIDATION_QUESTIONS = 6000, 400
 
 Person = tuple[str, str]

@@ -1,0 +1,89 @@
+"""Pairs are cut on the passage's side only; ranks see together what one process sees; results come back in order."""
+
+import pytest
+import torch
+from boolq_batches import encode, in_order, training_batches, validation_batches
+from boolq_data import Example
+from small_bert import train_tokenizer
+
+QUESTION, PASSAGE = (
+    "is the red kite in the barn",
+    "the red kite is in the barn and the blue drum is in the mill",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([QUESTION, PASSAGE] * 3)
+
+
+def numbered(count: int) -> list[dict]:
+    """Rows that can be told apart by their first token, of two lengths."""
+    return [
+        {"input_ids": [row] * (1 + row % 2), "attention_mask": [1] * (1 + row % 2), "labels": row % 2}
+        for row in range(count)
+    ]
+
+
+def firsts(batch) -> list[int]:
+    return batch["input_ids"][:, 0].tolist()
+
+
+def test_a_pair_keeps_its_question_and_loses_the_end_of_its_passage(tokenizer):
+    whole, cut = (encode([Example(QUESTION, PASSAGE, True)], tokenizer, length)[0] for length in (64, 14))
+    question = tokenizer(QUESTION)["input_ids"]  # [CLS] question [SEP]
+    separator = tokenizer.sep_token_id
+    assert len(cut["input_ids"]) == 14 < len(whole["input_ids"])
+    assert cut["input_ids"][: len(question)] == question
+    assert cut["input_ids"][:-1] == whole["input_ids"][:13]
+    assert cut["input_ids"][-1] == separator
+    assert cut["token_type_ids"] == [0] * len(question) + [1] * (14 - len(question))
+    assert cut["labels"] == 1
+
+
+def test_a_question_that_leaves_no_room_is_named_with_the_length_it_needs(tokenizer):
+    rows = [Example("is it", PASSAGE, True), Example(QUESTION, PASSAGE, True)]
+    needed = len(tokenizer(QUESTION)["input_ids"]) + 2  # one token of the passage and [SEP]
+    assert len(encode(rows, tokenizer, needed)[1]["input_ids"]) == needed
+    with pytest.raises(ValueError, match=rf"'{QUESTION}' has \d+ tokens .* give at least {needed}$"):
+        encode(rows, tokenizer, needed - 1)
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 2), (4, 1)])
+@pytest.mark.parametrize("rows", [23, 24, 25])
+def test_ranks_see_together_the_steps_of_one_process(tokenizer, world_size, batch_size, rows):
+    def steps(ranks: int, size: int, epoch: int) -> list[set[int]]:
+        loaders = [
+            training_batches(numbered(rows), tokenizer, size, rank=rank, world_size=ranks, seed=5)
+            for rank in range(ranks)
+        ]
+        for loader in loaders:
+            loader.sampler.set_epoch(epoch)
+        return [{n for part in parts for n in firsts(part)} for parts in zip(*loaders, strict=True)]
+
+    for epoch in (1, 2):
+        alone = steps(1, world_size * batch_size, epoch)
+        assert steps(world_size, batch_size, epoch) == alone
+        assert len(alone) == rows // (world_size * batch_size)
+        assert all(len(step) == world_size * batch_size for step in alone)
+    assert steps(1, world_size * batch_size, 1) != steps(1, world_size * batch_size, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [8, 9, 10, 11])
+def test_every_validation_row_counts_once_and_in_order(tokenizer, world_size, rows):
+    ranks = []
+    for rank in range(world_size):
+        loader = validation_batches(numbered(rows), tokenizer, 2, rank=rank, world_size=world_size)
+        ranks.append(torch.tensor([n for batch in loader for n in firsts(batch)]))
+    assert len({len(rank) for rank in ranks}) == 1  # or gathering would not work
+    gathered = torch.cat(ranks)
+    assert len(gathered) == -(-rows // world_size) * world_size
+    assert in_order(gathered, world_size, rows).tolist() == list(range(rows))
+
+
+def test_a_batch_is_padded_to_its_longest_row(tokenizer):
+    batch = next(iter(validation_batches(numbered(2), tokenizer, 2, rank=0, world_size=1)))
+    assert batch["input_ids"].tolist() == [[0, tokenizer.pad_token_id], [1, 1]]
+    assert batch["attention_mask"].tolist() == [[1, 0], [1, 1]]
+    assert batch["labels"].tolist() == [0, 1]

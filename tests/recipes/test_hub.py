@@ -1,0 +1,66 @@
+"""Whether the hub answers: decided quickly, whatever the network does."""
+
+import http.server
+import threading
+import time
+
+import hub
+import pytest
+from huggingface_hub import constants
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.send_response(200 if self.path == "/some-model/resolve/main/config.json" else 404)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    """A hub on this machine that has one model."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_that_answers(endpoint):
+    assert hub.why_unreachable("some-model") is None
+    assert "404" in hub.why_unreachable("another-model")
+
+
+def test_a_hub_that_is_down(endpoint):
+    endpoint.shutdown()
+    endpoint.server_close()
+    assert "cannot be reached (" in hub.why_unreachable("some-model")
+
+
+def test_offline_by_wish_asks_nobody(endpoint, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.why_unreachable("some-model") == "HF_HUB_OFFLINE is set"
+
+
+def test_a_network_that_swallows_everything(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "SECONDS", 0.1)
+    monkeypatch.setattr(hub, "ask", lambda model: time.sleep(5))
+    begin = time.monotonic()
+    assert "has not answered for" in hub.why_unreachable("some-model")
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "super_glue/boolq", "google/boolq"])
+def test_names_of_the_hub(name):
+    assert hub.is_hub_name(name)
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a/", "./a", "../a", "~/a", "a/b/c", ".", "a/.b"])
+def test_paths_are_no_names(name):
+    assert not hub.is_hub_name(name)

@@ -50,8 +50,9 @@ class OptimManager:
         self._scale = self._scalar(loss_scale) if loss_scale is not None else None
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
         self._ones = self._scalar(1.0)
-        self._clip = self._ones
-        self._found_inf: torch.Tensor | None = None
+        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}
+        self._checked: set[int] = set()
+        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
         self._unread: HostFlag | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
@@ -83,24 +84,36 @@ class OptimManager:
         if self._scale is not None:
             loss = loss.float() * self._scale
         loss.backward()
-        self._clip, self._found_inf = self._ones, None
+        self._forget_norms()
 
     @torch.no_grad()
     def clip_grad_norm(
         self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Scale the gradients in the next `step` so that their norm over all ranks is at most `max_norm`.
+        """Scale these gradients so that their norm over all ranks is at most `max_norm`.
+
+        The gradients of a whole optimizer are scaled inside its update, others in place.
 
         Returns the unscaled norm before clipping, a float32 scalar on the device (formatting it waits). scale is
         BMTrain's and ignored: the manager knows the loss scale. Collective. Gradients are scaled by
         max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_.
         """
         parameters = [p for group in param_groups for p in group["params"] if p.grad is not None]
-        norm = self._global_norm(parameters, float(norm_type))
-        self._found_inf = _non_finite(norm)
+        chosen = {id(p) for p in parameters}
+        whole = [o for o in self.optimizers if chosen.issuperset(id(p) for p in _with_gradient(o))]
+        for optimizer in list(self._clips):  # clipped before: this norm is that of the clipped gradients
+            earlier = _with_gradient(optimizer)
+            if any(id(p) in chosen for p in earlier):
+                torch._foreach_mul_([p.grad for p in earlier], self._clips.pop(optimizer))
+        norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
             norm = norm / self._scale
-        self._clip = (max_norm / (norm + eps)).clamp_(max=1.0)
+        factor = (max_norm / (norm + eps)).clamp_(max=1.0)
+        self._clips.update(dict.fromkeys(whole, factor))
+        in_updates = {id(p) for optimizer in whole for p in _with_gradient(optimizer)}
+        rest = [p.grad for p in parameters if id(p) not in in_updates]
+        if rest:
+            torch._foreach_mul_(rest, factor)
         return norm
 
     @torch.no_grad()
@@ -109,27 +122,46 @@ class OptimManager:
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer: call add_optimizer first.")
         self._settle()
-        if self._found_inf is None:
-            parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
-            self._found_inf = _non_finite(self._global_norm(parameters, 2.0))
-        divisor = (self._ones if self._scale is None else self._scale) / self._clip
+        unchecked = [p for o in self.optimizers for p in _with_gradient(o) if id(p) not in self._checked]
+        if unchecked:
+            self._check(unchecked, 2.0)
         for optimizer in self.optimizers:
-            if isinstance(optimizer, AdamOptimizer):
-                optimizer.grad_scale, optimizer.found_inf = divisor, self._found_inf
-                optimizer.step()
-                optimizer.grad_scale = optimizer.found_inf = None
-            elif not self._found_inf.item():
-                _divide_gradients(optimizer, divisor)
-                optimizer.step()
+            divisor = self._ones if self._scale is None else self._scale
+            if optimizer in self._clips:
+                divisor = divisor / self._clips[optimizer]
+            self._update(optimizer, divisor)
         if self._scale is not None:
             torch._amp_update_scale_(
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
         self._unread = HostFlag(self._found_inf)
+        self._forget_norms()
         if self._unread.immediate:
             self._settle()
-        self._clip, self._found_inf = self._ones, None
+
+    def _update(self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
+        if isinstance(optimizer, AdamOptimizer):
+            optimizer.grad_scale, optimizer.found_inf = divisor, self._found_inf
+            optimizer.step()
+            optimizer.grad_scale = optimizer.found_inf = None
+        elif not self._found_inf.item():
+            gradients = [p.grad for p in _with_gradient(optimizer)]
+            if gradients:
+                torch._foreach_div_(gradients, divisor)
+            optimizer.step()
+
+    def _check(self, parameters: list, order: float) -> torch.Tensor:
+        """The global norm of the parameters' gradients as they lie; notes whether it is finite."""
+        norm = self._global_norm(parameters, order)
+        self._found_inf = torch.maximum(self._found_inf, _non_finite(norm))
+        self._checked.update(id(p) for p in parameters)
+        return norm
+
+    def _forget_norms(self) -> None:
+        self._clips.clear()
+        self._checked.clear()
+        self._found_inf = torch.zeros_like(self._found_inf)
 
     # -- what the device found ----------------------------------------------------------------------------------
 
@@ -175,7 +207,5 @@ def _non_finite(norm: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(norm).logical_not().float().reshape(1)
 
 
-def _divide_gradients(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if gradients:
-        torch._foreach_div_(gradients, divisor)
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

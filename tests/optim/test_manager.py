@@ -99,6 +99,51 @@ def two_optimizers():
     assert changed == [key for key in before if not key.startswith("embedding")]
 
 
+def clipped_in_parts(loss_scale):
+    """Each optimizer, a part of one, and one of them twice: what torch's in-place clipping gives."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+
+    def parts(either):
+        return [list(either.layers.parameters()), [*either.head.parameters(), *either.embedding.parameters()]]
+
+    optimizers = [bmt.optim.AdamOptimizer(parts(model)[0], lr=1e-2), torch.optim.SGD(parts(model)[1], lr=1.0)]
+    twins = [torch.optim.AdamW(parts(twin)[0], lr=1e-2, weight_decay=0.0), torch.optim.SGD(parts(twin)[1], lr=1.0)]
+    manager = bmt.optim.OptimManager(loss_scale=loss_scale)
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer)
+    for step in range(3):
+        manager.zero_grad()
+        twin.zero_grad()
+        manager.backward(model(ids(step, bmt.rank())))
+        torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
+        for max_norm, (layers, rest) in ((1e-2, (True, False)), (5e-3, (True, True)), (1e-3, (False, True))):
+            mine, theirs = (
+                [p for part, use in zip(parts(either), (layers, rest)) if use for p in part] for either in (model, twin)
+            )
+            norm = manager.clip_grad_norm([{"params": mine}], max_norm)
+            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, max_norm), rtol=1e-5, atol=0)
+        norm = manager.clip_grad_norm([{"params": list(model.head.parameters())}], 1e-4)
+        expected = torch.nn.utils.clip_grad_norm_(twin.head.parameters(), 1e-4)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        manager.step()
+        for plain in twins:
+            plain.step()
+    state = model.state_dict()
+    for key, value in twin.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)
+
+
+def overflow_outside_what_was_clipped():
+    model, optimizer, manager, _ = make(16.0)
+    before = model.state_dict()
+    manager.backward(model(ids(0, bmt.rank())))
+    manager.clip_grad_norm([{"params": list(model.head.parameters())}], 1.0)
+    model.layers[0].linear.weight.grad.fill_(float("inf"))
+    manager.step()
+    assert manager.loss_scale == 8.0
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
 def torch_clipping_and_scaler():
     """Stock clip_grad_norm_ and GradScaler on slices: global norm, everyone's overflow."""
     model, twin = bmt.auto_wrap(Tower()), Tower()
@@ -150,6 +195,7 @@ CLIPPING = [
 ]
 CASES = [
     *CLIPPING, (scripted_overflows, "adam"), (scripted_overflows, "sgd"), (overflow_without_loss_scale,),
+    (clipped_in_parts, None), (clipped_in_parts, 64.0), (overflow_outside_what_was_clipped,),
     (two_optimizers,), (torch_clipping_and_scaler,), (local_answers_are_refused,),
 ]  # fmt: skip
 

@@ -37,6 +37,8 @@ def main() -> None:
         asked = options.model or options.data
         embedded = not asked and (device.type == "cpu" or why_unreachable(DEFAULT_MODEL) is not None)
         job = prepare(options, 1, embedded=embedded)
+    if embedded:
+        torch.set_num_threads(1)
     choose_dtype(options, device)
     print(f"plain torch: {job.describe()}, {options.dtype}, {device.type}")
     report = train(job, options, device)

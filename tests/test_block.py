@@ -180,6 +180,66 @@ class InPlace(Layer):
         return super().forward(x, shift)
 
 
+def weights_changed_under_one_block(options):
+    model = bmt.auto_wrap(Tower(), **options)
+    out = model.layers[0](torch.ones(2, 6, requires_grad=True))
+    with torch.no_grad():
+        model.layers[0].gain.mul_(2)
+    with pytest.raises(RuntimeError, match="weights of a block changed"):
+        out.sum().backward()
+
+
+def nothing_whole_at_rest(options):
+    """After a backward, and after a forward without gradients, every full buffer has given its bytes back."""
+    model = bmt.auto_wrap(Tower(), **options)
+    buffers = {parameter.buffer for parameter in model.parameters()}
+
+    def allocated():
+        return [buffer for buffer in buffers if buffer.layout.world_size > 1 and buffer._full.allocated]
+
+    assert not allocated()
+    loss = model(ids(0, bmt.rank()))
+    assert bmt.world_size() == 1 or len(allocated()) >= (2 if options["zero_level"] == 3 else 4)
+    loss.backward()
+    assert not allocated()
+    with torch.no_grad():
+        model(ids(0, bmt.rank()))
+    assert not allocated()
+
+
+class WithUnused(Layer):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(5))
+
+
+def unused_parameter(options):
+    """Zero, although its place in the flat gradient held NaN, and so is the padding."""
+
+    def make():
+        model = Tower()
+        model.layers[1] = WithUnused()
+        return model
+
+    model = check_twins(make, plain_loss, **options)
+    model(ids(0, bmt.rank())).backward()
+    assert not model.layers[1].unused.gather_gradient().any()
+    assert all(torch.isfinite(p.buffer.gradient.shard).all() for p in model.parameters())
+
+
+def gradient_on_one_rank_only(options):
+    """A reduction takes place on every rank, also where a part of the model had no gradient."""
+
+    class Partial(Tower):
+        def forward(self, ids, use):
+            x = self.embedding(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean() + (self.head(x) if use else self.head(x).detach()).square().mean()
+
+    check_twins(Partial, lambda m, step, rank: m(ids(step, rank), use=rank == step % 2), **options)
+
+
 def input_modified_in_place(options):
     model = Tower()
     model.layers[1] = InPlace()
@@ -283,7 +343,8 @@ def block_keeps_its_identity(options):
 CASES = [
     tower, block_called_twice, block_skipped, last_block_skipped, frozen_block, block_without_parameters, unfreezing,
     forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
-    weights_changed_before_backward, exception_in_forward, exception_in_backward, input_modified_in_place,
+    weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest, unused_parameter,
+    gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,
     weight_modified_in_forward, weights_written_between_forwards, kwargs_with_gradients, tied_over_blocks,
     autocast_outside, block_keeps_its_identity,
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,21 +34,24 @@ class BlockState:
         self.previous: BlockState | None = None
         self.next: BlockState | None = None
         self.pending = 0
+        self._opened = False
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's own forward on whole parameters."""
-        self._open(self.next)
+        if self.step.in_backward:
+            return self._recompute(layer_forward, args, kwargs)
+        self.step.forget_failed_backward()
         differentiable = False
         try:
+            self._open(self.next)
             if torch.is_grad_enabled():
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:
                 with uncached_autocast(), self.step.inside():
                     outputs = layer_forward(*args, **kwargs)
-            for buffer in self.buffers:
-                buffer.check_unwritten()
+            self.check_unwritten()
         finally:
             self._show_slices()
             if not differentiable:
@@ -57,8 +60,20 @@ class BlockState:
             self.step.linger(self)
         return outputs
 
+    def _recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """The layer's own forward inside a backward, which has opened the block and will close it."""
+        if not self._opened:
+            raise RuntimeError(
+                "Backward entered a sharded block without passing its output: the loss reads an activation from "
+                "inside the block (a hook, a stored attribute). Return that activation from the block's forward."
+            )
+        with self.step.inside():
+            return layer_forward(*args, **kwargs)
+
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         def run(*args, **kwargs):
+            if self.step.in_backward:
+                return self._recompute(layer_forward, args, kwargs)
             with self.step.inside():
                 return layer_forward(*args, **kwargs)
 
@@ -88,6 +103,7 @@ class BlockState:
             buffer.wait()
         for slot in self.slots:
             slot.show_whole()
+        self._opened = True
 
     def gather(self) -> None:
         for buffer in self.buffers:
@@ -97,9 +113,14 @@ class BlockState:
         for buffer in self.buffers:
             buffer.release()
 
+    def check_unwritten(self) -> None:
+        for buffer in self.buffers:
+            buffer.check_unwritten()
+
     def _show_slices(self) -> None:
         for slot in self.slots:
             slot.show_slice()
+        self._opened = False
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -262,6 +283,3 @@ class TransformerBlockList(torch.nn.ModuleList):
         if isinstance(index, slice):
             return torch.nn.ModuleList(list(self._modules.values())[index])
         return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[torch.nn.Module]:
-        return super().__iter__()

@@ -31,6 +31,11 @@ class _EnterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights "
+                "are gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
+            )
         ctx.owner.before_backward(ctx.token)
         return None, None, *gradients
 
@@ -51,6 +56,8 @@ class _LeaveBackward(torch.autograd.Function):
 def enter_backward(owner: BackwardOwner, token: Any, outputs: Any) -> tuple[Any, bool]:
     """`outputs` (any pytree) with the boundary behind its differentiable tensors, and whether there were any."""
     leaves, spec = pytree.tree_flatten(outputs)
+    for leaf in leaves:
+        _refuse_opaque(leaf)
     places = _differentiable(leaves)
     if not places:
         return outputs, False
@@ -72,6 +79,18 @@ def leave_backward(owner: BackwardOwner, inputs: Any) -> tuple[Any, list[torch.T
     for place, leaf in zip(places, guarded):
         leaves[place] = leaf
     return pytree.tree_unflatten(leaves, spec), list(guarded)
+
+
+def _refuse_opaque(leaf: Any) -> None:
+    """Differentiable tensors inside an object that pytree does not open would leave without the boundary."""
+    inside = getattr(leaf, "__dict__", None)
+    if inside and not isinstance(leaf, torch.Tensor):
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inside.values()):
+            raise RuntimeError(
+                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
+                "found. Return tensors, tuples, dicts or a transformers ModelOutput, or register the class with "
+                "torch.export.register_dataclass."
+            )
 
 
 def _differentiable(leaves: list[Any]) -> list[int]:

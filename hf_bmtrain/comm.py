@@ -170,7 +170,7 @@ class _CudaTicket:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._operands[0].device).wait_event(self._event)
-        self._operands = self._operands[:1]
+        self._operands = self._operands[:1]  # only the device is still needed
 
 
 class NcclCommunicator:

@@ -51,6 +51,9 @@ class GradSlice(torch.Tensor):
                         "for the local value, or `parameter.gather_gradient()` for the whole gradient."
                     )
                 return GradSlice.of(result, lane)
+            if isinstance(result, (list, tuple)):
+                sliced = [GradSlice.of(r, lane) if isinstance(r, torch.Tensor) and r.dim() else r for r in result]
+                return sliced if isinstance(result, list) else tuple(sliced)
             return result
 
 
@@ -99,13 +102,19 @@ def _foreach_norm(lane, func, pieces, ord=2, dtype=None):
 
 def _sum(lane, func, x, dim=None, *, dtype=None, **unused):
     _refuse_dimension(dim)
-    total = x.sum(dtype=torch.promote_types(dtype or x.dtype, torch.float32))
+    wanted = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)  # as torch.sum counts
+    total = x.sum(dtype=torch.promote_types(wanted, torch.float32) if wanted.is_floating_point else wanted)
     lane.all_reduce(total).wait()
-    return total.to(dtype or x.dtype)
+    return total.to(wanted)
+
+
+def _data(lane, func, x):
+    return GradSlice.of(x.detach(), lane)  # unlike `.data` it shares the version counter: a write is noticed
 
 
 def _non_finite_check(lane, func, pieces, found_inf, inv_scale):
     func(pieces, found_inf, inv_scale)
+    torch.autograd.graph.increment_version(pieces)  # the operation does not count its writes itself
     lane.all_reduce(found_inf, maximum=True).wait()
 
 
@@ -123,5 +132,6 @@ _COLLECTIVE: dict[Callable, Callable] = {
     torch.sum: _sum,
     torch.Tensor.sum: _sum,
     torch._amp_foreach_non_finite_check_and_unscale_: _non_finite_check,
+    torch.Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
 }
 _PLAIN = {torch.Tensor.as_subclass}

@@ -64,9 +64,11 @@ class DistributedModule(torch.nn.Module):
         step = self._step
         if step.in_forward:
             return super().__call__(*args, **kwargs)
-        with uncached_autocast(), step.forward() as met, step.inside():
+        with uncached_autocast(), step.forward() as met:
             try:
                 outputs = super().__call__(*args, **kwargs)
+                for buffer in met:
+                    buffer.check_unwritten()
             except BaseException:
                 for buffer in met:
                     buffer.release()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from . import layout as _layout
 from .comm import Ticket
@@ -23,14 +26,15 @@ class DistributedParameter(torch.nn.Parameter):
     shard of its `ShardedBuffer`: writing to them writes the shard. It may be empty on a rank.
 
     full_shape: the shape of the whole parameter. init_method: fills a whole tensor, see `init_parameters`.
-    After a backward `.grad` is set for every parameter whose block (or, outside blocks, whose model) took part;
-    where no rank used the parameter itself it is zero, where plain torch would leave None.
+    After a backward `.grad` is set for every parameter whose block (or, outside blocks, whose model) it went
+    through; where no rank used the parameter itself it is zero, where plain torch would leave None (also under
+    `torch.autograd.grad` for inputs alone).
     """
 
     buffer: ShardedBuffer
     index: int
     init_method: Callable[[torch.Tensor], object] | None
-    _gradient_hooks: list[Callable]
+    _gradient_hooks: OrderedDict[int, Callable]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None):
         if data.is_meta:
@@ -47,6 +51,23 @@ class DistributedParameter(torch.nn.Parameter):
     @property
     def full_shape(self) -> torch.Size:
         return self.buffer.wholes[self.index].shape
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The slice as a plain tensor; writes to it are seen as writes to the weights."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Copy: a slice must keep its place in the flat shard."""
+        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            raise RuntimeError(
+                f"`.data` of a sharded parameter can only be set to what fits its slice ({tuple(self.shape)}, "
+                f"{self.dtype}, {self.device}), not {tuple(values.shape)}, {values.dtype}, {values.device}. Cast "
+                "before auto_wrap; to write a whole tensor use parameter.copy_(parameter.take(whole))."
+            )
+        with torch.no_grad():
+            self.copy_(values)
 
     def gather(self) -> torch.Tensor:
         """The whole parameter, a new detached tensor of `full_shape` on this device. Collective."""
@@ -66,8 +87,9 @@ class DistributedParameter(torch.nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook):
         """`hook(parameter)` is called when the gradient, averaged over ranks, has been added to `.grad`."""
-        self._gradient_hooks.append(hook)
-        return _HookHandle(self._gradient_hooks, hook)
+        handle = RemovableHandle(self._gradient_hooks)
+        self._gradient_hooks[handle.id] = hook
+        return handle
 
     def register_hook(self, hook):
         raise RuntimeError(
@@ -76,7 +98,7 @@ class DistributedParameter(torch.nn.Parameter):
         )
 
     def run_gradient_hooks(self) -> None:
-        for hook in self._gradient_hooks:
+        for hook in list(self._gradient_hooks.values()):
             hook(self)
 
     def __deepcopy__(self, memo):
@@ -92,15 +114,6 @@ class DistributedParameter(torch.nn.Parameter):
             f"DistributedParameter(full_shape={tuple(self.full_shape)}, dtype={self.dtype}, device='{self.device}', "
             f"requires_grad={self.requires_grad}, {self.numel()} elements on rank {self.buffer.rank})"
         )
-
-
-class _HookHandle:
-    def __init__(self, hooks: list[Callable], hook: Callable) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
 
 
 class ShardedBuffer:
@@ -125,7 +138,8 @@ class ShardedBuffer:
         self.gradient = GradientBuffer(step, self.layout, self.wholes, self.slices, self.shard)
         self._ticket: Ticket | None = None
         self._filled_version = -1
-        self._read: dict[tuple[int, int], torch.nn.Parameter] = {}
+        self._read: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]
+        self._read = weakref.WeakKeyDictionary()
         self._fill(parameters)
 
     # -- making -------------------------------------------------------------------------------------------------
@@ -142,7 +156,7 @@ class ShardedBuffer:
         view = self.shard[place.shard_start : place.shard_stop]
         piece = torch.Tensor._make_subclass(DistributedParameter, view, parameter.requires_grad)
         piece.buffer, piece.index = self, index
-        piece.init_method, piece._gradient_hooks = getattr(parameter, "init_method", None), []
+        piece.init_method, piece._gradient_hooks = getattr(parameter, "init_method", None), OrderedDict()
         return piece
 
     @torch.no_grad()
@@ -203,8 +217,11 @@ class ShardedBuffer:
 
     def check_unwritten(self) -> None:
         """Raise where a forward wrote into a whole parameter: the write would vanish with it."""
-        if self._full is not None and any(whole._version for whole in self.wholes):
-            shapes = [tuple(whole.shape) for whole in self.wholes if whole._version]
+        if self._full is None:
+            return
+        wholes = [*self.wholes, *(whole for read in self._read.values() for whole in read.values())]
+        if any(whole._version for whole in wholes):
+            shapes = [tuple(whole.shape) for whole in wholes if whole._version]
             raise RuntimeError(
                 f"The forward modified a sharded parameter in place (shapes {shapes}); with {self._lane.size} ranks "
                 "the change would be lost. Keep such state in a buffer (register_buffer), or exclude this module."
@@ -224,7 +241,7 @@ class ShardedBuffer:
 
     # -- reads outside blocks -----------------------------------------------------------------------------------
 
-    def read(self, index: int, reader: object) -> torch.nn.Parameter:
+    def read(self, index: int, reader: torch.nn.Module) -> torch.nn.Parameter:
         """The whole parameter inside a forward or a recomputation, gathered once a pass; its slice otherwise.
 
         Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory:
@@ -235,21 +252,23 @@ class ShardedBuffer:
         self._step.meet(self)
         self.gather()
         self.wait()
-        key = index, id(reader)
-        if key not in self._read:
-            self._read[key] = self._readable(index)
-        whole = self._read[key]
+        read = self._read.setdefault(reader, {})
+        if index not in read:
+            read[index] = self._readable(index)
+        whole = read[index]
         if whole.requires_grad != self.slices[index].requires_grad:
             whole.requires_grad_(self.slices[index].requires_grad)
         return whole
 
     def _readable(self, index: int) -> torch.nn.Parameter:
         whole = torch.nn.Parameter(self.wholes[index].data)
+        owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
 
         def collect(whole: torch.nn.Parameter) -> None:
-            assert whole.grad is not None
-            self._step.enlist(self)
-            self.gradient.collect(index, whole.grad)
+            buffer = owner()
+            assert buffer is not None and whole.grad is not None
+            buffer._step.enlist(buffer)
+            buffer.gradient.collect(index, whole.grad)
             whole.grad = None
 
         whole.register_post_accumulate_grad_hook(collect)

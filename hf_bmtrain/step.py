@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -25,6 +26,7 @@ class Releasable(Protocol):
     """What is whole and can be released: a buffer read outside blocks, a block that is left whole."""
 
     def release(self) -> None: ...
+    def check_unwritten(self) -> None: ...
 
 
 class Travelling(Protocol):
@@ -46,8 +48,8 @@ class Step:
         self._depth = 0
         self._readers: dict[Releasable, None] | None = None
         self._members: dict[int, dict[Member, None]] = {}
-        self._lingering: Releasable | None = None
-        self._prefetched: Releasable | None = None
+        self._lingering: weakref.ref[Releasable] | None = None  # weak: a model that is dropped goes
+        self._prefetched: weakref.ref[Releasable] | None = None
         self._travelling: list[Travelling] = []
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -57,11 +59,19 @@ class Step:
         """Whether a read of a parameter outside blocks means its whole tensor."""
         return self._depth > 0
 
+    @property
+    def in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def forget_failed_backward(self) -> None:
+        """Members that are still enlisted while no backward runs belong to one that raised."""
+        if self._members and not self.in_backward:
+            self.abandon_backward()
+
     @contextmanager
     def forward(self) -> Iterator[dict[Releasable, None]]:
         """Open the outermost forward; yields the buffers outside blocks that it reads."""
-        if self._members and torch._C._current_graph_task_id() == -1:
-            self.abandon_backward()  # no backward is running, so the one that enlisted them raised
+        self.forget_failed_backward()
         outer, self._readers = self._readers, {}
         try:
             with self.inside():
@@ -84,16 +94,16 @@ class Step:
 
     def open_block(self, block: Releasable, neighbour: Releasable | None) -> None:
         """`block` begins and `neighbour` is gathered ahead; others left whole, or gathered in vain, are released."""
-        for kept in (self._lingering, self._prefetched):
-            if kept is not None and kept is not block and kept is not neighbour:
-                kept.release()
-        self._lingering, self._prefetched = None, neighbour
+        self._release_kept(block, neighbour)
+        self._prefetched = None if neighbour is None else weakref.ref(neighbour)
 
     def linger(self, block: Releasable) -> None:
         """Leave `block` whole until another block opens: it may be needed next."""
-        if self._lingering is not None and self._lingering is not block:
-            self._lingering.release()
-        self._lingering = block
+        if self._lingering is not None:
+            kept = self._lingering()
+            if kept is not None and kept is not block:
+                kept.release()
+        self._lingering = weakref.ref(block)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -127,9 +137,10 @@ class Step:
         for member in members:
             member.abandon_backward()
 
-    def _release_kept(self) -> None:
-        for kept in (self._lingering, self._prefetched):
-            if kept is not None:
+    def _release_kept(self, *but: Releasable | None) -> None:
+        for reference in (self._lingering, self._prefetched):
+            kept = reference() if reference is not None else None
+            if kept is not None and not any(kept is other for other in but):
                 kept.release()
         self._lingering = self._prefetched = None
 

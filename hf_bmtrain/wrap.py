@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+from typing import Any
 
 import torch
 
@@ -45,8 +48,8 @@ def auto_wrap(model: torch.nn.Module, zero_level: int | None = None, use_checkpo
     for module_list in lists:
         _link(module_list)
     _place_buffers(model, world)
-    if use_checkpoint:
-        _keep_out_of_the_way(model)
+    _route_recomputation(model, blocks)
+    _keep_cache_out(model, blocks)
     sharded = f"{type(model).__name__}: {len(blocks)} blocks in {len(lists)} lists, {len(outside)} modules outside"
     _log.info("rank %d: sharded %s, zero_level %d, recompute %s", world.rank, sharded, level, use_checkpoint)
     return model
@@ -100,7 +103,7 @@ def _shard_outside(world: World, places: list[Place], outside: list[torch.nn.Mod
     if places:
         shard_places(world.step, places, world.device)
     for module in [*outside, *(module for module, _, _ in places)]:
-        if not isinstance(module, torch.nn.ModuleList):
+        if not isinstance(module, torch.nn.ModuleList) or find_places([module]):
             distribute(module, world.step)
 
 
@@ -126,19 +129,34 @@ def _place_buffers(model: torch.nn.Module, world: World) -> None:
                 placed.copy_(flat.view(placed.dtype).view(placed.shape))
 
 
-def _keep_out_of_the_way(model: torch.nn.Module) -> None:
-    """A Hugging Face model's own recomputation off, and no key-value cache in a forward that is recomputed."""
-    for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):  # the second is deprecated
-        disable = getattr(model, name, None)
-        if callable(disable):
-            disable()
-            break
-    names = model.forward.__code__.co_varnames if hasattr(model.forward, "__code__") else ()
-    if hasattr(getattr(model, "config", None), "use_cache") or "use_cache" in names:
-        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+def _route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
+    """Hugging Face's own recomputation off; asked for later, as Trainer does, it is the blocks' that goes on."""
+    for module in model.modules():
+        for word in ("activation", "gradient"):  # the second is the older name
+            disable = getattr(module, f"{word}_checkpointing_disable", None)
+            if callable(disable):
+                if word == "activation" or not hasattr(module, "activation_checkpointing_disable"):
+                    disable()
+                setattr(module, f"{word}_checkpointing_enable", functools.partial(_set_recompute, blocks, True))
+                setattr(module, f"{word}_checkpointing_disable", functools.partial(_set_recompute, blocks, False))
 
 
-def _without_cache(model, args, kwargs):
-    if torch.is_grad_enabled():
-        kwargs = {**kwargs, "use_cache": False}
-    return args, kwargs
+def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
+    """In the place of gradient_checkpointing_enable and _disable; its options are those of torch's checkpoint."""
+    _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
+    for block in blocks:
+        block._bmt.use_checkpoint = on
+
+
+def _keep_cache_out(model: torch.nn.Module, blocks: list[Any]) -> None:
+    """No key-value cache in a forward that is recomputed: it would be appended to twice."""
+
+    def without_cache(module, args, kwargs):
+        if torch.is_grad_enabled() and any(block._bmt.use_checkpoint for block in blocks):
+            kwargs = {**kwargs, "use_cache": False}
+        return args, kwargs
+
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            if "use_cache" in inspect.signature(module.forward).parameters:
+                module.register_forward_pre_hook(without_cache, with_kwargs=True)

@@ -50,14 +50,8 @@ def variant(grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None)
 def variants(arch: int) -> list[Variant]:
     """All that this module can ask the compiler for."""
     pairs = [(grad, None) for grad in C_NAMES]
-    pairs += [
-        (grad, weight) for weight in (torch.float16, torch.bfloat16) for grad in (weight, torch.float32)
-    ]
-    return [
-        variant(grad, exp_avg, weight)
-        for grad, weight in pairs
-        for exp_avg in (torch.float32, torch.bfloat16)
-    ]
+    pairs += [(grad, weight) for weight in (torch.float16, torch.bfloat16) for grad in (weight, torch.float32)]
+    return [variant(grad, exp_avg, weight) for grad, weight in pairs for exp_avg in (torch.float32, torch.bfloat16)]
 
 
 def adam_prepare(
@@ -84,9 +78,7 @@ def adam_prepare(
     if not records.is_cuda:
         return prepare_reference(control, hyper, steps, records, norm)
     chosen = variant(torch.float32, torch.float32, None)  # any: the kernel is the same in all of them
-    kernel(chosen, "adam_prepare", records.device)(
-        -(-groups // 32), 32, control, hyper, groups, steps, records, norm
-    )
+    kernel(chosen, "adam_prepare", records.device)(-(-groups // 32), 32, control, hyper, groups, steps, records, norm)
 
 
 def prepare_reference(
@@ -191,9 +183,7 @@ def update_reference(
         m = m + (g - m) * r["one_minus_beta1"]
         v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"])
         p.mul_(r["decay"]).addcdiv_(m, v.sqrt().mul_(r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])
-        exp_avg[part] = (
-            round_stochastic(m, index_base + start, seed) if exp_avg.dtype == torch.bfloat16 else m
-        )
+        exp_avg[part] = round_stochastic(m, index_base + start, seed) if exp_avg.dtype == torch.bfloat16 else m
         if weight is not None:
             weight[part] = p
 

@@ -150,9 +150,7 @@ class CrossEntropy:
             blocks = logits.shape[0] * parts
             kernel(chosen, "cross_entropy_gradient", logits.device)(blocks, 256, *arguments)
 
-    def count(
-        self, targets: torch.Tensor, classes: int, class_weight: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def count(self, targets: torch.Tensor, classes: int, class_weight: torch.Tensor | None = None) -> torch.Tensor:
         """(1,) float32: the sum of w_t over rows that are not ignored, by which a mean divides."""
         counted = targets != self.ignore_index
         if class_weight is None:
@@ -254,8 +252,7 @@ def _check_logits(logits: torch.Tensor) -> None:
     rows, classes = logits.shape
     if classes < 1 or logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < classes):
         raise ValueError(
-            f"rows of logits must be contiguous and not overlap: shape {tuple(logits.shape)}, strides "
-            f"{logits.stride()}"
+            f"rows of logits must be contiguous and not overlap: shape {tuple(logits.shape)}, strides {logits.stride()}"
         )
 
 

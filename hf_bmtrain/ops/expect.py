@@ -13,12 +13,7 @@ def expect(
     device: torch.device,
 ) -> None:
     """ValueError unless `tensor` is contiguous, on `device`, of this shape and of one of these dtypes."""
-    if (
-        tensor.dtype in dtypes
-        and tuple(tensor.shape) == shape
-        and tensor.device == device
-        and tensor.is_contiguous()
-    ):
+    if tensor.dtype in dtypes and tuple(tensor.shape) == shape and tensor.device == device and tensor.is_contiguous():
         return
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise ValueError(

@@ -62,14 +62,8 @@ class Segments:
     """
 
     def __init__(self, offsets: Sequence[int], device: torch.device | str):
-        if (
-            len(offsets) == 0
-            or offsets[0] < 0
-            or any(a > b for a, b in zip(offsets, offsets[1:], strict=False))
-        ):
-            raise ValueError(
-                f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}"
-            )
+        if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+            raise ValueError(f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}")
         self.offsets = tuple(offsets)
         begins, lengths, firsts = [], [], [0]
         for start, end in zip(offsets, offsets[1:], strict=False):
@@ -102,9 +96,7 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
         return out
     partials = torch.empty(pieces, dtype=torch.float64, device=flat.device)
     chosen = variant(flat.dtype)
-    kernel(chosen, "piece_squares", flat.device)(
-        pieces, THREADS, flat, segments.begins, segments.lengths, partials
-    )
+    kernel(chosen, "piece_squares", flat.device)(pieces, THREADS, flat, segments.begins, segments.lengths, partials)
     kernel(chosen, "segment_squares", flat.device)(
         -(-len(segments) // (THREADS // 32)), THREADS, partials, segments.firsts, len(segments), out
     )

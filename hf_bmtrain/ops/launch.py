@@ -103,9 +103,7 @@ class Variant:
         c_type = " ".join(macros.get(w, w) for w in words[:-1] if w not in ("*", "const", "__restrict__"))
         pointer = "*" in words
         if c_type not in (_POINTED if pointer else _SCALARS):
-            raise RuntimeError(
-                f"{self.file}.cu: parameter '{' '.join(words)}' has a type the launcher cannot pack"
-            )
+            raise RuntimeError(f"{self.file}.cu: parameter '{' '.join(words)}' has a type the launcher cannot pack")
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 
     def options(self, arch: int) -> tuple[str, ...]:
@@ -212,21 +210,16 @@ def _compile_into(entry: Path, variant: Variant, arch: int) -> None:
     )
 
 
-def pack(
-    name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device
-) -> tuple[Any, ...]:
+def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
     """`values` as CuPy passes them bit for bit: pointers and long long as int, the rest as numpy scalars.
 
     Raises TypeError for a wrong number of arguments or a wrong kind, ValueError for a wrong dtype or device.
     """
     if len(values) != len(signature):
         raise TypeError(
-            f"{name} takes {len(signature)} arguments "
-            f"({', '.join(a.name for a in signature)}), got {len(values)}"
+            f"{name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got {len(values)}"
         )
-    return tuple(
-        _packed(name, argument, value, device) for argument, value in zip(signature, values, strict=True)
-    )
+    return tuple(_packed(name, argument, value, device) for argument, value in zip(signature, values, strict=True))
 
 
 def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> Any:
@@ -238,9 +231,7 @@ def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> 
         return convert(value)
     if argument.c_type == "none":
         if value is not None:
-            raise TypeError(
-                f"{where} is not used by this variant and must be None, got {type(value).__name__}"
-            )
+            raise TypeError(f"{where} is not used by this variant and must be None, got {type(value).__name__}")
         return 0
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where} is a pointer to {argument.c_type}, got {type(value).__name__}")
@@ -256,9 +247,7 @@ class Kernel:
 
     def __init__(self, variant: Variant, name: str, index: int):
         self.cupy = import_cupy()
-        arch = supported_arch(
-            torch.cuda.get_device_capability(index), self.cupy.cuda.nvrtc.getSupportedArchs()
-        )
+        arch = supported_arch(torch.cuda.get_device_capability(index), self.cupy.cuda.nvrtc.getSupportedArchs())
         self.name = name
         self.device = torch.device("cuda", index)
         self.signature = variant.signature(name)

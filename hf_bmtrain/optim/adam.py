@@ -25,6 +25,14 @@ class _Run:
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
     start: int
+    version: int = -1
+
+    def heed_writes(self) -> None:
+        """Where someone else has written half-precision weights (a load, an average), their master follows."""
+        if self.master is self.weights or self.version in (-1, self.weights._version):
+            return
+        unchanged = self.weights == self.master.to(self.weights.dtype)
+        self.master.copy_(torch.where(unchanged, self.master, self.weights.float()))
 
     def gradient(self) -> torch.Tensor:
         """float32 (n,): the running sum of an accumulation where there is one, otherwise `.grad`."""
@@ -97,9 +105,17 @@ class AdamOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for number, group in enumerate(self.param_groups):
-            for run in self._runs_of(number, [p for p in group["params"] if p.grad is not None]):
-                self._update(run, group)
+        updates = [
+            (run, group)
+            for number, group in enumerate(self.param_groups)
+            for run in self._runs_of(number, [p for p in group["params"] if p.grad is not None])
+        ]
+        for run, _ in updates:
+            run.heed_writes()
+        for run, group in updates:
+            self._update(run, group)
+        for run, _ in updates:
+            run.version = run.weights._version
         return loss
 
     def _update(self, run: _Run, group: dict) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from ..grad_slice import GradSlice
 from ..ops.host_flag import HostFlag
+from ..sharding import DistributedParameter
 from ..world import current_world
 from .adam import AdamOptimizer
 
@@ -54,6 +54,7 @@ class OptimManager:
         self._checked: set[int] = set()
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
         self._unread: HostFlag | None = None
+        self._stepped: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
 
@@ -136,6 +137,7 @@ class OptimManager:
             )
             self._scale.clamp_(*self._bounds)
         self._unread = HostFlag(self._found_inf)
+        self._stepped = [(p, p.grad, p.grad._version) for o in self.optimizers for p in _with_gradient(o)]
         self._forget_norms()
         if self._unread.immediate:
             self._settle()
@@ -170,8 +172,11 @@ class OptimManager:
         if self._unread is None:
             return
         skipped, self._unread = self._unread.read(), None
+        stepped, self._stepped = self._stepped, []
         if skipped:
-            self.zero_grad()
+            for parameter, gradient, version in stepped:  # not those that a backward has made since
+                if parameter.grad is gradient and gradient._version == version:
+                    parameter.grad = None
             scale = "no loss scale" if self._scale is None else f"the loss scale is now {self.loss_scale:g}"
             _log.warning("a gradient was inf or nan: this step is skipped, %s", scale)
             return
@@ -179,13 +184,14 @@ class OptimManager:
             if scheduler is not None:
                 scheduler.step()
 
-    def _global_norm(self, parameters: list, order: float) -> torch.Tensor:
+    def _global_norm(self, parameters: Sequence[Any], order: float) -> torch.Tensor:
         """The norm of all gradients over all ranks: each is read once, then one scalar is all-reduced."""
         if order <= 0:
             raise ValueError(f"norm_type must be positive or inf, not {order}")
         infinite = order == float("inf")
-        local = [g.as_subclass(torch.Tensor) for g in (p.grad for p in parameters) if isinstance(g, GradSlice)]
-        replicated = [p.grad for p in parameters if not isinstance(p.grad, GradSlice)]
+        gradients = [(p.grad.as_subclass(torch.Tensor), isinstance(p, DistributedParameter)) for p in parameters]
+        local = [gradient for gradient, sliced in gradients if sliced]
+        replicated = [gradient for gradient, sliced in gradients if not sliced]
         total = _powers(local, order, self._device)
         self._lane.all_reduce(total, maximum=infinite).wait()
         own = _powers(replicated, order, self._device)

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report:
-    batches = training_batches(
+    batches, sampler = training_batches(
         job.train_rows, job.tokenizer, options.batch_size, rank=0, world_size=1, seed=options.seed
     )
     model = job.model.to(device, getattr(torch, options.dtype))
@@ -56,7 +56,7 @@ def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report
     report = Report(options, job.describe(), device, world_size=1)
     torch.manual_seed(options.seed)
     for epoch in range(1, options.epochs + 1):
-        batches.sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)
         model.train()
         for batch in batches:
             batch = batch.to(device)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from boolq_batches import encode, in_order, training_batches, validation_batches
+from boolq_batches import Rows, encode, in_order, training_batches, validation_batches
 from boolq_data import Example
 from small_bert import train_tokenizer
 
@@ -17,12 +17,15 @@ def tokenizer():
     return train_tokenizer([QUESTION, PASSAGE] * 3)
 
 
-def numbered(count: int) -> list[dict]:
+def numbered(count: int) -> Rows:
     """Rows that can be told apart by their first token, of two lengths."""
-    return [
-        {"input_ids": [row] * (1 + row % 2), "attention_mask": [1] * (1 + row % 2), "labels": row % 2}
-        for row in range(count)
-    ]
+    lengths = [1 + row % 2 for row in range(count)]
+    return Rows(
+        [
+            {"input_ids": [row] * n, "attention_mask": [1] * n, "labels": n - 1}
+            for row, n in enumerate(lengths)
+        ]
+    )
 
 
 def firsts(batch) -> list[int]:
@@ -52,13 +55,14 @@ def test_a_question_that_leaves_no_room_is_named_with_the_length_it_needs(tokeni
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 2), (4, 1)])
 @pytest.mark.parametrize("rows", [23, 24, 25])
 def test_ranks_see_together_the_steps_of_one_process(tokenizer, world_size, batch_size, rows):
-    def steps(ranks: int, size: int, epoch: int) -> list[set[int]]:
-        loaders = [
-            training_batches(numbered(rows), tokenizer, size, rank=rank, world_size=ranks, seed=5)
-            for rank in range(ranks)
+    def steps(world: int, size: int, epoch: int) -> list[set[int]]:
+        ranks = [
+            training_batches(numbered(rows), tokenizer, size, rank=rank, world_size=world, seed=5)
+            for rank in range(world)
         ]
-        for loader in loaders:
-            loader.sampler.set_epoch(epoch)
+        for _, sampler in ranks:
+            sampler.set_epoch(epoch)
+        loaders = (loader for loader, _ in ranks)
         return [{n for part in parts for n in firsts(part)} for parts in zip(*loaders, strict=True)]
 
     for epoch in (1, 2):

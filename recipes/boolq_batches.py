@@ -1,17 +1,34 @@
 """From questions to batches: encoded as pairs, dealt to the ranks, and put back in order afterwards."""
 
+from typing import Any
+
 import torch
 from boolq_data import Example
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-Encoded = dict[str, list[int] | int]
+
+class Rows(Dataset):
+    """Encoded pairs: of each what the tokenizer has made of it, and "labels", 0 or 1."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+    def labels(self) -> torch.Tensor:
+        """All labels, int64 of shape (rows,)."""
+        return torch.tensor([row["labels"] for row in self.rows])
 
 
-def encode(examples: list[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
+def encode(examples: list[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Rows:
     """Encode (question, passage) pairs of at most `max_length` tokens; only the passage is cut.
 
-    Each row holds what the tokenizer makes of the pair and "labels", 0 or 1. Raises ValueError when a
+    Raises ValueError when a
     question leaves no room for one token of its passage.
     """
     questions = [example.question for example in examples]
@@ -19,10 +36,12 @@ def encode(examples: list[Example], tokenizer: PreTrainedTokenizerBase, max_leng
     columns = tokenizer(
         questions, [example.passage for example in examples], truncation="only_second", max_length=max_length
     )
-    return [
-        {name: columns[name][row] for name in columns} | {"labels": int(example.label)}
-        for row, example in enumerate(examples)
-    ]
+    return Rows(
+        [
+            {name: columns[name][row] for name in columns} | {"labels": int(example.label)}
+            for row, example in enumerate(examples)
+        ]
+    )
 
 
 def check_question_lengths(questions: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
@@ -37,15 +56,9 @@ def check_question_lengths(questions: list[str], tokenizer: PreTrainedTokenizerB
 
 
 def training_batches(
-    rows: list[Encoded],
-    tokenizer: PreTrainedTokenizerBase,
-    batch_size: int,
-    *,
-    rank: int,
-    world_size: int,
-    seed: int,
-) -> DataLoader:
-    """Shuffled batches of `batch_size` rows for one rank; call `.sampler.set_epoch(epoch)` before each epoch.
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, batch_size: int, *, rank: int, world_size: int, seed: int
+) -> tuple[DataLoader, DistributedSampler]:
+    """Shuffled batches of `batch_size` rows for one rank; the sampler is told each epoch's number.
 
     Together the ranks see, step by step, the very rows that one process with batch size
     `world_size * batch_size` sees: the sampler deals one common permutation like a deck of cards.
@@ -54,13 +67,13 @@ def training_batches(
     sampler = DistributedSampler(rows, world_size, rank, shuffle=True, seed=seed, drop_last=True)
     return DataLoader(
         rows, batch_size, sampler=sampler, drop_last=True, collate_fn=DataCollatorWithPadding(tokenizer)
-    )
+    ), sampler
 
 
 def validation_batches(
-    rows: list[Encoded], tokenizer: PreTrainedTokenizerBase, batch_size: int, *, rank: int, world_size: int
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, batch_size: int, *, rank: int, world_size: int
 ) -> DataLoader:
-    """Every row at least once; the sampler repeats some so that all ranks have as many."""
+    """Every row at least once, in order; the sampler repeats some so that all ranks have as many."""
     sampler = DistributedSampler(rows, world_size, rank, shuffle=False)
     return DataLoader(rows, batch_size, sampler=sampler, collate_fn=DataCollatorWithPadding(tokenizer))
 

@@ -128,7 +128,7 @@ def download(name: str) -> Questions:
     except ImportError as error:
         raise ValueError(f"--data {name} is no folder, and the hub needs: pip install datasets") from error
     try:
-        splits = datasets.load_dataset(repository, configuration)
+        splits: Any = datasets.load_dataset(repository, configuration)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"cannot load {name!r} from the hub ({first_line(error)}); check the name and the network, "

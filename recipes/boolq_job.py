@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from boolq_batches import Encoded, encode
+from boolq_batches import Rows, encode
 from boolq_data import read_questions
 from boolq_model import check_max_length, check_model_name, load_model, load_tokenizer, new_small_bert
 from reading_questions import reading_questions
@@ -23,8 +23,8 @@ class Job:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    train_rows: list[Encoded]
-    validation_rows: list[Encoded]
+    train_rows: Rows
+    validation_rows: Rows
     origin: str
 
     def describe(self) -> str:
@@ -36,7 +36,7 @@ class Job:
 
     def fingerprint(self) -> int:
         """A number of all token ids and labels: ranks that differ in it would train on different data."""
-        return zlib.crc32(repr((self.train_rows, self.validation_rows)).encode())
+        return zlib.crc32(repr((self.train_rows.rows, self.validation_rows.rows)).encode())
 
 
 def prepare(options: argparse.Namespace, world_size: int, *, embedded: bool) -> Job:
@@ -78,7 +78,7 @@ def check_output(folder: Path) -> None:
         raise ValueError(f"--output {folder}: {existing} is no folder that can be written to; give another")
 
 
-def check_enough_rows(rows: list[Encoded], rows_a_step: int) -> None:
+def check_enough_rows(rows: Rows, rows_a_step: int) -> None:
     if len(rows) < rows_a_step:
         raise ValueError(
             f"{len(rows)} training rows do not fill one step of {rows_a_step} over all processes: "

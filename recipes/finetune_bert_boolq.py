@@ -37,12 +37,17 @@ def main() -> None:
     device = bmt.current_world().device
     quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
     with one_line_errors():
-        job = prepare(options, bmt.world_size(), embedded=use_embedded(options, device))
+        embedded = use_embedded(options, device)
+        job = prepare(options, bmt.world_size(), embedded=embedded)
         check_equal_on_all_ranks(job)
+    if embedded:
+        torch.set_num_threads(
+            1
+        )  # steps this small lose more by waiting for a busy core than a second one gains
     choose_dtype(options, device)
     bmt.print_rank(f"{job.describe()}, {options.dtype}, {bmt.world_size()} x {device.type}")
-    model, report = train(job, options, device)
-    save(model, job, report, options)
+    report = train(job, options, device)
+    save(job, report, options)
 
 
 def use_embedded(options: argparse.Namespace, device: torch.device) -> bool:
@@ -64,10 +69,10 @@ def check_equal_on_all_ranks(job: Job) -> None:
         raise ValueError("the ranks have read different rows: give all of them the same --data and --model")
 
 
-def train(job: Job, options: argparse.Namespace, device: torch.device) -> tuple[torch.nn.Module, Report]:
-    """Train the job's model in place; returns it, wrapped, and what was measured."""
+def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report:
+    """Train the job's model, which is wrapped in place; returns what was measured."""
     rank, world_size = bmt.rank(), bmt.world_size()
-    batches = training_batches(
+    batches, sampler = training_batches(
         job.train_rows, job.tokenizer, options.batch_size, rank=rank, world_size=world_size, seed=options.seed
     )
     model = job.model.to(getattr(torch, options.dtype))
@@ -76,12 +81,12 @@ def train(job: Job, options: argparse.Namespace, device: torch.device) -> tuple[
     report = Report(options, job.describe(), device, world_size)
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks
     for epoch in range(1, options.epochs + 1):
-        batches.sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)
         train_epoch(model, manager, batches, report.curve, epoch, device)
         training_seconds = report.seconds()
-        scores = evaluate(model, job, options.batch_size, device)
+        scores = evaluate(job, options.batch_size, device)
         bmt.print_rank(report.add_epoch(epoch, scores, training_seconds, report.seconds()))
-    return model, report
+    return report
 
 
 def make_manager(model: torch.nn.Module, options: argparse.Namespace, steps: int) -> bmt.optim.OptimManager:
@@ -123,9 +128,9 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, job: Job, batch_size: int, device: torch.device) -> dict[str, float]:
+def evaluate(job: Job, batch_size: int, device: torch.device) -> dict[str, float]:
     """Score all validation rows, each once."""
-    rows, world_size = job.validation_rows, bmt.world_size()
+    model, rows, world_size = job.model, job.validation_rows, bmt.world_size()
     batches = validation_batches(rows, job.tokenizer, batch_size, rank=bmt.rank(), world_size=world_size)
     model.eval()
     predictions = []
@@ -134,14 +139,14 @@ def evaluate(model: torch.nn.Module, job: Job, batch_size: int, device: torch.de
         batch.pop("labels")
         predictions.append(model(**batch).logits.argmax(-1))
     everyone = in_order(bmt.gather_result(torch.cat(predictions)), world_size, len(rows))
-    return score(everyone.cpu(), torch.tensor([row["labels"] for row in rows]))
+    return score(everyone.cpu(), rows.labels())
 
 
-def save(model: torch.nn.Module, job: Job, report: Report, options: argparse.Namespace) -> None:
+def save(job: Job, report: Report, options: argparse.Namespace) -> None:
     """Write the model, its tokenizer and the report; `AutoModel...from_pretrained` opens the folder."""
-    state = model.state_dict()  # whole tensors, gathered from all ranks
+    state = job.model.state_dict()  # whole tensors, gathered from all ranks
     if bmt.rank() == 0:
-        model.save_pretrained(options.output, state_dict=state)
+        job.model.save_pretrained(options.output, state_dict=state)
         job.tokenizer.save_pretrained(options.output)
         print(report.write(options.output))
     bmt.synchronize()

@@ -22,7 +22,7 @@ COLOURS = "black blue brown green grey pink purple red white yellow".split()
 PLACES = "attic barn cellar forest garden harbour kitchen mill school tower".split()
 VERBS = {True: ("has", "keeps", "owns"), False: ("lost", "sold", "broke")}
 HELD_OUT_PEOPLE = 40  # of 240
-TRAIN_QUESTIONS, VALIDATION_QUESTIONS = 6000, 400
+TRAIN_QUESTIONS, VALIDATION_QUESTIONS = 4000, 400  # two rows each
 
 Person = tuple[str, str]
 

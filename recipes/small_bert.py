@@ -1,8 +1,9 @@
 """A small BERT for the generated questions: its vocabulary trained on the spot, its weights new."""
 
 import string
-from collections.abc import Iterable
+from collections.abc import Iterator
 
+from tokenizers import AddedToken
 from tokenizers.implementations import BertWordPieceTokenizer
 from transformers import BertConfig, BertTokenizer
 
@@ -11,13 +12,13 @@ MAX_TOKENS = 512
 HIDDEN_SIZE = 128
 
 
-def train_tokenizer(texts: Iterable[str]) -> BertTokenizer:
+def train_tokenizer(texts: Iterator[str]) -> BertTokenizer:
     """Train a lower-casing WordPiece vocabulary on `texts`; equal texts give equal vocabularies.
 
     The trainer numbers the letters inside of words in the order of a hash table, and settles ties between
     pieces by those numbers: two runs would differ. Tokens named beforehand keep their place, so the letters are.
     """
-    first = [
+    first: list[str | AddedToken] = [
         "[PAD]",
         "[UNK]",
         "[CLS]",

@@ -90,6 +90,7 @@ def init_distributed(
     rank, size, local_rank = _place()
     device = _choose_device(local_rank, size)
     _seed_everything(seed, rank, device)
+    joined = dist.is_initialized()
     gather, reduce, control = _open_lanes(rank, size, device, timedelta(seconds=timeout))
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
     step = Step(gather, reduce, poison)
@@ -97,7 +98,7 @@ def init_distributed(
         rank, size, local_rank, device, step, control, zero_level, loss_scale_factor, loss_scale_steps
     )  # fmt: skip
     if size > 1:
-        atexit.register(_leave, _world)
+        atexit.register(_leave, _world, joined)
     kind = type(gather).__name__
     _log.info("rank %d of %d on %s: %s lanes, zero_level %d", rank, size, device, kind, zero_level)
 
@@ -209,8 +210,11 @@ def _open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta):
     return *lanes, control
 
 
-def _leave(world: World) -> None:
-    """At exit: end the lanes together, or abort them where another rank does not come."""
+def _leave(world: World, joined: bool) -> None:
+    """At exit: end the lanes together, or abort them where another rank does not come.
+
+    joined: the process group was up before and is ended by whoever made it.
+    """
     failed = getattr(sys, "last_value", None) is not None
     if not failed:
         try:
@@ -219,3 +223,5 @@ def _leave(world: World) -> None:
             failed = True
     world.step.gather.close(abort=failed)
     world.step.reduce.close(abort=failed)
+    if not failed and not joined and dist.is_initialized():
+        dist.destroy_process_group()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hub import first_line, is_hub_name
+from hub import check_hub, first_line, is_hub_name
 
 # The validation file says which of the two published layouts a folder has, and so the key of its labels.
 LABEL_KEYS = {"val.jsonl": "label", "dev.jsonl": "answer"}
@@ -122,6 +122,7 @@ def shortened(value: Any) -> str:
 
 def download(name: str) -> Questions:
     """Load `name` from the hub, or from its local cache; the only user of the package `datasets`."""
+    check_hub(f"--data {name}")
     repository, configuration = HUB_REPOSITORIES.get(name, (name, None))
     try:
         import datasets

@@ -1,7 +1,7 @@
 """What a run trains on what: a pretrained model on BoolQ, or a small BERT on generated questions."""
 
 import argparse
-import os
+import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +72,12 @@ def fill_in(options: argparse.Namespace, world_size: int, *, epochs: int, lr: fl
 
 
 def check_output(folder: Path) -> None:
-    """Raise before training what would fail after it."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"--output {folder}: {existing} is no folder that can be written to; give another")
+    """Make `folder` and try to write there: raise before training what would fail after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--output {folder} cannot be written to ({error}): give another folder") from error
 
 
 def check_enough_rows(rows: Rows, rows_a_step: int) -> None:

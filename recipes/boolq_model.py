@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from hub import first_line, is_hub_name
+from hub import check_hub, first_line, is_hub_name
 from small_bert import small_bert_config
 from transformers import (
     AutoConfig,
@@ -26,7 +26,7 @@ def quiet_transformers(*, terminal: bool) -> None:
 
 
 def check_model_name(name: str) -> None:
-    """Raise FileNotFoundError unless `name` is the folder of a model or can be a name on the hub."""
+    """Raise FileNotFoundError or ValueError unless `name` is a model's folder or a name the hub can be asked for."""
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {name} has no config.json: give the folder of a saved model")
@@ -35,6 +35,8 @@ def check_model_name(name: str) -> None:
             f"--model {name}: no such folder; give the folder of a saved model, or a name on the hub such as "
             "bert-base-uncased"
         )
+    if not folder.is_dir():
+        check_hub(f"--model {name}")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

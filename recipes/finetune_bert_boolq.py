@@ -24,7 +24,7 @@ from boolq_options import (
     parse_options,
 )
 from boolq_report import Curve, Report, score
-from hub import why_unreachable
+from hub import why_unavailable
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -56,7 +56,7 @@ def use_embedded(options: argparse.Namespace, device: torch.device) -> bool:
         return False
     reason = None
     if bmt.rank() == 0:
-        reason = why_unreachable(DEFAULT_MODEL) if device.type == "cuda" else "no GPU"
+        reason = why_unavailable(DEFAULT_MODEL) if device.type == "cuda" else "no GPU"
     # What rank 0 finds holds for all
     embedded = bool(bmt.gather_result(torch.tensor([reason is not None], dtype=torch.uint8))[0])
     if embedded:

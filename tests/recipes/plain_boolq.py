@@ -26,7 +26,7 @@ from boolq_options import (
     parse_options,
 )
 from boolq_report import Report, score
-from hub import why_unreachable
+from hub import why_unavailable
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with one_line_errors():
         asked = options.model or options.data
-        embedded = not asked and (device.type == "cpu" or why_unreachable(DEFAULT_MODEL) is not None)
+        embedded = not asked and (device.type == "cpu" or why_unavailable(DEFAULT_MODEL) is not None)
         job = prepare(options, 1, embedded=embedded)
     if embedded:
         torch.set_num_threads(1)

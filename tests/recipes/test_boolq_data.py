@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from boolq_data import Example, from_hub_splits, read_questions
+from huggingface_hub import constants
 
 ROW = {"question": "is it so", "passage": "It is so.", "label": True, "idx": 7}
 GOOGLE_ROW = {"question": "is it so", "passage": "It is so.", "answer": False, "title": "So"}
@@ -120,6 +121,7 @@ def test_a_name_the_hub_does_not_answer_for(monkeypatch):
         assert (repository, configuration) == ("aps/super_glue", "boolq")
         raise ConnectionError("Couldn't reach the Hub\nand a page of advice")
 
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(
         ValueError, match=r"cannot load 'super_glue/boolq' from the hub \(Couldn't reach the Hub\); .*--data"

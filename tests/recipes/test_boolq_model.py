@@ -11,6 +11,7 @@ from boolq_model import (
     load_tokenizer,
     new_small_bert,
 )
+from huggingface_hub import constants
 from small_bert import train_tokenizer
 from transformers import BartConfig, BertConfig, BertForSequenceClassification, DistilBertConfig, GPT2Config
 
@@ -42,7 +43,8 @@ def test_dropout_reaches_the_modules():
     assert found == {0.4}
 
 
-def test_a_name_that_is_no_model(tmp_path):
+def test_a_name_that_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match="has no config.json: give the folder of a saved model"):
         check_model_name(str(tmp_path))
     for name in ("/no/such/model", "./model", "a/b/c"):

@@ -142,6 +142,15 @@ def test_a_mistake_is_one_line_and_status_2(small, launcher, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_output_that_cannot_be_written_is_told_before_training(small, tmp_path):
+    (tmp_path / "file").touch()
+    model, data, output = small / "model", small / "data", tmp_path / "file" / "folder"
+    done = run(PYTHON, RECIPE, "--model", model, "--data", data, "--output", output)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --output {output} cannot be written to (")
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_trains_and_is_saved_as_such(small, plain, dtype):
     ours = train(small, dtype, PYTHON, RECIPE, "--dropout", 0, "--batch-size", 16, f"--{dtype}")

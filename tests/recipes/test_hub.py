@@ -32,27 +32,34 @@ def endpoint(monkeypatch):
 
 
 def test_a_hub_that_answers(endpoint):
-    assert hub.why_unreachable("some-model") is None
-    assert "404" in hub.why_unreachable("another-model")
+    assert hub.why_unavailable("some-model") is None
+    assert hub.why_unavailable("another-model") == "no another-model on the hub (status 404)"
+    hub.check_hub("a private name, which another answer than 200 does not rule out")
 
 
 def test_a_hub_that_is_down(endpoint):
     endpoint.shutdown()
     endpoint.server_close()
-    assert "cannot be reached (" in hub.why_unreachable("some-model")
+    assert hub.why_unavailable("some-model").startswith("no hub (http://127.0.0.1:")
+    with pytest.raises(
+        ValueError, match=r"--model x is no folder here, .* HF_HUB_OFFLINE=1 to use the local cache"
+    ):
+        hub.check_hub("--model x")
 
 
 def test_offline_by_wish_asks_nobody(endpoint, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert hub.why_unreachable("some-model") == "HF_HUB_OFFLINE is set"
+    monkeypatch.setattr(hub, "ask", lambda url: pytest.fail(f"asked for {url}"))
+    assert hub.why_unavailable("some-model") == "HF_HUB_OFFLINE is set"
+    hub.check_hub("--model x")
 
 
 def test_a_network_that_swallows_everything(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "SECONDS", 0.1)
-    monkeypatch.setattr(hub, "ask", lambda model: time.sleep(5))
+    monkeypatch.setattr(hub, "status", lambda url: time.sleep(5))
     begin = time.monotonic()
-    assert "has not answered for" in hub.why_unreachable("some-model")
+    assert "no answer for 0.2 s" in hub.why_unavailable("some-model")
     assert time.monotonic() - begin < 2
 
 

@@ -18,7 +18,7 @@ RECIPE = ROOT / "recipes" / "finetune_bert_boolq.py"
 PLAIN = Path(__file__).with_name("plain_boolq.py")
 PYTHON = [sys.executable]
 TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-STEPS_AN_EPOCH = 6  # 100 rows, 16 a step
+STEPS_AN_EPOCH = 25  # 400 rows, 16 a step
 
 
 def run(launcher: list[str], script: Path, *options: object) -> subprocess.CompletedProcess[str]:
@@ -35,23 +35,29 @@ def run(launcher: list[str], script: Path, *options: object) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a saved model and few rows: 100 to train, 31 to validate (a number no batch divides)."""
+    """A folder with a saved model and few rows: 400 to train, 31 to validate (a number no batch divides)."""
     folder = tmp_path_factory.mktemp("small")
     questions = reading_questions(seed=0)
     tokenizer = train_tokenizer(text for x in questions.train[:500] for text in (x.question, x.passage))
     config = small_bert_config(len(tokenizer))
-    config.hidden_size, config.intermediate_size, config.hidden_dropout_prob = 32, 32, 0.1
+    config.hidden_size, config.intermediate_size, config.hidden_dropout_prob = 64, 64, 0.1
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    write_rows(folder / "data" / "train.jsonl", questions.train[:100])
+    write_rows(folder / "data" / "train.jsonl", questions.train[:400])
     write_rows(folder / "data" / "dev.jsonl", questions.validation[:31])
     return folder
 
 
+def sentence_asked_for(example: Example) -> str:
+    person = " ".join(example.question.split()[1:3])
+    return next(sentence for sentence in example.passage.split(".") if person in sentence.lower())
+
+
 def write_rows(file: Path, examples: list[Example]) -> None:
+    """Google's layout; each passage is cut to the sentence asked for, which is learned within a few steps."""
     file.parent.mkdir(exist_ok=True)
-    rows = ({"question": x.question, "passage": x.passage, "answer": x.label} for x in examples)
+    rows = ({"question": x.question, "passage": sentence_asked_for(x), "answer": x.label} for x in examples)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -89,7 +95,8 @@ def test_one_process_follows_plain_torch(small, plain):
     check_same_curves(ours, plain)
     assert ours["world_size"] == 1
     losses = [step["loss"] for step in ours["steps"]]
-    assert max(losses) - min(losses) > 0.02  # it has moved, so agreeing says something
+    assert losses[-1] < 0.7 * losses[0]  # it has moved, so agreeing says something
+    assert ours["epochs"][-1]["accuracy"] > 0.75  # so does the order of the predictions
 
 
 def test_two_processes_follow_one(plain, two_ranks):

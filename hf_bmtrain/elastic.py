@@ -38,6 +38,10 @@ class Elastic:
                 self.tensor.fill_(float("nan"))
             self.tensor.untyped_storage().resize_(0)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a view of the bytes that are here now."""
+        return tensor.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
         """A view of `shape` from element `start`, with a version counter of its own.
 

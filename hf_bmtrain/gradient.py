@@ -37,6 +37,7 @@ class GradientBuffer:
         self._full_packing: Packing | None = None
         self._shard_packing: Packing | None = None
         self._open: Packing | None = None
+        self._collected: dict[int, torch.Tensor] = {}
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
         self._handed: list[torch.Tensor | None] = [None] * len(slices)
@@ -47,14 +48,20 @@ class GradientBuffer:
 
     @torch.no_grad()
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Pack one parameter's gradient ahead of `send`, so that autograd's tensor can go."""
-        self._begin().add(index, gradient)
+        """Take over one parameter's gradient ahead of `send`: added up, or packed where the bytes are there anyway."""
+        if self._single:
+            self._begin().add(index, gradient)
+        elif index in self._collected:
+            self._collected[index].add_(gradient)
+        else:
+            self._collected[index] = gradient
 
     @torch.no_grad()
     def send(self) -> None:
         """Pack the gradients of the wholes and start averaging them over the ranks."""
+        assert all(self._wholes[index].grad is None for index in self._collected), "read in and outside of blocks"
         packing = self._begin()
-        packed = packing.complete([whole.grad for whole in self._wholes])
+        packed = packing.complete([self._collected.get(i, whole.grad) for i, whole in enumerate(self._wholes)])
         self._open = None
         self.drop()
         if self._single:
@@ -83,6 +90,7 @@ class GradientBuffer:
 
     def discard(self) -> None:
         """Forget what was collected or sent."""
+        self._collected.clear()
         if self._arriving is not None:
             self._arriving[0].wait()
             self._arriving = None
@@ -93,7 +101,8 @@ class GradientBuffer:
             self._full.free()
 
     def drop(self) -> None:
-        """Forget what autograd left in the wholes."""
+        """Forget what autograd has made."""
+        self._collected.clear()
         for whole in self._wholes:
             whole.grad = None
 

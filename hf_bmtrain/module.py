@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from .boundary import enter_backward
 from .precision import uncached_autocast
+from .reads import watch
 from .sharding import DistributedParameter
 from .slot import Slot, StateDict, copy_wholes, hidden, slice_entries
 from .step import Step
 from .world import current_world
 
 
-class _Readers:
-    """The buffers that one outermost forward read: whole until its backward is over, or gathered again for it."""
+class _Pass:
+    """What one outermost forward read outside blocks, and what its backward will ask for."""
 
-    def __init__(self, step: Step, buffers: Sequence[Any]) -> None:
-        self._step, self._buffers = step, buffers
-        self.versions = [buffer.version for buffer in buffers]
+    def __init__(self, met: Sequence[Any]) -> None:
+        self._met = [(reads, reads.unwatched) for reads in met]
+        self.versions = [reads.version for reads in met]
 
     def before_backward(self, token: list[int]) -> None:
-        if token != [buffer.version for buffer in self._buffers]:
+        if token != [reads.version for reads, _ in self._met]:
             raise RuntimeError(
                 "Weights outside the blocks changed between the forward and its backward (an optimizer step or a "
                 "load came between them); the gradients would be wrong. Run forward again."
             )
-        for buffer in self._buffers:
-            self._step.enlist(buffer)
-            buffer.gather()
-        for buffer in self._buffers:
-            buffer.wait()
+        for reads, unwatched in self._met:
+            reads.prepare_backward(unwatched)
 
     def after_backward(self) -> None:
         raise AssertionError("nothing stands in front of an outermost forward")
@@ -57,30 +56,39 @@ class DistributedModule(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if type(value) is DistributedParameter:
-            return value.buffer.read(value.index, self)
+            return value.buffer.reads.read(value.index, self)
         return value
 
     def __call__(self, *args, **kwargs) -> Any:
         step = self._step
         if step.in_forward:
-            return super().__call__(*args, **kwargs)
+            with self._watch_own():
+                return super().__call__(*args, **kwargs)
         with uncached_autocast(), step.forward() as met:
             try:
                 outputs = super().__call__(*args, **kwargs)
-                for buffer in met:
-                    buffer.check_unwritten()
+                for reads in met:
+                    reads.check_unwritten()
             except BaseException:
-                for buffer in met:
-                    buffer.release()
+                for reads in met:
+                    reads.release()
                 raise
         if torch.is_grad_enabled():
-            readers = _Readers(step, list(met))
-            outputs, differentiable = enter_backward(readers, readers.versions, outputs)
+            this = _Pass(list(met))
+            outputs, differentiable = enter_backward(this, this.versions, outputs)
             if differentiable:
                 return outputs
-        for buffer in met:
-            buffer.release()
+        for reads in met:
+            reads.release()
         return outputs
+
+    def _watch_own(self) -> AbstractContextManager[None]:
+        """A module without children does all its reads itself: what it saves for backward can be seen."""
+        if self._modules or not torch.is_grad_enabled():
+            return nullcontext()
+        buffers = dict.fromkeys(slot.buffer for slot in self._own_slots())
+        own = [buffer.reads for buffer in buffers if buffer.sharded]
+        return watch(own) if own else nullcontext()
 
     # -- weights in and out -------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from . import layout as _layout
 from .comm import Ticket
 from .elastic import Elastic
 from .gradient import GradientBuffer
+from .reads import Reads
 from .step import Step
 from .world import current_world
 
@@ -136,10 +136,9 @@ class ShardedBuffer:
         self.wholes = [self._make_whole(i, p) for i, p in enumerate(parameters)]
         self.slices = [self._make_slice(i, p) for i, p in enumerate(parameters)]
         self.gradient = GradientBuffer(step, self.layout, self.wholes, self.slices, self.shard)
+        self.reads = Reads(step, self)
         self._ticket: Ticket | None = None
         self._filled_version = -1
-        self._read: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]
-        self._read = weakref.WeakKeyDictionary()
         self._fill(parameters)
 
     # -- making -------------------------------------------------------------------------------------------------
@@ -212,6 +211,15 @@ class ShardedBuffer:
         self._full.free()
 
     @property
+    def sharded(self) -> bool:
+        """Whether there are other ranks: with one, the full buffer is the shard and always whole."""
+        return self._full is not None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the full buffer, which is whole."""
+        return self._full is not None and self._full.holds(tensor)
+
+    @property
     def trainable(self) -> bool:
         return any(piece.requires_grad for piece in self.slices)
 
@@ -219,9 +227,9 @@ class ShardedBuffer:
         """Raise where a forward wrote into a whole parameter: the write would vanish with it."""
         if self._full is None:
             return
-        wholes = [*self.wholes, *(whole for read in self._read.values() for whole in read.values())]
-        if any(whole._version for whole in wholes):
-            shapes = [tuple(whole.shape) for whole in wholes if whole._version]
+        written = [*(whole for whole in self.wholes if whole._version), *self.reads.written()]
+        if written:
+            shapes = [tuple(whole.shape) for whole in written]
             raise RuntimeError(
                 f"The forward modified a sharded parameter in place (shapes {shapes}); with {self._lane.size} ranks "
                 "the change would be lost. Keep such state in a buffer (register_buffer), or exclude this module."
@@ -238,50 +246,6 @@ class ShardedBuffer:
         finally:
             if not was_whole:
                 self.release()
-
-    # -- reads outside blocks -----------------------------------------------------------------------------------
-
-    def read(self, index: int, reader: torch.nn.Module) -> torch.nn.Parameter:
-        """The whole parameter inside a forward or a recomputation, gathered once a pass; its slice otherwise.
-
-        Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory:
-        its gradient is packed the moment it is complete, instead of waiting beside those of the other readers.
-        """
-        if not self._step.in_forward:
-            return self.slices[index]
-        self._step.meet(self)
-        self.gather()
-        self.wait()
-        read = self._read.setdefault(reader, {})
-        if index not in read:
-            read[index] = self._readable(index)
-        whole = read[index]
-        if whole.requires_grad != self.slices[index].requires_grad:
-            whole.requires_grad_(self.slices[index].requires_grad)
-        return whole
-
-    def _readable(self, index: int) -> torch.nn.Parameter:
-        whole = torch.nn.Parameter(self.wholes[index].data)
-        owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
-
-        def collect(whole: torch.nn.Parameter) -> None:
-            buffer = owner()
-            assert buffer is not None and whole.grad is not None
-            buffer._step.enlist(buffer)
-            buffer.gradient.collect(index, whole.grad)
-            whole.grad = None
-
-        whole.register_post_accumulate_grad_hook(collect)
-        return whole
-
-    def flush_backward(self) -> None:
-        self.release()
-        if self.trainable:
-            self._step.take_gradient_slot([self.gradient])
-
-    def abandon_backward(self) -> None:
-        self.release()
-        self.gradient.discard()
 
     # -- other collectives --------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from .slot import Place, find_places, shard_places
 from .world import World, check_zero_level, current_world
 
 _log = logging.getLogger("hf_bmtrain")
+_LARGE = 1 << 20
+"""Elements from which a parameter outside blocks gets a flat buffer of its own, whole only while it is needed."""
 
 
 def auto_wrap(model: torch.nn.Module, zero_level: int | None = None, use_checkpoint: bool = True) -> torch.nn.Module:
@@ -100,8 +102,13 @@ def _shared_parameters(blocks: list[torch.nn.Module], outside: list[torch.nn.Mod
 
 
 def _shard_outside(world: World, places: list[Place], outside: list[torch.nn.Module]) -> None:
-    if places:
-        shard_places(world.step, places, world.device)
+    small = [place for place in places if place[2].numel() < _LARGE]
+    large: dict[int, list[Place]] = {}
+    for place in places:
+        if place[2].numel() >= _LARGE:
+            large.setdefault(id(place[2]), []).append(place)
+    for group in (small, *large.values()):
+        shard_places(world.step, group, world.device)
     for module in [*outside, *(module for module, _, _ in places)]:
         if not isinstance(module, torch.nn.ModuleList) or find_places([module]):
             distribute(module, world.step)

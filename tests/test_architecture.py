@@ -22,6 +22,7 @@ LAYERS = [
     "comm packing ops.*",
     "peer step grad_slice",
     "world gradient",
+    "reads",
     "sharding",
     "slot",
     "block module",

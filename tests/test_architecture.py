@@ -20,7 +20,8 @@ HERE = "tests/test_architecture.py"
 LAYERS = [
     "layout elastic boundary precision ops.launch ops.expect",
     "comm packing ops.*",
-    "peer step grad_slice ops.adam_step",
+    "peer step segment_norms ops.adam_step",
+    "grad_slice",
     "world gradient",
     "sharding",
     "slot optim.runs",

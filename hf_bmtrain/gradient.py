@@ -9,6 +9,7 @@ from .elastic import Elastic
 from .grad_slice import GradSlice
 from .layout import Layout
 from .packing import Packing
+from .segment_norms import SegmentNorms
 from .step import Step
 
 
@@ -41,6 +42,7 @@ class GradientBuffer:
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
         self._handed: list[torch.Tensor | None] = [None] * len(slices)
+        self._norms: SegmentNorms | None = None
         self._version = -1
         self._arriving: tuple[Ticket, torch.Tensor] | None = None
 
@@ -114,6 +116,7 @@ class GradientBuffer:
         self._fresh = all(piece.grad is None for piece in self._slices)
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)
+            self._norms = self._segment_norms(self.shard)
         if not self._fresh:
             self._resume_total()
         self._open = self._into_shard(self.shard) if self._single and self._fresh else self._into_full()
@@ -168,14 +171,24 @@ class GradientBuffer:
 
     def _hand_out(self) -> None:
         assert self.shard is not None
+        torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         rank = self._step.reduce.rank
         for index, piece in enumerate(self._slices):
             if not piece.requires_grad:
                 continue
             if piece.grad is None or piece.grad is not self._handed[index]:
                 place = self._layout.piece(index, rank)
-                self._handed[index] = GradSlice.of(self.shard[place.shard_start : place.shard_stop], self._step.reduce)
-                piece.grad = self._handed[index]
+                handed = GradSlice.of(self.shard[place.shard_start : place.shard_stop], self._step.reduce)
+                if self._norms is not None:
+                    handed.measured_by(self._norms, index)
+                self._handed[index] = piece.grad = handed
         self._version = self.shard._version
         for piece in self._slices:
             piece.run_gradient_hooks()
+
+    def _segment_norms(self, shard: torch.Tensor) -> SegmentNorms | None:
+        if shard.dtype == torch.float64:
+            return None  # torch measures these
+        places = [self._layout.piece(index, self._step.reduce.rank) for index in range(len(self._slices))]
+        offsets = [place.shard_start for place in places] + [places[-1].shard_stop]
+        return SegmentNorms(shard, offsets, self._step.reduce)

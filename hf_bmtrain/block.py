@@ -47,6 +47,8 @@ class BlockState:
         try:
             self._open(self.next)
             if torch.is_grad_enabled():
+                for buffer in self.buffers:
+                    buffer.gradient.let_go()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:
                 with uncached_autocast(), self.step.inside():

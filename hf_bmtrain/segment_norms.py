@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -16,12 +16,12 @@ class SegmentNorms:
     They are kept until the shard's version counter moves; whoever writes the shard behind torch's back moves it.
     All ranks write and ask alike, so all of them measure anew, or none.
 
-    shard: (n,) float32, float16 or bfloat16. offsets: where the segments begin in it, and where the last one ends;
-    what lies between a segment's last element and the next segment is zero.
+    shard: (n,) float32, float16 or bfloat16. segments: of the shard; what lies between a segment's last element and
+    the next segment is zero.
     """
 
-    def __init__(self, shard: torch.Tensor, offsets: Sequence[int], lane: Communicator) -> None:
-        self._shard, self._segments, self.lane = shard, Segments(offsets, shard.device), lane
+    def __init__(self, shard: torch.Tensor, segments: Segments, lane: Communicator) -> None:
+        self._shard, self._segments, self.lane = shard, segments, lane
         self._norms: list[torch.Tensor] = []
         self._version = -1
 

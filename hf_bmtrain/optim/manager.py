@@ -76,6 +76,7 @@ class OptimManager:
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self._stepped = []  # or their memory would not be free in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
         """Backward of `loss` (a scalar) times the loss scale."""

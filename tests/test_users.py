@@ -272,8 +272,8 @@ CASES = [
     (custom_model, "llama", False), (custom_model, "llama", True), (custom_model, "bert", True),
     (custom_model, "gpt2", False), (late_flag,), (masters_follow_a_load,), (opaque_output,),
     (backward_behind_the_output,), (double_backward,), (failed_backward_without_a_root,),
-    (scaler_during_accumulation,), (norms_of_lists_and_replaced_gradients,), (gradient_kept_by_the_user,), (dropped_model_is_freed,),
-    (write_outside_blocks_in_forward,),
+    (scaler_during_accumulation,), (norms_of_lists_and_replaced_gradients,), (gradient_kept_by_the_user,),
+    (dropped_model_is_freed,), (write_outside_blocks_in_forward,),
 ]  # fmt: skip
 
 

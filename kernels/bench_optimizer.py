@@ -37,23 +37,25 @@ class Step:
             self.exp_avg = torch.zeros(ELEMENTS, dtype=exp_avg)
             self.exp_avg_sq = torch.zeros(ELEMENTS)
             self.weight = None if weight is None else self.master.to(weight)
-            self.control = torch.tensor([0, 0, 1.0, 1.0], dtype=torch.float64)
+            self.squares = torch.zeros(2, dtype=torch.float64)
+            self.grad_scale, self.found_inf = torch.ones(1), torch.zeros(1)
             self.hyper = torch.tensor([[1e-4, 0.9, 0.95, 1e-8, 0.1]], dtype=torch.float64)
-            self.steps = torch.zeros(1, dtype=torch.int64)
+            self.steps = torch.zeros(1)
             self.records = torch.zeros(1, len(adam.RECORD))
-            self.norm = torch.zeros(1, dtype=torch.float64)
             self.torch_step = torch.ones(())
         self.prepare()
 
     def prepare(self) -> None:
-        adam.adam_prepare(self.control, self.hyper, self.steps, self.records, self.norm)
+        adam.adam_prepare(self.grad_scale, self.found_inf, self.hyper, self.steps, self.records)
 
     def update(self) -> None:
         adam.adam_update(self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.weight, self.records[0])
 
     def whole(self) -> None:
-        self.control[:2].zero_()
-        grad_norm.accumulate_squared_norm(self.grad, self.control[:2])
+        self.squares.zero_()
+        grad_norm.accumulate_squared_norm(self.grad, self.squares)
+        self.grad_scale.copy_((self.squares[:1].sqrt() + 1e-6).clamp(min=1.0))  # the largest norm allowed is 1
+        self.found_inf.copy_(self.squares[1:])
         self.prepare()
         self.update()
 

@@ -2,18 +2,19 @@
 // written. Streaming: `parts` blocks a row, each vector read once and written once.
 #include "cross_entropy.cuh"
 
-// The gradient alone, from the lses of an earlier cross_entropy_losses.
+// The gradient alone, from the lses of an earlier cross_entropy_losses. `gradient` is `logits`, or lies on the same
+// grid of vectors with the same distance between rows.
 extern "C" __global__ __launch_bounds__(256) void cross_entropy_gradient(
-    ELEMENT* logits, long long row_stride, int classes, const long long* targets, long long ignore_index,
+    const ELEMENT* logits, long long row_stride, int classes, const long long* targets, long long ignore_index,
     float smoothing, float z_loss, float cap, const WEIGHT* weight, const WEIGHT* weight_sum, int parts,
-    const float* scale, int scale_stride, const float* lses) {
+    const float* scale, int scale_stride, const float* lses, ELEMENT* gradient) {
     Formula f = {smoothing, z_loss, cap, classes, weight, weight_sum};
     long long i = blockIdx.x / parts, target = targets[i];
-    Row row(logits + i * row_stride, classes);
+    Row row((ELEMENT*)logits + i * row_stride, classes), out(gradient + i * row_stride, classes);
     int share = (row.count + parts - 1) / parts, begin = min((int)(blockIdx.x % parts) * share, row.count);
     int end = min(begin + share, row.count), step = blockDim.x;
     if (target < 0 || target >= classes || target == ignore_index)
-        return write_zeros(row, begin, end, classes);
+        return write_zeros(out, begin, end, classes);
     float factor = scale[i * scale_stride], lse = lses[i];
     Slope slope = {-lse * LOG2E, f.all((int)target, lse) * factor, f.smooth() * factor,
                    f.hit((int)target) * factor};
@@ -24,7 +25,7 @@ extern "C" __global__ __launch_bounds__(256) void cross_entropy_gradient(
             if (v + k * step < end) raw[k] = row.vectors[v + k * step];
 #pragma unroll
         for (int k = 0; k < GROUP; k++)
-            if (v + k * step < end) write_vector(slope, f, row, v + k * step, raw[k], (int)target);
+            if (v + k * step < end) write_vector(slope, f, out, v + k * step, raw[k], (int)target);
     }
 }
 

@@ -237,8 +237,11 @@ def check_cross_entropy(
     whole, x = logits()
     losses, lses = loss.losses(x, on[0], on[2])
     assert torch.equal(_plain(x), values)
+    beside = loss.gradient(x, on[0], lses, on[1], on[2])
+    assert torch.equal(_plain(x), values)
     loss.gradient_(x, on[0], lses, on[1], on[2])
     compare(whole, x, losses)
+    assert torch.equal(_plain(beside), _plain(x))
 
 
 def check_odd_rows(place: Place, dtype: torch.dtype, classes: int) -> None:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_bmtrain.loss import FusedCrossEntropy
+import loss_checks as checks
+from hf_bmtrain.loss import FusedCrossEntropy, cross_entropy
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -164,3 +165,61 @@ def test_wrong_settings_are_explained():
         FusedCrossEntropy(weight=torch.ones(2, 3))
     with pytest.raises(ValueError, match="4 numbers for 5 classes"):
         FusedCrossEntropy(weight=torch.ones(4))(torch.randn(2, 5), torch.tensor([0, 1]))
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("options", checks.OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_options(dtype, options, inplace):
+    checks.check_options(CPU, dtype, options, inplace)
+    checks.check_options(CPU, dtype, options, inplace, (3, 11, 2, 2))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_inplace(dtype):
+    checks.check_inplace(CPU, dtype)
+    checks.check_nothing_counts(CPU, dtype, inplace=True)
+    checks.check_nothing_counts(CPU, dtype, inplace=False)
+
+
+def test_the_callers_logits_are_his():
+    checks.check_logits_are_kept(CPU)
+    checks.check_inplace_without_gradient(CPU)
+
+
+def test_double_backward_raises():
+    checks.check_double_backward(CPU)
+
+
+def test_num_items_in_batch():
+    checks.check_num_items(CPU, lambda tensor: tensor)
+
+
+def test_odd_logits():
+    checks.check_odd_logits(CPU)
+
+
+def test_layouts():
+    checks.check_layouts(CPU)
+
+
+def test_wrong_inputs():
+    checks.check_wrong_inputs(CPU)
+
+
+def test_the_module_passes_its_settings_on():
+    logits, targets, weight = checks.case(CPU)
+    settings = {"ignore_index": 3, "reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.2, "softcap": 2.0}
+    module = FusedCrossEntropy(weight, **settings, inplace=True)
+    targets = targets.clamp(min=0)
+    torch.testing.assert_close(module(logits, targets), cross_entropy(logits, targets, weight, **settings))
+    assert "softcap=2.0" in repr(module) and "inplace=True" in repr(module)
+    items = FusedCrossEntropy()(logits, targets, num_items_in_batch=5)
+    torch.testing.assert_close(items, FusedCrossEntropy(reduction="sum")(logits, targets) / 5)
+    leaf = logits.clone().requires_grad_()
+    logits = leaf * 1
+    module(logits, targets).backward()
+    assert torch.equal(logits, leaf.grad)

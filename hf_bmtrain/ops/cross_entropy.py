@@ -4,7 +4,6 @@ A `CrossEntropy` defines the loss of a row; its methods use kernels/cross_entrop
 float32 torch for others. How rows become one number is the caller's: the factor of each row is an argument.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 
 from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel, shared_memory_limit
+from hf_bmtrain.ops.row_loss import RowLoss
 
 SCRATCH = 640  # bytes of shared memory beside the staged row, as in the source
 SHARE = 72 << 10  # a block's part of a row: three such blocks fit on an SM of 227 KiB
@@ -68,17 +68,8 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
     return Plan(cluster, min(max(64, wanted), 1024 if share > stage else 512), stage)
 
 
-@dataclass(frozen=True)
-class CrossEntropy:
-    """The loss of one row with logits x, target t and class weights w (1 if none are given):
-
-        z = softcap * tanh(x / softcap) if softcap else x,   lse = log(sum(exp(z)))
-        loss = (1 - s) w_t (lse - z_t)  +  s / V * sum_j w_j (lse - z_j)  +  z_loss * lse^2
-
-    s is `label_smoothing`, V the number of classes (as torch.nn.functional.cross_entropy before its
-    reduction; z_loss as in PaLM, Chowdhery et al. 2022). A row whose target is `ignore_index` has loss 0 and
-    gradient 0; a target outside 0 .. V - 1 has loss NaN and gradient 0. -inf logits are impossible classes;
-    logits below -2e38 count as -inf; a NaN or +inf logit makes its row NaN.
+class CrossEntropy(RowLoss):
+    """The losses of rows and their gradient, defined by RowLoss, computed where the logits are.
 
     Arguments of all methods:
         logits         (N, V) float32, float16 or bfloat16; rows contiguous, any distance and alignment
@@ -88,24 +79,13 @@ class CrossEntropy:
         class_weight   (V,) float32, or None
     """
 
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    softcap: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must lie in 0 .. 1, got {self.label_smoothing}")
-        if self.softcap < 0.0 or self.z_loss < 0.0:
-            raise ValueError(f"softcap and z_loss must not be negative, got {self.softcap} and {self.z_loss}")
-
     def losses(
         self, logits: torch.Tensor, targets: torch.Tensor, class_weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(losses, lses), each (N,) float32. Nothing is written."""
         _check(logits, targets, class_weight)
         if not logits.is_cuda:
-            return self.reference(logits, targets, class_weight)[:2]
+            return self.reference_losses(logits, targets, class_weight)
         out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
         self._launch_rows("cross_entropy_losses", logits, targets, class_weight, (out[0], out[1]))
         return out[0], out[1]
@@ -121,8 +101,9 @@ class CrossEntropy:
         _check(logits, targets, class_weight)
         _check_scale("scale", scale, logits)
         if not logits.is_cuda:
-            losses, lses, gradient = self.reference(logits, targets, class_weight)
-            logits.detach().copy_(gradient * scale[:, None])
+            losses, lses = self.reference_losses(logits, targets, class_weight)
+            gradient = self.reference_gradient(logits, targets, lses, scale, class_weight)
+            logits.detach().copy_(gradient)
             return losses, lses
         out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
         rest = (scale, _stride(scale), out[0], out[1])
@@ -138,51 +119,45 @@ class CrossEntropy:
         class_weight: torch.Tensor | None = None,
     ) -> None:
         """Write the gradient of sum(scale * losses) over the logits, given the `lses` of `losses`."""
+        self._gradient_into(logits, logits, targets, lses, scale, class_weight)
+
+    def gradient(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        lses: torch.Tensor,
+        scale: torch.Tensor,
+        class_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`gradient_` into a new tensor like `logits`, which stay as they are."""
+        if logits.is_contiguous() and logits.data_ptr() % 16 == 0:  # then a new tensor's rows lie on the same grid
+            gradient = torch.empty_like(logits)
+            self._gradient_into(gradient, logits, targets, lses, scale, class_weight)
+        else:
+            gradient = logits.detach().clone(memory_format=torch.contiguous_format)
+            self._gradient_into(gradient, gradient, targets, lses, scale, class_weight)
+        return gradient
+
+    def _gradient_into(
+        self,
+        gradient: torch.Tensor,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        lses: torch.Tensor,
+        scale: torch.Tensor,
+        class_weight: torch.Tensor | None,
+    ) -> None:
         _check(logits, targets, class_weight)
         _check_scale("scale", scale, logits)
         expect("lses", lses, (torch.float32,), (logits.shape[0],), logits.device)
         if not logits.is_cuda:
-            logits.detach().copy_(self.reference(logits, targets, class_weight)[2] * scale[:, None])
+            gradient.detach().copy_(self.reference_gradient(logits, targets, lses, scale, class_weight))
         elif logits.shape[0] > 0:
             parts = _parts(logits)
             chosen = gradient_variant(logits.dtype, self._general(class_weight), class_weight is not None)
-            arguments = (*self._arguments(logits, targets, class_weight), parts, scale, _stride(scale), lses)
+            arguments = (*self._arguments(logits, targets, class_weight), parts, scale, _stride(scale), lses, gradient)
             blocks = logits.shape[0] * parts
             kernel(chosen, "cross_entropy_gradient", logits.device)(blocks, 256, *arguments)
-
-    def count(self, targets: torch.Tensor, classes: int, class_weight: torch.Tensor | None = None) -> torch.Tensor:
-        """(1,) float32: the sum of w_t over rows that are not ignored, by which a mean divides."""
-        counted = targets != self.ignore_index
-        if class_weight is None:
-            return counted.sum(dtype=torch.float32).view(1)
-        return (class_weight[targets.clamp(0, classes - 1)] * counted).sum(dtype=torch.float32).view(1)
-
-    def reference(
-        self, logits: torch.Tensor, targets: torch.Tensor, class_weight: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(losses, lses, gradient of each row's loss), all float32, in torch on any device."""
-        classes = logits.shape[1]
-        z = logits.detach().float()
-        weight = z.new_ones(classes) if class_weight is None else class_weight
-        tanh = torch.tanh(z / self.softcap) if self.softcap else None
-        z = z if tanh is None else self.softcap * tanh
-        z = z.masked_fill(z < -2e38, -torch.inf)
-        ignored, outside = targets == self.ignore_index, (targets < 0) | (targets >= classes)
-        at = targets.clamp(0, classes - 1)[:, None]
-        lses = z.logsumexp(1)
-        hit, smooth = (1 - self.label_smoothing) * weight[at[:, 0]], self.label_smoothing / classes
-        losses = hit * (lses - z.gather(1, at)[:, 0]) + self.z_loss * lses.square()
-        factor = hit + smooth * weight.sum() + 2 * self.z_loss * lses
-        gradient = torch.exp(z - lses[:, None]) * factor[:, None]
-        if self.label_smoothing:
-            losses = losses + smooth * (weight.sum() * lses - (weight * z).sum(1))
-            gradient -= smooth * weight
-        gradient.scatter_add_(1, at, -hit[:, None])
-        if tanh is not None:
-            gradient *= 1 - tanh.square()
-        nothing = ignored | outside
-        losses = losses.masked_fill(outside, torch.nan).masked_fill(ignored, 0)
-        return losses, lses.masked_fill(nothing, 0), gradient.masked_fill(nothing[:, None], 0)
 
     def _plan(self, logits: torch.Tensor) -> Plan:
         clusters = torch.cuda.get_device_capability(logits.device)[0] >= 9

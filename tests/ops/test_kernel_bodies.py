@@ -97,6 +97,7 @@ LOSSES = {
 def test_cross_entropy(place: checks.Place, name: str, dtype: torch.dtype) -> None:
     loss, weighted = LOSSES[name]
     checks.check_cross_entropy(place, loss, dtype, (3, 1003), weighted, pad=5, offset=3)
+    checks.check_cross_entropy(place, loss, dtype, (3, 1001), weighted)  # the gradient beside logits as they are
 
 
 @pytest.mark.parametrize(

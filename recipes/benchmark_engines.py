@@ -28,7 +28,7 @@ class Engine:
 def ours(config: PreTrainedConfig, options: argparse.Namespace, device: torch.device) -> Engine:
     model = make_model(config, torch.bfloat16, device)
     flops = flops_a_token(model, options.length)
-    model = bmt.auto_wrap(model, use_checkpoint=options.recompute)
+    model = bmt.auto_wrap(model, use_checkpoint=options.recompute, compile=options.compile)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)

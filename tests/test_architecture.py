@@ -27,6 +27,7 @@ LAYERS = [
     "sharding",
     "slot optim.runs",
     "block module optim.norm",
+    "compiled",
     "wrap store distributed loss inspect lr_scheduler optim.adam",
     "optim.offload optim.manager nn.* utils.* debug plan",
     "hf.*",

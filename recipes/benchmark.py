@@ -41,7 +41,9 @@ def main() -> None:
     if device.type == "cuda":
         report["peak_GB"] = torch.cuda.max_memory_allocated() / 1e9
         report["gemm_TFLOPs"] = gemm_speed(device)
-        report["milliseconds"] = profile_step(lambda: engine.step(batches[-1]), options.profile)
+        report["milliseconds"] = profile_step(
+            lambda: engine.step(batches[-1]), options.profile if bmt.rank() == 0 else None
+        )
     if bmt.rank() == 0:
         write(report, options.output)
         print(table(options.output, report["job"]), flush=True)

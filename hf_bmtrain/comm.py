@@ -53,6 +53,14 @@ class Communicator(Protocol):
         """Replace `tensor` by that of rank `root`."""
         ...
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros (numel,) for a shard that this lane will gather. Collective."""
+        ...
+
+    def quiesce(self) -> None:
+        """The current stream goes on when the shards may be written: no rank is gathering them. Collective."""
+        ...
+
     def close(self, abort: bool) -> None:
         """End the lane; `abort` does not wait for other ranks."""
         ...
@@ -67,7 +75,17 @@ DONE: Ticket = _Done()
 """The ticket of what is already there."""
 
 
-class SingleProcess:
+class _Collective:
+    """A gather by a collective: it ends on no rank before all have come, so shards need nothing more."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def quiesce(self) -> None:
+        pass
+
+
+class SingleProcess(_Collective):
     """The lane of a world of one: everything is already where it belongs."""
 
     rank, size = 0, 1
@@ -106,7 +124,7 @@ class _GlooTicket:
             self._finish()
 
 
-class GlooCommunicator:
+class GlooCommunicator(_Collective):
     """A lane on CPU. Operations run asynchronously in gloo's threads, so the control flow is that of a GPU.
 
     Means are summed in float32 (float64 for float64) in rank order: the same on every rank and every run.
@@ -173,7 +191,7 @@ class _CudaTicket:
         self._operands = self._operands[:1]  # only the device is still needed
 
 
-class NcclCommunicator:
+class NcclCommunicator(_Collective):
     """A lane on CUDA: one NCCL communicator of CuPy and one stream of torch, both owned here."""
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:

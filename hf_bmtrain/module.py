@@ -159,6 +159,7 @@ def init_parameters(model: torch.nn.Module) -> None:
     Parameters without one keep their values: a Hugging Face model initialises itself.
     """
     world = current_world()
+    world.step.gather.quiesce()
     for parameter in model.parameters():
         if isinstance(parameter, DistributedParameter) and parameter.init_method is not None:
             whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)

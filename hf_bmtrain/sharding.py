@@ -131,7 +131,7 @@ class ShardedBuffer:
         self._step, self._lane, self.rank = step, lane, lane.rank
         alignment = max(1, _layout.ALIGNMENT_BYTES // dtype.itemsize)
         self.layout = _layout.Layout.build([p.numel() for p in parameters], lane.size, alignment)
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        self.shard = lane.allocate(self.layout.shard_numel, dtype, device)
         self._full = None if lane.size == 1 else Elastic(self.layout.numel, dtype, device, step.poison)
         self.wholes = [self._make_whole(i, p) for i, p in enumerate(parameters)]
         self.slices = [self._make_slice(i, p) for i, p in enumerate(parameters)]
@@ -240,7 +240,10 @@ class ShardedBuffer:
 
     @contextmanager
     def whole_now(self) -> Iterator[None]:
-        """`with buffer.whole_now():` the wholes are readable; released after it unless they were before. Collective."""
+        """`with buffer.whole_now():` the wholes are readable; released after it unless they were before. Collective.
+
+        What is read may be written back afterwards.
+        """
         was_whole = self._full is None or self._full.allocated
         self.gather()
         self.wait()
@@ -249,6 +252,11 @@ class ShardedBuffer:
         finally:
             if not was_whole:
                 self.release()
+            self._lane.quiesce()
+
+    def prepare_write(self) -> None:
+        """Before the shard is written outside of an optimizer's step: no rank is reading it. Collective."""
+        self._lane.quiesce()
 
     # -- other collectives --------------------------------------------------------------------------------------
 

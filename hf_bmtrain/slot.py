@@ -141,8 +141,10 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
                 destination[key] = copies[value]
 
 
-def slice_entries(slots: Iterable[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:
+def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:
     """Replace the whole tensors of `state_dict` that belong to `slots` by this rank's part, for loading in place."""
+    for buffer in dict.fromkeys(slot.buffer for slot in slots):
+        buffer.prepare_write()
     for slot in slots:
         key = prefix + slot.name
         if key not in state_dict:

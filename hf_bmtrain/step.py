@@ -125,6 +125,7 @@ class Step:
         for member in self._members.pop(task):
             member.flush_backward()
         self.free_gradient_slot()
+        self.gather.quiesce()  # the optimizer may write
 
     def abandon_backward(self) -> None:
         """Close a backward that raised before its end; what was under way does not reach any `.grad`."""

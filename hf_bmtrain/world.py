@@ -9,13 +9,12 @@ import random
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from .comm import Communicator, GlooCommunicator, NcclCommunicator, SingleProcess, import_nccl
+from .lanes import open_lanes
 from .step import Step
 
 _log = logging.getLogger("hf_bmtrain")
@@ -69,6 +68,7 @@ def init_distributed(
     loss_scale_factor: float = 2,
     loss_scale_steps: int = 1024,
     timeout: float = 1800,
+    gather: str = "auto",
 ) -> None:
     """Join the processes that the launcher started; one process under plain `python`.
 
@@ -78,7 +78,9 @@ def init_distributed(
 
     seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. timeout: seconds that an
-    operation on CPU waits for other ranks.
+    operation on CPU waits for other ranks. gather: "peer" pulls weights out of the other ranks' memory, which
+    takes one host and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" pulls large shards between
+    GPUs where it can.
     """
     global _world
     if _world is not None:
@@ -91,15 +93,15 @@ def init_distributed(
     device = _choose_device(local_rank, size)
     _seed_everything(seed, rank, device)
     joined = dist.is_initialized()
-    gather, reduce, control = _open_lanes(rank, size, device, timedelta(seconds=timeout))
+    gathering, reducing, control = open_lanes(rank, size, device, timedelta(seconds=timeout), gather)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
-    step = Step(gather, reduce, poison)
+    step = Step(gathering, reducing, poison)
     _world = World(
         rank, size, local_rank, device, step, control, zero_level, loss_scale_factor, loss_scale_steps
     )  # fmt: skip
     if size > 1:
         atexit.register(_leave, _world, joined)
-    kind = type(gather).__name__
+    kind = type(gathering).__name__
     _log.info("rank %d of %d on %s: %s lanes, zero_level %d", rank, size, device, kind, zero_level)
 
 
@@ -122,6 +124,7 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 def synchronize() -> None:
     """Wait until every rank has come here and this rank's device has finished what was queued."""
     world = current_world()
+    world.step.gather.quiesce()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     world.assemble("synchronize", seconds=1800)
@@ -180,34 +183,6 @@ def _seed_everything(seed: int, rank: int, device: torch.device) -> None:
     torch.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed + rank)
-
-
-def _open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta):
-    """The gather lane, the reduce lane and the control group."""
-    if size == 1:
-        return SingleProcess(), SingleProcess(), None
-    if device.type == "cuda":
-        import_nccl()  # a missing CuPy is told before anything waits for other ranks
-    if not dist.is_initialized():
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise RuntimeError(
-                f"WORLD_SIZE={size}, but {' and '.join(missing)} not set: start the script with torchrun or "
-                "accelerate launch."
-            )
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
-    control: Any = dist.new_group(backend="gloo", timeout=timeout)
-    lanes: list[Communicator] = []
-    for name in ("gather", "reduce"):
-        if device.type == "cpu":
-            lanes.append(GlooCommunicator(name, timeout))
-            continue
-        unique_id = [import_nccl().get_unique_id() if rank == 0 else None]
-        dist.broadcast_object_list(unique_id, src=0, group=control)
-        assert unique_id[0] is not None
-        lanes.append(NcclCommunicator(name, rank, size, unique_id[0], device))
-    return *lanes, control
 
 
 def _leave(world: World, joined: bool) -> None:

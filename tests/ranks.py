@@ -20,8 +20,8 @@ class Ranks:
     Released and unfilled buffers are poisoned with NaN in all of them.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
-        self.size, self._device = size, device
+    def __init__(self, size: int, device: str = "cpu", gather: str = "auto") -> None:
+        self.size, self._device, self._gather = size, device, gather
         self._processes: list = []
 
     def __call__(self, function, *arguments) -> list[Any]:
@@ -55,7 +55,7 @@ class Ranks:
         self._inboxes = [context.Queue() for _ in range(self.size)]
         port = _free_port()
         for rank in range(self.size):
-            arguments = (rank, self.size, self._device, port, self._inboxes[rank], self._outbox)
+            arguments = (rank, self.size, self._device, self._gather, port, self._inboxes[rank], self._outbox)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)
@@ -67,7 +67,7 @@ class Ranks:
         self._processes = []
 
 
-def _serve(rank: int, size: int, device: str, port: int, inbox, outbox) -> None:
+def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, outbox) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"), HF_HUB_OFFLINE="1",
@@ -77,7 +77,7 @@ def _serve(rank: int, size: int, device: str, port: int, inbox, outbox) -> None:
     torch.set_num_threads(1)
     import hf_bmtrain as bmt
 
-    bmt.init_distributed(seed=0, timeout=_SECONDS / 2)
+    bmt.init_distributed(seed=0, timeout=_SECONDS / 2, gather=gather)
     while True:
         function, arguments = inbox.get()
         try:

@@ -20,7 +20,9 @@ HERE = "tests/test_architecture.py"
 LAYERS = [
     "layout elastic boundary precision ops.launch ops.expect ops.row_loss",
     "comm packing ops.*",
-    "peer criterion step segment_norms ops.adam_step",
+    "peer_memory",
+    "peer",
+    "lanes criterion step segment_norms ops.adam_step",
     "grad_slice",
     "world gradient",
     "reads",
@@ -33,11 +35,11 @@ LAYERS = [
     "hf.*",
     "__init__",
 ]
-# Only some modules may import a device's libraries. `world`, which chooses the device, and `precision`, which
+# Only some modules may import a device's libraries. `world` and `lanes`, which choose, and `precision`, which
 # asks for its autocast, may name it besides, as an attribute (torch.cuda) or a string ("cuda:0").
 DEVICE = re.compile(r"(cuda|cupy|cupyx|nccl|nvidia|pynvml)(:.*)?")
-DEVICE_HOMES = ["comm", "peer", "ops.*", "optim.offload"]
-DEVICE_NAME_HOMES = [*DEVICE_HOMES, "world", "precision"]
+DEVICE_HOMES = ["comm", "peer_memory", "ops.*", "optim.offload"]
+DEVICE_NAME_HOMES = [*DEVICE_HOMES, "world", "lanes", "precision"]
 # Only `hf` imports Hugging Face's packages.
 HUGGING_FACE = {"transformers", "accelerate", "peft", "trl", "datasets"}
 HUGGING_FACE_HOMES = ["hf.*"]

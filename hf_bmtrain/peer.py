@@ -1,0 +1,147 @@
+"""Gathers without collectives inside one host: every rank pulls the others' shards out of their memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .comm import Communicator, Ticket
+from .peer_memory import PeerMemory
+
+
+class _Shared:
+    """One shard that all ranks have mapped. sources: by rank, None for this one; alive: None once nobody holds it;
+    published: the version that the others may read; read: whether this rank has gathered it since it last met the
+    others."""
+
+    def __init__(self, shard: torch.Tensor, sources: list[Any], handle: Any, alive: Callable[[], object]) -> None:
+        self.sources, self.handle, self.alive = sources, handle, alive
+        self.shard = weakref.ref(shard)
+        self.published = -1
+        self.read = False
+
+    @property
+    def changed(self) -> bool:
+        shard = self.shard()
+        return shard is not None and shard._version != self.published
+
+
+class PeerCommunicator:
+    """A gather lane that pulls; what is not a gather of a shard of its own goes to the lane below.
+
+    Its contract (why no rank has to meet the others at every gather):
+    * A shard made by `allocate` lies in memory that every rank has mapped. `all_gather` copies all ranks' shards
+      into `whole` on streams of its own, which first wait for what is queued on the compute stream.
+    * Weights change at few points. The first gather after a change *publishes*: an all-reduce of one element, which
+      each rank enters behind its own writes and which its later copies wait for. So they read what was written.
+    * `quiesce` is the same meeting in the other direction: behind it, all copies that were started before it on any
+      rank are done, and weights may be written. The end of a backward is one, the explicit collectives are others.
+    * Weights that were written although they were gathered since the last `quiesce` may have been read half written
+      by a slower rank. The next gather then raises.
+    Ranks may gather different numbers of times between two changes.
+    """
+
+    def __init__(
+        self,
+        below: Communicator,
+        memory: PeerMemory,
+        exchange: Callable[[Any], list[Any]],
+        smallest: int,
+        device: torch.device,
+    ) -> None:
+        """exchange: every rank's object on every rank. smallest: bytes of a shard from which it is pulled."""
+        self._below, self._memory, self._exchange, self._smallest = below, memory, exchange, smallest
+        self.rank, self.size = below.rank, below.size
+        self._token = torch.zeros(1, dtype=torch.float32, device=device)
+        self._shared: dict[int, _Shared] = {}
+        self._made = 0
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if nbytes < max(self._smallest, 1):
+            return self._below.allocate(numel, dtype, device)
+        self._free_dropped()
+        shard, handle, alive = self._memory.allocate(numel, dtype)
+        handles = self._exchange(handle)
+        sources = [None if rank == self.rank else self._memory.map(other, nbytes) for rank, other in enumerate(handles)]
+        self._exchange(None)  # all have mapped
+        self._memory.unlink(handle)
+        self._made += 1
+        self._shared[self._made] = _Shared(shard, sources, handle, alive)
+        return shard
+
+    def _free_dropped(self) -> None:
+        """Give back the shards that are gone on every rank; collective, as `allocate` is."""
+        dropped = [number for number, shared in self._shared.items() if shared.alive() is None]
+        everywhere = set.intersection(*(set(numbers) for numbers in self._exchange(dropped)))
+        gone = [self._shared.pop(number) for number in sorted(everywhere)]
+        for shared in gone:
+            for rank, source in enumerate(shared.sources):
+                if rank != self.rank:
+                    self._memory.unmap(source)
+        if gone:
+            self._exchange(None)  # nobody has them mapped
+        for shared in gone:
+            self._memory.free(shared.handle)
+
+    # -- gathers ------------------------------------------------------------------------------------------------
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        shared = self._find(shard)
+        if shared is None:
+            return self._below.all_gather(whole, shard)
+        if shared.changed:
+            self._publish()
+        shared.read = True
+        parts = whole.detach().data.view(torch.uint8).view(self.size, -1)
+        order = [(self.rank + step) % self.size for step in range(1, self.size + 1)]  # not all from one at once
+        own = shard.detach().view(torch.uint8)
+        sources = [own if source is None else source for source in shared.sources]
+        return self._memory.pull([(parts[rank], sources[rank]) for rank in order])
+
+    def _find(self, shard: torch.Tensor) -> _Shared | None:
+        for shared in self._shared.values():
+            if shared.shard() is shard:
+                return shared
+        return None
+
+    def _publish(self) -> None:
+        """Let everyone read what everyone has written."""
+        changed = [shared for shared in self._shared.values() if shared.changed]
+        if any(shared.read and shared.published >= 0 for shared in changed):
+            raise RuntimeError(
+                f"rank {self.rank}: weights were written after a forward that no backward has followed; a slower rank "
+                "may have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, "
+                "or use init_distributed(gather='nccl')."
+            )
+        self._below.all_reduce(self._token).wait()
+        for shared in changed:
+            shard = shared.shard()
+            assert shard is not None
+            shared.published = shard._version
+
+    def quiesce(self) -> None:
+        """The current stream goes on when no copy that was started before is under way on any rank. Collective."""
+        self._memory.order()
+        self._below.all_reduce(self._token).wait()
+        for shared in self._shared.values():
+            shared.read = False
+
+    # -- the lane below -----------------------------------------------------------------------------------------
+
+    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        return self._below.reduce_scatter_mean(shard, whole)
+
+    def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
+        return self._below.all_reduce(tensor, maximum)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        return self._below.broadcast(tensor, root)
+
+    def close(self, abort: bool) -> None:
+        self._below.close(abort)

@@ -45,7 +45,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
             reason = f"CUDA refused to lock it ({error}; ulimit -l allows {locked}, {free})"
             raise RuntimeError(_shortage(nbytes, purpose, reason)) from error
         # The storage of `tensor` and of its views holds `memory`, so this runs after the last of them.
-        weakref.finalize(memory, _unregister, tensor.data_ptr()).atexit = False
+        weakref.finalize(memory, _unregister, tensor.data_ptr(), device).atexit = False
     return tensor
 
 
@@ -78,5 +78,8 @@ def _register(pointer: int, nbytes: int, device: torch.device) -> None:
     runtime.hostRegister(pointer, nbytes, _PORTABLE)
 
 
-def _unregister(pointer: int) -> None:
-    import_cupy().cuda.runtime.hostUnregister(pointer)
+def _unregister(pointer: int, device: torch.device) -> None:
+    runtime = import_cupy().cuda.runtime
+    runtime.setDevice(device.index)
+    runtime.deviceSynchronize()  # copies from or to it may be under way
+    runtime.hostUnregister(pointer)

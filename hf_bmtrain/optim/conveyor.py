@@ -23,7 +23,8 @@ class Conveyor:
     * it is updated after it has been filled, and after what the current stream had queued at `begin`: the
       gradients, the step's numbers, whoever read the weights before;
     * it is downloaded after it has been updated;
-    * no chunk is uploaded before everything of the previous step has been downloaded;
+    * so a chunk is not uploaded before the previous step has downloaded it: downloads are made in order, and the
+      last one from a buffer was of this chunk or of a later one (a Conveyor carries the same chunks every time);
     * the current stream may write gradients, numbers and weights again after the tickets, or `updated`.
     """
 
@@ -52,7 +53,6 @@ class Conveyor:
     ) -> Iterator[Ticket]:
         """Update every chunk, and yield its ticket once that is queued. gradients, weights: (n,) of every run."""
         self._update.follow()
-        self._upload.after(self.downloaded)
         for gradient in gradients:
             self._update.uses(gradient)
         for number, chunk in enumerate(chunks):

@@ -28,7 +28,7 @@ def test_it_is_unlocked_after_the_last_view():
         view.fill_(1.0)
         unregister.assert_not_called()
         del view
-        unregister.assert_called_once_with(pointer)
+        unregister.assert_called_once_with(pointer, GPU)
 
 
 def test_refusals_name_the_numbers():
@@ -36,7 +36,7 @@ def test_refusals_name_the_numbers():
         with pytest.raises(RuntimeError, match=r"6\.0 GiB of pinned host memory for a test .* 5\.0 GiB .* available"):
             pinned.pinned_bytes(6 << 30, CPU, "a test")
         with mock.patch.object(pinned, "_register", side_effect=OSError("no more")):
-            with pytest.raises(RuntimeError, match=r"1\.0 GiB .* for a test .*CUDA refused .*no more.*5\.0 GiB are free"):
+            with pytest.raises(RuntimeError, match=r"1\.0 GiB .* a test .*CUDA refused .*no more.*5\.0 GiB are"):
                 pinned.pinned_bytes(1 << 30, GPU, "a test")
 
 

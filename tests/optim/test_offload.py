@@ -150,6 +150,8 @@ def the_first_buffers_come_first(seed):
     changes = sum(a is not b for a, b in zip(order, order[1:]))
     assert len({*order}) > 2
     assert changes == len({*order}) - 1
+    along = [chunk.slab for chunk in optimizer._chunks]
+    assert sum(a is not b for a, b in zip(along, along[1:])) == len({*along}) - 1 > 0
     assert order[0] is trainee.model.embedding._parameters["weight"].buffer
 
 
@@ -162,6 +164,19 @@ def written_gradients_wait(seed):
                 trainee.step(number)
                 trainee.optimizer.zero_grad(set_to_none=False)
         assert_equal(*trainees, "zeroed")
+
+
+def steps_in_a_row(seed):
+    """Each with another lr, and no forward between them."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for trainee in trainees:
+            trainee.step(0)
+            trainee.model(ids(1, bmt.rank())).backward()
+            for number in range(5):
+                trainee.optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+                trainee.optimizer.step()
+        assert_equal(*trainees, "in a row")
 
 
 def direct_reads(seed):
@@ -201,7 +216,7 @@ def test_streamed_with_a_short_exp_avg_is_the_same(world):
 
 CASES = [
     *((case, dtype) for case in (on_host, streamed_twenty_steps, moved) for dtype in DTYPES),
-    (ordinary,), (the_first_buffers_come_first,), (written_gradients_wait,), (direct_reads,),
+    (steps_in_a_row,), (ordinary,), (the_first_buffers_come_first,), (written_gradients_wait,), (direct_reads,),
 ]  # fmt: skip
 
 
@@ -223,5 +238,5 @@ def test_too_little_memory_is_said_with_the_numbers():
     parameter = torch.nn.Parameter(torch.ones(1 << 20, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
     with as_on_a_gpu(0), mock.patch.object(pinned, "available_bytes", return_value=3 << 20):
-        with pytest.raises(RuntimeError, match=r"0.0 GiB .* Adam state of 1,048,576 elements in 1 parameters .* 0.0 GiB"):
+        with pytest.raises(RuntimeError, match="0.0 GiB .* state of 1,048,576 elements in 1 parameters .* 0.0 GiB"):
             bmt.optim.AdamOffloadOptimizer([parameter]).step()

@@ -74,8 +74,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None  # not there at rest: GradScaler multiplies by what it finds
+    found_inf: torch.Tensor | None
 
     def __init__(
         self,
@@ -145,7 +145,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         return [(group["lr"], *group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
 
     def _prepare(self) -> None:
-        self._steps.prepare(self._hyper(), self.grad_scale, self.found_inf)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._steps.prepare(self._hyper(), grad_scale, found_inf)
 
     def _update(self) -> None:
         for number, state in enumerate(self._states):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,6 +15,8 @@ from .host_update import HostUpdate
 from .runs import Run
 from .slabs import Chunk, Part, Place, allocate_slabs, cut
 
+_log = logging.getLogger("hf_bmtrain")
+
 
 class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state (12 bytes an element) in page-locked host memory; the results are the same bits.
@@ -22,8 +25,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     way: those of the first buffers first, so that the next forward begins before the last ones are updated. A
     buffer waits for its own update when it is gathered (see PendingUpdate), hence forward, backward,
     `parameter.gather()` and `state_dict` need no care, and neither do loading, `.data` and the next `step`. Before
-    anything else that reads or writes slices, their gradients in place, or `optimizer.state` after a `step` (an
-    average over `model.parameters()`, say) call `wait()`.
+    anything else that reads or writes slices, or writes their gradients in place, after a `step` (an average over
+    `model.parameters()`, say) call `wait()`. `optimizer.state` is on the host: read it through `state_dict()`.
 
     update_on: "device" as said; "host" brings the gradients to the host instead and runs torch's fused AdamW on the
     CPU's cores, for which `step` waits. On CPU there is nothing to move: both are AdamOptimizer itself.
@@ -134,7 +137,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
         bases = self._index_bases()
         ordered = sorted(runs, key=lambda run: (bases[run.owner], run.start))
         with_master = [self._on_host or run.weights.dtype != torch.float32 for run in ordered]
-        self._places.update(allocate_slabs(ordered, with_master, self._exp_avg_dtype))
+        places = allocate_slabs(ordered, with_master, self._exp_avg_dtype)
+        _log.info(
+            "the Adam state of %d elements lies in %d slabs of page-locked host memory and is updated on the %s",
+            sum(run.weights.numel() for run in runs),
+            len({place.slab for place in places.values()}),
+            "host" if self._on_host else "device",
+        )
+        self._places.update(places)
         states = []
         for run in runs:
             place = self._places[run]

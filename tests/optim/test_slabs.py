@@ -26,7 +26,7 @@ def test_chunks_tile_the_runs(sizes, chance):
         assert [None if t is None else t.shape for t in held] == [(numel,) if master else None, (numel,), (numel,)]
         held[1].add_(1)  # no two runs share an element
     assert all(bool((places[run].slab.exp_avg <= 1).all()) for run in runs)
-    seen = {number: 0 for number in range(len(active))}
+    seen = dict.fromkeys(range(len(active)), 0)
     for chunk in chunks:
         assert 0 < chunk.stop - chunk.start <= 128
         assert chunk.start % slabs.ALIGNMENT == 0
@@ -39,3 +39,11 @@ def test_chunks_tile_the_runs(sizes, chance):
             assert chunk.start + part.of_chunk.stop <= chunk.stop
             seen[part.run] = part.of_run.stop
     assert seen == {number: runs[i].weights.numel() for number, i in enumerate(active)}
+
+
+def test_a_chunk_stays_in_its_slab():
+    """The second of the active runs begins where a chunk of the first slab would go on."""
+    runs = [Run.over([torch.nn.Parameter(torch.empty(64))]) for _ in range(3)]
+    places = slabs.allocate_slabs(runs, [True, False, False], torch.float32)
+    chunks = slabs.cut([runs[0], runs[2]], places, [0, 1])
+    assert [chunk.slab for chunk in chunks] == [places[runs[0]].slab, places[runs[2]].slab]

@@ -15,6 +15,7 @@ The contract of a CUDA lane (why no other synchronisation is needed):
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -53,8 +54,13 @@ class Communicator(Protocol):
         """Replace `tensor` by that of rank `root`."""
         ...
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros (numel,) for a shard that this lane will gather. Collective."""
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, settle: Callable[[], None]
+    ) -> torch.Tensor:
+        """Zeros (numel,) for a shard that this lane will gather. Collective.
+
+        settle: lets the current stream wait for whatever else still writes the shard.
+        """
         ...
 
     def quiesce(self) -> None:
@@ -78,7 +84,9 @@ DONE: Ticket = _Done()
 class _Collective:
     """A gather by a collective: it ends on no rank before all have come, so shards need nothing more."""
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, settle: Callable[[], None]
+    ) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def quiesce(self) -> None:

@@ -17,8 +17,15 @@ class _Shared:
     published: the version that the others may read; read: whether this rank has gathered it since it last met the
     others."""
 
-    def __init__(self, shard: torch.Tensor, sources: list[Any], handle: Any, alive: Callable[[], object]) -> None:
-        self.sources, self.handle, self.alive = sources, handle, alive
+    def __init__(
+        self,
+        shard: torch.Tensor,
+        sources: list[Any],
+        handle: Any,
+        alive: Callable[[], object],
+        settle: Callable[[], None],
+    ) -> None:
+        self.sources, self.handle, self.alive, self.settle = sources, handle, alive, settle
         self.shard = weakref.ref(shard)
         self.published = -1
         self.read = False
@@ -61,10 +68,12 @@ class PeerCommunicator:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, settle: Callable[[], None]
+    ) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         if nbytes < max(self._smallest, 1):
-            return self._below.allocate(numel, dtype, device)
+            return self._below.allocate(numel, dtype, device, settle)
         self._free_dropped()
         shard, handle, alive = self._memory.allocate(numel, dtype)
         handles = self._exchange(handle)
@@ -72,7 +81,7 @@ class PeerCommunicator:
         self._exchange(None)  # all have mapped
         self._memory.unlink(handle)
         self._made += 1
-        self._shared[self._made] = _Shared(shard, sources, handle, alive)
+        self._shared[self._made] = _Shared(shard, sources, handle, alive, settle)
         return shard
 
     def _free_dropped(self) -> None:
@@ -119,6 +128,8 @@ class PeerCommunicator:
                 "may have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, "
                 "or use init_distributed(gather='nccl')."
             )
+        for shared in changed:
+            shared.settle()
         self._below.all_reduce(self._token).wait()
         for shared in changed:
             shard = shared.shard()

@@ -13,6 +13,7 @@ from . import layout as _layout
 from .comm import Ticket
 from .elastic import Elastic
 from .gradient import GradientBuffer
+from .pending_update import PendingUpdate
 from .reads import Reads
 from .step import Step
 from .world import current_world
@@ -55,6 +56,7 @@ class DistributedParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The slice as a plain tensor; writes to it are seen as writes to the weights."""
+        self.buffer.update.settle()
         return self.detach()
 
     @data.setter
@@ -82,6 +84,7 @@ class DistributedParameter(torch.nn.Parameter):
         """This rank's part of a `whole` tensor of `full_shape`: a 1-D view. Not collective."""
         if whole.shape != self.full_shape:
             raise ValueError(f"expected a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}")
+        self.buffer.update.settle()  # who takes a part is about to write it
         place = self.buffer.piece(self.index)
         return whole.reshape(-1)[place.tensor_start : place.tensor_stop]
 
@@ -131,7 +134,8 @@ class ShardedBuffer:
         self._step, self._lane, self.rank = step, lane, lane.rank
         alignment = max(1, _layout.ALIGNMENT_BYTES // dtype.itemsize)
         self.layout = _layout.Layout.build([p.numel() for p in parameters], lane.size, alignment)
-        self.shard = lane.allocate(self.layout.shard_numel, dtype, device)
+        self.update = PendingUpdate()
+        self.shard = lane.allocate(self.layout.shard_numel, dtype, device, self.update.settle)
         self._full = None if lane.size == 1 else Elastic(self.layout.numel, dtype, device, step.poison)
         self.wholes = [self._make_whole(i, p) for i, p in enumerate(parameters)]
         self.slices = [self._make_slice(i, p) for i, p in enumerate(parameters)]
@@ -169,8 +173,7 @@ class ShardedBuffer:
         for whole, parameter in zip(self.wholes, parameters):
             whole.data.copy_(parameter)
         self._lane.broadcast(flat, 0).wait()
-        begin = self.rank * self.layout.shard_numel
-        self.shard.copy_(flat[begin : begin + self.layout.shard_numel])
+        self.shard.copy_(flat.view(self.layout.world_size, -1)[self.rank])
         self._full.free()
 
     def piece(self, index: int) -> _layout.Piece:
@@ -186,6 +189,7 @@ class ShardedBuffer:
 
     def gather(self) -> None:
         """Start to make the full buffer whole, unless it is, or is about to be, with the present weights."""
+        self.update.settle()
         if self._full is None or (self._full.allocated and self._filled_version == self.version):
             return
         self.release()

@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python3 kernels/bench.py [part ...] [--json FILE]
 
-Parts: norm, adam, step, cross_entropy, and sweep (the ways to share a row out; not run unless named). A part
+Parts: norm, adam, step, offload, exposed (a training step of 1.5 B parameters with the update on the GPU and
+offloaded), cross_entropy, and sweep (the ways to share a row out; not run unless named). A part
 that fails prints why and the others go on. About two minutes, most of them torch.compile. GB/s count the
 bytes the operation has to move (README.md beside this file): "of copy" is the share of what memory can do.
 """
@@ -14,6 +15,7 @@ import time
 import traceback
 
 import bench_loss
+import bench_offload
 import bench_optimizer
 import torch
 from measuring import copy_speed, show
@@ -24,6 +26,8 @@ def main() -> int:
         "norm": bench_optimizer.bench_norm,
         "adam": bench_optimizer.bench_adam,
         "step": bench_optimizer.bench_step,
+        "offload": bench_offload.bench_offload,
+        "exposed": bench_offload.bench_exposed,
         "cross_entropy": bench_loss.bench_cross_entropy,
         "sweep": bench_loss.bench_sweep,
     }

@@ -32,6 +32,7 @@ def test_pieces_tile_every_tensor(numels, world_size, alignment):
         position += size
     assert not covered & padding
     assert len(covered) == sum(numels)
+    assert max(covered, default=-1) < layout.extent == Layout.build(numels, 1, alignment).extent <= layout.numel
     assert covered | padding == set(range(layout.numel))
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,15 +25,19 @@ def peers() -> Iterator[Callable[[int], Ranks]]:
         ranks.stop()
 
 
-def lane() -> PeerCommunicator:
+def lane() -> Any:
     gather = bmt.current_world().step.gather
     assert isinstance(gather, PeerCommunicator)
     return gather
 
 
+def wrapped() -> Any:
+    return bmt.auto_wrap(Tower())
+
+
 def weights_are_pulled():
     """No collective below takes part in a step's gathers but the one that publishes."""
-    model = bmt.auto_wrap(Tower())
+    model = wrapped()
     calls = []
     below = lane()._below
     original = below.all_gather
@@ -46,7 +51,7 @@ def weights_are_pulled():
 
 def unequal_forwards():
     """Ranks that evaluate 1, 3 and 0 times between steps finish, with equal logits and gradients."""
-    model, twin = bmt.auto_wrap(Tower()), Tower()
+    model, twin = wrapped(), Tower()
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     size, rank = bmt.world_size(), bmt.rank()
     for step in range(3):
@@ -63,7 +68,7 @@ def unequal_forwards():
 
 def write_after_a_forward():
     """A slower rank may still read: refused, unless the ranks have met."""
-    model = bmt.auto_wrap(Tower())
+    model = wrapped()
     model(ids(0, 0)).detach()
     with torch.no_grad():
         model.head.weight.mul_(2)
@@ -77,7 +82,7 @@ def write_after_a_forward():
 
 
 def loaded_after_a_forward():
-    model, other = bmt.auto_wrap(Tower()), Tower()
+    model, other = wrapped(), Tower()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.5)
@@ -97,7 +102,7 @@ def dropped_shards_are_given_back():
         return len(lane()._shared)
 
     gc.collect()
-    model = bmt.auto_wrap(Tower())
+    model = wrapped()
     first = kept()
     held = model.layers[0].linear.weight.detach()
     before = held.clone()

@@ -83,14 +83,17 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """By torch's fused AdamW for CPU, with the contract of KernelSteps; moments are float32."""
+    """By torch's fused AdamW for CPU, with the contract of KernelSteps; moments are float32.
+
+    skip: whether this step is skipped.
+    """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
         self._groups = list(groups)
         self.counts = torch.zeros(sum(groups), device=device)
         self._rows: list[list[float]] = []
         self._grad_scale: torch.Tensor | None = None
-        self._skip = False
+        self.skip = False
 
     def send(self, hyper: Sequence[Hyper]) -> None:
         """Nothing: numbers are read at every step."""
@@ -98,8 +101,9 @@ class TorchSteps:
     def prepare(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         rows = [[float(value) for value in group] for group in hyper]
         self._rows = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
-        self._grad_scale, self._skip = grad_scale, found_inf is not None and bool(found_inf)
-        if not self._skip:
+        self._grad_scale = None if grad_scale is None else grad_scale.to(self.counts.device)
+        self.skip = found_inf is not None and bool(found_inf)
+        if not self.skip:
             self.counts += 1
 
     def update(
@@ -112,7 +116,7 @@ class TorchSteps:
         weight: torch.Tensor | None,
         index_base: int,
     ) -> None:
-        if self._skip or master.numel() == 0:
+        if self.skip or master.numel() == 0:
             return
         lr, beta1, beta2, eps, weight_decay = self._rows[run]
         wide = grad.float()

@@ -2,5 +2,6 @@
 
 from .adam import AdamOptimizer
 from .manager import OptimManager
+from .offload import AdamOffloadOptimizer
 
-__all__ = ["AdamOptimizer", "OptimManager"]
+__all__ = ["AdamOffloadOptimizer", "AdamOptimizer", "OptimManager"]

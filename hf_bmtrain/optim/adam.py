@@ -74,8 +74,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None  # not there at rest: GradScaler multiplies by what it finds
+    found_inf: torch.Tensor | None
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         for state in self._states:
             if state.stale:
                 self._heed_writes(state)
-        self._steps.prepare(self._hyper(), self.grad_scale, self.found_inf)
+        self._prepare()
         self._update()
         for state in self._states:
             state.version = state.run.weights._version
@@ -143,6 +143,10 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _hyper(self) -> list[Hyper]:
         return [(group["lr"], *group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+
+    def _prepare(self) -> None:
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._steps.prepare(self._hyper(), grad_scale, found_inf)
 
     def _update(self) -> None:
         for number, state in enumerate(self._states):
@@ -174,9 +178,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._states = []
         for number, (run, state) in enumerate(zip(runs, kept)):
             if state is None:
-                base = bases[run.buffer if run.buffer is not None else run.parameters[0]]
                 offset = 0 if run.buffer is None else run.buffer.rank * run.buffer.layout.shard_numel + run.start
-                state = RunState(run, *next(fresh), steps.counts[number], base + offset)
+                state = RunState(run, *next(fresh), steps.counts[number], bases[run.owner] + offset)
                 for parameter in run.parameters:
                     self._adopt(parameter, state.views(parameter))
             else:
@@ -208,6 +211,10 @@ class AdamOptimizer(torch.optim.Optimizer):
             for run in runs
         ]
 
+    def _home(self, parameter: torch.nn.Parameter) -> torch.device:
+        """Where the state of a parameter lies."""
+        return parameter.device
+
     def _adopt(self, parameter: torch.nn.Parameter, views: dict[str, torch.Tensor]) -> None:
         """State that was loaded, or belongs to an earlier run, moves into the run's flat tensors."""
         earlier = self.state.get(parameter, {})
@@ -237,7 +244,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             if key in state_dict["state"]:
                 loaded = state_dict["state"][key]
                 self.state[parameter] = {
-                    name: value.detach().to(parameter.device, torch.float32, copy=True)
+                    name: value.detach().to(self._home(parameter), torch.float32, copy=True)
                     for name, value in loaded.items()
                 }
         self._states, self._active = [], []

@@ -150,8 +150,10 @@ class OptimManager:
     def _update(self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None) -> None:
         if isinstance(optimizer, AdamOptimizer):
             optimizer.grad_scale, optimizer.found_inf = divisor, self._found_inf
-            optimizer.step()
-            optimizer.grad_scale = optimizer.found_inf = None
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
         elif not self._found_inf.item():
             gradients = [p.grad for p in _with_gradient(optimizer)]
             if gradients and divisor is not None:

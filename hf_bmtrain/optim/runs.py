@@ -34,6 +34,11 @@ class Run:
             raise ValueError(f"AdamOptimizer needs contiguous parameters, got shape {tuple(first.shape)}")
         return cls(parameters, first.detach().view(-1), None, 0)
 
+    @property
+    def owner(self) -> ShardedBuffer | torch.nn.Parameter:
+        """Whose elements these are: the buffer, or the ordinary parameter."""
+        return self.parameters[0] if self.buffer is None else self.buffer
+
     def begin(self, parameter: torch.nn.Parameter) -> int:
         """Where `parameter` begins in the range."""
         if not isinstance(parameter, DistributedParameter):

@@ -157,6 +157,28 @@ def gradients_are_only_read():
     assert all(torch.equal(p.grad.as_subclass(torch.Tensor), b) for p, b in zip(model.parameters(), before))
 
 
+def scaled_by_torch(unscale):
+    """torch.amp.GradScaler hands over its scale and everyone's overflow; one rank overflows in step 2."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    plain = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    scaler = torch.amp.GradScaler(bmt.world.current_world().device.type, init_scale=64.0, growth_interval=2)
+    for step in range(6):
+        factor = float("inf") if step == 2 and bmt.rank() == 0 else 1.0
+        scaler.scale(model(ids(step, bmt.rank())) * factor).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step != 2:
+            torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
+            plain.step()
+            plain.zero_grad()
+        compare(model, twin)
+    assert scaler.get_scale() == 64.0 * 2 / 2 * 2
+
+
 def writes_are_counted(dtype):
     """Whoever keeps copies of the weights sees by the buffers' versions that a step has changed them."""
     model = bmt.auto_wrap(Tower().to(dtype))
@@ -211,7 +233,7 @@ CASES = [
     (against_torch, 1), (against_torch, 3), (parameter_groups,), (unfrozen_later,), (half_precision, torch.bfloat16),
     (half_precision, torch.float16), (accumulation_is_summed_in_float32,), (edited_gradients,), (resumed,),
     (ordinary_parameters,), (gradients_are_only_read,), (settings_change,), (writes_are_counted, torch.float32),
-    (writes_are_counted, torch.bfloat16),
+    (writes_are_counted, torch.bfloat16), (scaled_by_torch, False), (scaled_by_torch, True),
 ]  # fmt: skip
 
 

@@ -1,0 +1,85 @@
+"""Host memory that a GPU reads and writes directly."""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import weakref
+from pathlib import Path
+
+import torch
+
+from .launch import import_cupy
+
+_PORTABLE = 1  # cudaHostRegisterPortable
+_GROUP = Path("/sys/fs/cgroup")
+_CONTROL_GROUPS = (  # the limit, what is used of it, and what of that is files' cache, which gives way
+    (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),
+    (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
+    """Zeroed host memory, uint8 (nbytes,), page-locked where `device` is CUDA, until its last view is gone.
+
+    torch's own pinned allocator rounds up to a power of two; this memory is as large as asked for.
+    RuntimeError with the numbers where there is not that much; `purpose` says whose it is to be.
+    """
+    if nbytes == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    available = available_bytes()
+    if nbytes > available:
+        raise RuntimeError(_shortage(nbytes, purpose, f"{available / 2**30:.1f} GiB of host memory are available"))
+    try:
+        memory = mmap.mmap(-1, nbytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RuntimeError(_shortage(nbytes, purpose, f"the system refused it: {error}")) from error
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if device.type == "cuda":
+        try:
+            _register(tensor.data_ptr(), nbytes, device)
+        except Exception as error:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            locked = "no limit" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.1f} GiB"
+            free = f"{available / 2**30:.1f} GiB are free"
+            reason = f"CUDA refused to lock it ({error}; ulimit -l allows {locked}, {free})"
+            raise RuntimeError(_shortage(nbytes, purpose, reason)) from error
+        # The storage of `tensor` and of its views holds `memory`, so this runs after the last of them.
+        weakref.finalize(memory, _unregister, tensor.data_ptr(), device).atexit = False
+    return tensor
+
+
+def available_bytes() -> int:
+    """Host memory that this process may still take: what the system has, within what its control group may use."""
+    free = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+    for limit, usage, cached in _CONTROL_GROUPS:
+        if limit.is_file() and limit.read_text().strip() != "max":
+            used = int(usage.read_text()) - _fields(usage.parent / "memory.stat").get(cached, 0)
+            free = min(free, int(limit.read_text()) - used)
+    return max(free, 0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines}
+
+
+def _shortage(nbytes: int, purpose: str, reason: str) -> str:
+    return (
+        f"{nbytes / 2**30:.1f} GiB of pinned host memory for {purpose} cannot be had: {reason}. Train on more ranks "
+        "(each keeps its share), give the container more memory, raise `ulimit -l`, or keep the state on the GPU "
+        "with AdamOptimizer."
+    )
+
+
+def _register(pointer: int, nbytes: int, device: torch.device) -> None:
+    runtime = import_cupy().cuda.runtime
+    runtime.setDevice(device.index)
+    runtime.hostRegister(pointer, nbytes, _PORTABLE)
+
+
+def _unregister(pointer: int, device: torch.device) -> None:
+    runtime = import_cupy().cuda.runtime
+    runtime.setDevice(device.index)
+    runtime.deviceSynchronize()  # copies from or to it may be under way
+    runtime.hostUnregister(pointer)

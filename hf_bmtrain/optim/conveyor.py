@@ -1,0 +1,90 @@
+"""AdamW where the state lies in host memory: its chunks pass through the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ..ops.streams import DONE, Ticket, work_stream
+from .slabs import Chunk, Part
+
+Update = Callable[[Part, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], object]
+"""Updates one part of a chunk: gradient, master, exp_avg, exp_avg_sq, weight (None where the master is the weight)."""
+
+_BUFFERS = 3
+
+
+class Conveyor:
+    """Carries chunks of state through three buffers on the device: upload the next, update this, download the last.
+
+    Who waits for whom, and why that is enough (the host waits for nothing):
+    * a buffer is filled after its last contents have been downloaded;
+    * it is updated after it has been filled, and after what the current stream had queued at `begin`: the
+      gradients, the step's numbers, whoever read the weights before;
+    * it is downloaded after it has been updated;
+    * so a chunk is not uploaded before the previous step has downloaded it: downloads are made in order, and the
+      last one from a buffer was of this chunk or of a later one (a Conveyor carries the same chunks every time);
+    * the current stream may write gradients, numbers and weights again after the tickets, or `updated`.
+    """
+
+    def __init__(self, numel: int, with_master: bool, exp_avg_dtype: torch.dtype, device: torch.device) -> None:
+        """Buffers for chunks of up to `numel` elements."""
+        self._buffers = [
+            (
+                torch.empty(numel, device=device) if with_master else None,
+                torch.empty(numel, device=device, dtype=exp_avg_dtype),
+                torch.empty(numel, device=device),
+            )
+            for _ in range(_BUFFERS)
+        ]
+        self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
+        self._upload.follow()  # the buffers' memory may have been someone else's until here
+        self._emptied: list[Ticket] = [DONE] * _BUFFERS
+        self.updated: Ticket = DONE
+        self.downloaded: Ticket = DONE
+
+    def carry(
+        self,
+        chunks: Sequence[Chunk],
+        gradients: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        update: Update,
+    ) -> Iterator[Ticket]:
+        """Update every chunk, and yield its ticket once that is queued. gradients, weights: (n,) of every run."""
+        self._update.follow()
+        for gradient in gradients:
+            self._update.uses(gradient)
+        for number, chunk in enumerate(chunks):
+            yield self._pass(number % _BUFFERS, chunk, gradients, weights, update)
+
+    def _pass(self, number: int, chunk: Chunk, gradients, weights, update: Update) -> Ticket:
+        home = chunk.slab.part(chunk.start, chunk.stop)
+        master, exp_avg, exp_avg_sq = self._buffers[number]
+        numel = chunk.stop - chunk.start
+        here = None if home[0] is None or master is None else master[:numel], exp_avg[:numel], exp_avg_sq[:numel]
+
+        def update_parts() -> None:
+            for part in chunk.parts:
+                gradient, weight = gradients[part.run][part.of_run], weights[part.run][part.of_run]
+                moments = here[1][part.of_chunk], here[2][part.of_chunk]
+                if here[0] is None:
+                    update(part, gradient, weight, *moments, None)
+                else:
+                    update(part, gradient, here[0][part.of_chunk], *moments, weight)
+
+        self._upload.after(self._emptied[number])
+        self._upload.run(lambda: _copy(here, home))
+        self._update.after(self._upload.mark())
+        self._update.run(update_parts)
+        self.updated = self._update.mark()
+        self._download.after(self.updated)
+        self._download.run(lambda: _copy(home, here))
+        self._emptied[number] = self.downloaded = self._download.mark()
+        return self.updated
+
+
+def _copy(targets, sources) -> None:
+    for target, source in zip(targets, sources):
+        if target is not None:
+            target.copy_(source, non_blocking=True)

@@ -1,0 +1,162 @@
+"""AdamW whose state lies in host memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..ops.adam_step import TorchSteps
+from ..ops.streams import has_own_memory
+from .adam import AdamOptimizer, RunState
+from .conveyor import Conveyor
+from .host_update import HostUpdate
+from .runs import Run
+from .slabs import Chunk, Part, Place, allocate_slabs, cut
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+class AdamOffloadOptimizer(AdamOptimizer):
+    """AdamOptimizer with its state (12 bytes an element) in page-locked host memory; the results are the same bits.
+
+    `step` streams the state through the device in chunks, on streams of its own, and returns while chunks are under
+    way: those of the first buffers first, so that the next forward begins before the last ones are updated. A
+    buffer waits for its own update when it is gathered (see PendingUpdate), hence forward, backward,
+    `parameter.gather()` and `state_dict` need no care, and neither do loading, `.data` and the next `step`. Before
+    anything else that reads or writes slices, or writes their gradients in place, after a `step` (an average over
+    `model.parameters()`, say) call `wait()`. `optimizer.state` is on the host: read it through `state_dict()`.
+
+    update_on: "device" as said; "host" brings the gradients to the host instead and runs torch's fused AdamW on the
+    CPU's cores, for which `step` waits. On CPU there is nothing to move: both are AdamOptimizer itself.
+
+    RuntimeError where there is less host memory than the state takes. The state dict is AdamOptimizer's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        update_on: str = "device",
+    ) -> None:
+        if update_on not in ("device", "host"):
+            raise ValueError(f"update_on must be 'device' or 'host', not {update_on!r}")
+        if update_on == "host" and exp_avg_dtype != torch.float32:
+            raise ValueError(f"update_on='host' is torch's AdamW, whose exp_avg is float32, not {exp_avg_dtype}")
+        super().__init__(params, lr, betas, eps, weight_decay, exp_avg_dtype)
+        self._on_host = update_on == "host"
+        self._places: dict[Run, Place] = {}
+        self._chunks: list[Chunk] = []
+        self._mover: Conveyor | HostUpdate | None = None
+
+    def wait(self) -> None:
+        """The current stream waits until the last step has written the weights; the host does not."""
+        if self._mover is not None:
+            self._mover.updated.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.wait()  # the gradients may still be read
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict:
+        self._finish()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self._finish()
+        super().load_state_dict(state_dict)
+
+    def _finish(self) -> None:
+        """The host waits until weights and state are those of the last step."""
+        if self._mover is not None:
+            self._mover.updated.synchronize()
+            self._mover.downloaded.synchronize()
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self.wait()  # the last step may still read the numbers that are written now
+        super()._prepare()
+
+    def _update(self) -> None:
+        if self._mover is None:
+            return super()._update()
+        if isinstance(self._steps, TorchSteps) and self._steps.skip:
+            return
+        gradients = [state.run.gradient() for state in self._states]
+        weights = [state.run.weights for state in self._states]
+        tickets = self._mover.carry(self._chunks, gradients, weights, self._update_part)
+        unguarded = None
+        for chunk, ticket in zip(self._chunks, tickets):
+            for part in chunk.parts:
+                buffer = self._states[part.run].run.buffer
+                if buffer is None:
+                    unguarded = ticket
+                else:
+                    buffer.update.begin(ticket)
+        if unguarded is not None:
+            unguarded.wait()  # nobody waits before ordinary parameters are read
+
+    def _update_part(self, part: Part, gradient, master, exp_avg, exp_avg_sq, weight) -> None:
+        base = self._states[part.run].index_base + part.of_run.start
+        self._steps.update(part.run, gradient, master, exp_avg, exp_avg_sq, weight, base)
+
+    def _heed_writes(self, state: RunState) -> None:
+        self._finish()
+        super()._heed_writes(state)
+
+    # -- runs and state -----------------------------------------------------------------------------------------
+
+    def _arrange(self, active: list[list[torch.nn.Parameter]]) -> None:
+        self._finish()
+        super()._arrange(active)
+        runs = [state.run for state in self._states]
+        self._places = {run: self._places[run] for run in runs if run in self._places}
+        if not self._places:
+            return
+        bases = [state.index_base for state in self._states]
+        self._chunks = cut(runs, self._places, sorted(range(len(runs)), key=bases.__getitem__))
+        device = runs[0].weights.device
+        numel = max((chunk.stop - chunk.start for chunk in self._chunks), default=0)
+        if self._on_host:
+            self._mover = HostUpdate(numel, device)
+        else:
+            with_master = any(place.slab.master is not None for place in self._places.values())
+            self._mover = Conveyor(numel, with_master, self._exp_avg_dtype, device)
+
+    def _allocate(self, runs: Sequence[Run]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """In slabs, in the order of the buffers and not of the groups: so the first buffers are updated first."""
+        if not runs or not has_own_memory(runs[0].weights.device):
+            return super()._allocate(runs)
+        bases = self._index_bases()
+        ordered = sorted(runs, key=lambda run: (bases[run.owner], run.start))
+        with_master = [self._on_host or run.weights.dtype != torch.float32 for run in ordered]
+        places = allocate_slabs(ordered, with_master, self._exp_avg_dtype)
+        _log.info(
+            "the Adam state of %d elements lies in %d slabs of page-locked host memory and is updated on the %s",
+            sum(run.weights.numel() for run in runs),
+            len({place.slab for place in places.values()}),
+            "host" if self._on_host else "device",
+        )
+        self._places.update(places)
+        states = []
+        for run in runs:
+            place = self._places[run]
+            master, exp_avg, exp_avg_sq = place.slab.part(place.start, place.start + run.weights.numel())
+            if master is not None:
+                master.copy_(run.weights)
+            states.append((run.weights if master is None else master, exp_avg, exp_avg_sq))
+        return states
+
+    def _steps_device(self, runs: Sequence[Run]) -> torch.device:
+        device = super()._steps_device(runs)
+        return torch.device("cpu") if self._on_host else device
+
+    def _home(self, parameter: torch.nn.Parameter) -> torch.device:
+        return torch.device("cpu") if has_own_memory(parameter.device) else parameter.device

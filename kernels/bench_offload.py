@@ -1,0 +1,157 @@
+"""Parts of bench.py: AdamOffloadOptimizer against the PCIe rate and the CPU, and what a training step waits for it."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from measuring import Line, measure
+
+import hf_bmtrain as bmt
+from hf_bmtrain.ops.pinned import pinned_bytes
+
+ELEMENTS = 1 << 28
+WIDTH, LAYERS, VOCABULARY = 2048, 28, 32000  # 1.48 B parameters; with the head 1.54 B
+BATCH, LENGTH = 4, 1024
+
+
+def duplex_speed() -> float:
+    """GB/s each way of copies between page-locked memory and the device, both ways at once."""
+    size = 1 << 30
+    device = torch.device("cuda", torch.cuda.current_device())
+    hosts = [pinned_bytes(size, device, "the bench") for _ in range(2)]
+    here = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def both() -> None:
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for _ in range(4):
+            with torch.cuda.stream(streams[0]):
+                here[0].copy_(hosts[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                hosts[1].copy_(here[1], non_blocking=True)
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    return 4 * size / measure(both, repeats=5) / 1e6
+
+
+def time_offload(update_on: str) -> float:
+    """Milliseconds of a step over ELEMENTS bfloat16 weights until the last of them is written, on the host's clock."""
+    parameter = torch.nn.Parameter(torch.randn(ELEMENTS, device="cuda").bfloat16())
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = bmt.optim.AdamOffloadOptimizer([parameter], lr=1e-4, weight_decay=0.1, update_on=update_on)
+    return best(optimizer.step, 5)
+
+
+def time_torch_on_cpu() -> float:
+    """The same elements by torch's fused AdamW in float32 on all cores; nothing travels."""
+    tensors = [torch.zeros(ELEMENTS).uniform_(0, 1) for _ in range(4)]
+
+    def step() -> None:
+        torch._fused_adamw_(
+            *([tensor] for tensor in tensors), [], [torch.ones(())], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1,
+            eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return best(step, 3)
+
+
+def best(function: Callable[[], object], repeats: int) -> float:
+    """Least milliseconds of the host until the device has done what `function` queues; one more call before."""
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times[1:])
+
+
+def bench_offload() -> list[Line]:
+    """GB/s count both ways."""
+    duplex = duplex_speed()
+    each_way = 12 * ELEMENTS  # master, m and v
+    streamed, on_host, cpu = time_offload("device"), time_offload("host"), time_torch_on_cpu()
+    share = each_way / streamed / 1e6 / duplex
+    cores = torch.get_num_threads()
+    return [
+        Line(f"offload, streamed ({share:.2f} of duplex PCIe)", streamed, 2 * each_way, "duplex 0.85"),
+        Line("  PCIe, both ways at once", each_way / duplex / 1e6, 2 * each_way),
+        Line(f"  offload, updated on the host ({on_host / streamed:.2f} times ours)", on_host),
+        Line(f"  torch's AdamW on {cores} threads, no copies ({cpu / streamed:.2f} times ours)", cpu, 0, "1 times"),
+    ]
+
+
+class Model(torch.nn.Module):
+    """Pre-norm transformer layers between an embedding and a head; the loss of random tokens."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, width)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(width, width // 128, 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@contextmanager
+def training(cls: type, width: int, layers: int, vocabulary: int, device: str) -> Iterator[tuple]:
+    """A sharded bfloat16 model, its optimizer and manager; gone afterwards."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Model(width, layers, vocabulary).bfloat16()
+    model = bmt.auto_wrap(model)
+    optimizer = cls(model.parameters(), lr=1e-4)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    yield model, optimizer, manager
+    del model, optimizer, manager
+    gc.collect()
+
+
+def time_steps(model, optimizer, manager, ids: torch.Tensor, update: bool, steps: int) -> float:
+    """Milliseconds a step: forward, backward, norm and, if asked for, the update; one after another."""
+    for number in range(steps + 3):
+        if number == 3:
+            bmt.synchronize()
+            start = time.perf_counter()
+        manager.zero_grad()
+        manager.backward(model(ids))
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        if update:
+            manager.step()
+    bmt.synchronize()
+    return 1e3 * (time.perf_counter() - start) / steps
+
+
+def exposed(sizes: tuple[int, int, int], shape: tuple[int, int], device: str, steps: int = 10) -> list[Line]:
+    """A step without the update, with the resident and with the offloaded one; the rest is what each exposes."""
+    ids = torch.randint(sizes[-1], shape, device=device)
+    with training(bmt.optim.AdamOptimizer, *sizes, device) as trained:
+        count = sum(p.full_shape.numel() for p in trained[0].parameters())
+        bare = time_steps(*trained, ids, False, steps)
+        resident = time_steps(*trained, ids, True, steps)
+    with training(bmt.optim.AdamOffloadOptimizer, *sizes, device) as trained:
+        offloaded = time_steps(*trained, ids, True, steps)
+    return [
+        Line(f"step of {count / 1e9:.2f} B parameters without the update", bare),
+        Line(f"  with the resident update ({resident - bare:.1f} ms exposed)", resident),
+        Line(f"  with the offloaded update ({offloaded - bare:.1f} ms exposed)", offloaded),
+    ]
+
+
+def bench_exposed() -> list[Line]:
+    bmt.init_distributed()
+    return exposed((WIDTH, LAYERS, VOCABULARY), (BATCH, LENGTH), "cuda")

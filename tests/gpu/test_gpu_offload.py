@@ -1,0 +1,208 @@
+"""AdamOffloadOptimizer on one GPU: AdamOptimizer's bits, without waiting, whatever lags."""
+
+import gc
+import random
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from hf_bmtrain.ops import pinned, streams
+from hf_bmtrain.optim import slabs
+from ranks import Ranks
+from twenty_steps import OPTIONS, groups, train
+from twins import Tower, ids
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Ranks]:
+    ranks = Ranks(1, "cuda")
+    yield ranks
+    ranks.stop()
+
+
+class Trainee:
+    """A tower of wider layers, an optimizer and its manager; gradients are the same in every one."""
+
+    def __init__(self, cls, dtype, **options):
+        torch.manual_seed(0)
+        tower = Tower()
+        for layer in tower.layers:
+            layer.wide = torch.nn.Parameter(torch.randn(1000, 301))
+        self.model = bmt.auto_wrap(tower.to(dtype))
+        self.optimizer = cls(groups(self.model.named_parameters()), **OPTIONS, **options)
+        self.manager = bmt.optim.OptimManager(loss_scale=8.0)
+        self.manager.add_optimizer(self.optimizer)
+
+    def backward(self, number: int) -> None:
+        self.manager.zero_grad()
+        self.manager.backward(self.model(ids(number, 0).cuda()))
+        generator = torch.Generator().manual_seed(number)
+        for p in self.model.parameters():
+            p.grad.copy_(p.take(torch.randn(p.full_shape, generator=generator)))
+        if number == 4:
+            self.model.head.weight.grad[1] = float("nan")
+
+    def end_step(self) -> None:
+        self.manager.clip_grad_norm(self.optimizer.param_groups, 0.1)
+        self.manager.step()
+
+    def result(self) -> list[torch.Tensor]:
+        state = self.optimizer.state_dict()["state"]
+        held = [value.cpu() for values in state.values() for _, value in sorted(values.items())]
+        return [*self.model.state_dict().values(), *held]
+
+
+def small_chunks():
+    return mock.patch.multiple(slabs, CHUNK_ELEMENTS=1 << 16, SLAB_ELEMENTS=1 << 19)
+
+
+def lagging(seed):
+    """Every piece of work on the optimizer's streams begins some random time late, and so does the current stream."""
+    chance, original = random.Random(seed), streams.WorkStream.run
+
+    def run(self, function):
+        def late():
+            torch.cuda._sleep(chance.choice((0, 0, 100_000, 1_000_000)))
+            function()
+
+        original(self, late)
+
+    return mock.patch.object(streams.WorkStream, "run", run)
+
+
+def the_same(dtype, exp_avg_dtype, seed):
+    with small_chunks(), lagging(seed):
+        trainees = [
+            Trainee(cls, dtype, exp_avg_dtype=exp_avg_dtype)
+            for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)
+        ]
+        for number in range(8):
+            for trainee in trainees:
+                trainee.backward(number)
+                trainee.end_step()
+            if number % 3 == 2:
+                assert all(torch.equal(a, b) for a, b in zip(*(trainee.result() for trainee in trainees))), number
+        assert len(trainees[1].optimizer._chunks) > 10
+        assert all(value.is_pinned() for chunk in trainees[1].optimizer._chunks for value in (chunk.slab.exp_avg,))
+
+
+def written_after_a_step(seed):
+    """Weights that are loaded while the update is under way win over it."""
+    with small_chunks(), lagging(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for trainee in trainees:
+            trainee.backward(0)
+            trainee.end_step()
+            named = trainee.model.named_parameters()
+            trainee.model.load_state_dict({name: torch.full(p.full_shape, 0.5) for name, p in named})
+            trainee.backward(1)
+            trainee.end_step()
+        assert all(torch.equal(a, b) for a, b in zip(*(trainee.result() for trainee in trainees)))
+
+
+def twenty_steps(dtype, update_on):
+    def make(*args, **options):
+        return bmt.optim.AdamOffloadOptimizer(*args, **options, update_on=update_on)
+
+    train(dtype, make)
+
+
+def on_host(dtype):
+    """Close to the resident update: another AdamW does the arithmetic."""
+    with small_chunks():
+        trainees = [
+            Trainee(bmt.optim.AdamOptimizer, dtype), Trainee(bmt.optim.AdamOffloadOptimizer, dtype, update_on="host")
+        ]  # fmt: skip
+        for number in range(8):
+            for trainee in trainees:
+                trainee.backward(number)
+                trainee.end_step()
+        for a, b in zip(*(trainee.model.state_dict().values() for trainee in trainees)):
+            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+def never_waits():
+    trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
+    for number in range(3):
+        trainee.backward(number)
+        trainee.optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
+        torch.cuda._sleep(200_000_000)
+        done = torch.cuda.Event()
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            trainee.end_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        done.record()
+        assert number == 0 or not done.query(), "the host waited for the device"
+
+
+def the_next_forward_begins_early():
+    """The current stream is not behind the update at the end of a step; a gathered buffer is."""
+    with small_chunks():
+        trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
+        trainee.backward(0)
+        trainee.end_step()
+    trainee.backward(1)
+    original = streams.WorkStream.run
+
+    def slow(self, function):
+        original(self, lambda: (torch.cuda._sleep(20_000_000), function()))
+
+    with mock.patch.object(streams.WorkStream, "run", slow):
+        trainee.end_step()
+    ended, gathered = torch.cuda.Event(), torch.cuda.Event()
+    ended.record()
+    ended.synchronize()
+    updated = trainee.optimizer._mover.updated
+    assert not updated.query()
+    trainee.model.head._parameters["weight"].buffer.gather()
+    gathered.record()
+    gathered.synchronize()
+    assert not updated.query()
+    last = trainee.model.layers[2].linear._parameters["weight"].buffer
+    last.gather()
+    gathered.record()
+    gathered.synchronize()
+    assert updated.query()
+
+
+def memory_is_unlocked():
+    gc.collect()
+    with mock.patch.object(pinned, "_unregister", wraps=pinned._unregister) as unregister:
+        parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = bmt.optim.AdamOffloadOptimizer([parameter])
+        optimizer.step()
+        assert optimizer.state[parameter]["exp_avg"].is_pinned()
+        del optimizer
+        gc.collect()
+        assert unregister.call_count == 1
+        assert bool((parameter < 1).all())
+
+
+def too_much_is_refused():
+    parameter = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    with mock.patch.object(pinned, "available_bytes", return_value=1 << 20):
+        with pytest.raises(RuntimeError, match="pinned host memory for the Adam state of 1,048,576 elements"):
+            bmt.optim.AdamOffloadOptimizer([parameter]).step()
+
+
+CASES = [
+    *((the_same, d, m, s) for s in range(3) for d in DTYPES for m in (torch.float32, torch.bfloat16)),
+    *((twenty_steps, dtype, where) for dtype in DTYPES for where in ("device", "host")),
+    (written_after_a_step, 1), *((on_host, dtype) for dtype in DTYPES), (never_waits,),
+    (the_next_forward_begins_early,), (memory_is_unlocked,), (too_much_is_refused,),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+def test_one_gpu(gpu: Ranks, case) -> None:
+    gpu(*case)

@@ -1,0 +1,242 @@
+"""AdamOffloadOptimizer is AdamOptimizer: on CPU, and by the path of a GPU with streams that lag at random."""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from hf_bmtrain.ops import adam_step, pinned
+from hf_bmtrain.optim import conveyor, host_update, offload, slabs
+from slow_streams import Clock
+from twenty_steps import OPTIONS, groups, train
+from twins import Tower, ids
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@contextmanager
+def as_on_a_gpu(seed, kernels=True):
+    """Slabs, chunks and streams on CPU; small enough that a tower has many, and runs cross their borders."""
+    clock = Clock(seed)
+    patches = [
+        *(mock.patch.object(module, "has_own_memory", return_value=True) for module in (offload,)),
+        *(mock.patch.object(module, "work_stream", clock.stream) for module in (conveyor, host_update)),
+        mock.patch.object(adam_step, "kernels_serve", return_value=kernels),
+        mock.patch.object(slabs, "CHUNK_ELEMENTS", 64),
+        mock.patch.object(slabs, "SLAB_ELEMENTS", 256),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield clock
+
+
+class Trainee:
+    """A tower, an optimizer and its manager."""
+
+    def __init__(self, cls, dtype, **options):
+        self.model = bmt.auto_wrap(Tower().to(dtype))
+        self.optimizer = cls(groups(self.model.named_parameters()), **OPTIONS, **options)
+        self.manager = bmt.optim.OptimManager(loss_scale=8.0)
+        self.manager.add_optimizer(self.optimizer)
+
+    def step(self, number, clip=True, backwards=1):
+        self.manager.zero_grad()
+        for micro in range(backwards):
+            self.manager.backward(self.model(ids(100 * micro + number, bmt.rank())))
+        if clip:
+            self.manager.clip_grad_norm(self.optimizer.param_groups, 0.1)
+        self.manager.step()
+
+
+def assert_equal(a, b, label):
+    states = [
+        [*trainee.model.state_dict().values()]
+        + [value for state in trainee.optimizer.state_dict()["state"].values() for _, value in sorted(state.items())]
+        for trainee in (a, b)
+    ]
+    assert len(states[0]) == len(states[1])
+    assert all(torch.equal(x, y) for x, y in zip(*states)), label
+
+
+def the_same(dtype, **options):
+    """Steps with and without clipping, accumulation, overflow, freezing, a change of lr; compared now and then."""
+    trainees = [Trainee(cls, dtype, **options) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+    for number in range(10):
+        for trainee in trainees:
+            if number == 3:
+                trainee.optimizer.param_groups[1]["lr"] = 1e-3
+            trainee.model.layers[1].linear.requires_grad_(number not in (4, 5))
+            trainee.step(number, clip=number % 3 > 0, backwards=1 + number % 2)
+        if number == 6:  # overflow on one rank
+            for trainee in trainees:
+                trainee.manager.backward(trainee.model(ids(0, 0)) * (float("inf") if bmt.rank() == 0 else 1.0))
+                trainee.manager.step()
+        if number in (2, 6, 7, 9):
+            assert_equal(*trainees, number)
+    written(trainees)
+
+
+def written(trainees):
+    """Weights that are loaded right after a step win over it, and the masters follow."""
+    for trainee in trainees:
+        trainee.step(20)
+        trainee.model.load_state_dict({k: torch.full_like(v, 0.5) for k, v in Tower().state_dict().items()})
+        trainee.step(21)
+    assert_equal(*trainees, "loaded")
+
+
+def streamed(dtype, seed, exp_avg_dtype=torch.float32):
+    with as_on_a_gpu(seed) as clock:
+        the_same(dtype, exp_avg_dtype=exp_avg_dtype)
+    assert clock.lag > 6, "the streams were never far behind"
+
+
+def on_host(dtype, seed):
+    with as_on_a_gpu(seed, kernels=False) as clock:
+        make = lambda *args, **kw: bmt.optim.AdamOffloadOptimizer(*args, **kw, update_on="host")  # noqa: E731
+        train(dtype, make)
+    assert clock.lag > 0
+
+
+def streamed_twenty_steps(dtype, seed):
+    with as_on_a_gpu(seed):
+        train(dtype, bmt.optim.AdamOffloadOptimizer)
+
+
+def moved(dtype, seed):
+    """A state dict goes from one kind of optimizer to the other and back."""
+    with as_on_a_gpu(seed):
+        kinds = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
+        trainees = [Trainee(kind, dtype) for kind in kinds]
+        for number in range(6):
+            if number in (2, 4):
+                saved = [trainee.optimizer.state_dict() for trainee in trainees]
+                assert all(v.dtype == torch.float32 for s in saved[1]["state"].values() for v in s.values())
+                for trainee, kind, state in zip(trainees, reversed(kinds) if number == 2 else kinds, saved):
+                    trainee.optimizer = kind(groups(trainee.model.named_parameters()), **OPTIONS)
+                    trainee.optimizer.load_state_dict(state)
+                    trainee.manager.optimizers[0] = trainee.optimizer
+            for trainee in trainees:
+                trainee.step(number)
+        assert_equal(*trainees, "moved")
+
+
+def ordinary(seed):
+    """Nobody waits for parameters outside buffers: they are there after the step."""
+    with as_on_a_gpu(seed):
+        parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 200)), torch.nn.Parameter(torch.ones(2, 3))]
+        twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+        optimizer = bmt.optim.AdamOffloadOptimizer(parameters, **OPTIONS)
+        plain = torch.optim.AdamW(twins, **OPTIONS)
+        for _ in range(3):
+            for p in (*parameters, *twins):
+                p.grad = p.detach().sin()
+            optimizer.step()
+            plain.step()
+            for parameter, twin in zip(parameters, twins):
+                torch.testing.assert_close(parameter, twin)
+
+
+def the_first_buffers_come_first(seed):
+    """Decayed and other parameters are in different groups, yet a buffer is done before the next one begins."""
+    with as_on_a_gpu(seed):
+        trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
+        trainee.step(0)
+        optimizer = trainee.optimizer
+        order = [optimizer._states[p.run].run.buffer for chunk in optimizer._chunks for p in chunk.parts]
+    changes = sum(a is not b for a, b in zip(order, order[1:]))
+    assert len({*order}) > 2
+    assert changes == len({*order}) - 1
+    along = [chunk.slab for chunk in optimizer._chunks]
+    assert sum(a is not b for a, b in zip(along, along[1:])) == len({*along}) - 1 > 0
+    assert order[0] is trainee.model.embedding._parameters["weight"].buffer
+
+
+def written_gradients_wait(seed):
+    """zero_grad(set_to_none=False) writes what an update may still read."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(3):
+            for trainee in trainees:
+                trainee.step(number)
+                trainee.optimizer.zero_grad(set_to_none=False)
+        assert_equal(*trainees, "zeroed")
+
+
+def steps_in_a_row(seed):
+    """Each with another lr, and no forward between them."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for trainee in trainees:
+            trainee.step(0)
+            trainee.model(ids(1, bmt.rank())).backward()
+            for number in range(5):
+                trainee.optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+                trainee.optimizer.step()
+        assert_equal(*trainees, "in a row")
+
+
+def direct_reads(seed):
+    """`wait`, `.data` and `gather` show the step's weights at once."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(6):
+            for trainee in trainees:
+                trainee.step(number)
+            if number % 3 == 0:
+                trainees[1].optimizer.wait()
+            for a, b in zip(*(trainee.model.parameters() for trainee in trainees)):
+                if number % 3 == 1:
+                    assert torch.equal(a.data, b.data)
+                elif number % 3 == 2:
+                    assert torch.equal(a.gather(), b.gather())
+                else:
+                    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_same_on_cpu(world, size, dtype):
+    world(size)(the_same, dtype)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_streamed_is_the_same(world, size, dtype, seed):
+    world(size)(streamed, dtype, seed)
+
+
+def test_streamed_with_a_short_exp_avg_is_the_same(world):
+    world(2)(streamed, torch.bfloat16, 5, torch.bfloat16)
+
+
+CASES = [
+    *((case, dtype) for case in (on_host, streamed_twenty_steps, moved) for dtype in DTYPES),
+    (steps_in_a_row,), (ordinary,), (the_first_buffers_come_first,), (written_gradients_wait,), (direct_reads,),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+@pytest.mark.parametrize("size", [1, 2])
+def test_offload(world, size, case):
+    world(size)(*case, 7)
+
+
+def test_settings_are_checked():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="update_on must be 'device' or 'host', not 'gpu'"):
+        bmt.optim.AdamOffloadOptimizer([parameter], update_on="gpu")
+    with pytest.raises(ValueError, match="whose exp_avg is float32"):
+        bmt.optim.AdamOffloadOptimizer([parameter], exp_avg_dtype=torch.bfloat16, update_on="host")
+
+
+def test_too_little_memory_is_said_with_the_numbers():
+    parameter = torch.nn.Parameter(torch.ones(1 << 20, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    with as_on_a_gpu(0), mock.patch.object(pinned, "available_bytes", return_value=3 << 20):
+        with pytest.raises(RuntimeError, match="0.0 GiB .* state of 1,048,576 elements in 1 parameters .* 0.0 GiB"):
+            bmt.optim.AdamOffloadOptimizer([parameter]).step()

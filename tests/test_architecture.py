@@ -25,7 +25,7 @@ LAYERS = [
     "reads",
     "sharding",
     "slot",
-    "block module",
+    "block module linear_loss",
     "wrap store distributed loss inspect lr_scheduler optim.adam",
     "optim.offload optim.manager nn.* utils.* debug plan",
     "hf.*",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -191,7 +192,7 @@ def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: to
 
 
 @contextmanager
-def _whole(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+def _whole(parameter: torch.Tensor | None) -> Iterator[Any]:
     """The whole parameter, readable under `with`. A slice is gathered, and freed unless it was whole before."""
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.whole_now():

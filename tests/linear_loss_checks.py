@@ -1,4 +1,4 @@
-"""What linear_cross_entropy must satisfy on any device: called by test_linear_loss.py and gpu/test_gpu_linear_loss.py."""
+"""What linear_cross_entropy must satisfy on any device: tests/test_linear_loss.py and tests/gpu call it."""
 
 from __future__ import annotations
 

@@ -224,9 +224,10 @@ def fail_then_train() -> None:
     hidden.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         head_loss(model, hidden, batch(5, 0)[1]).backward()
-    outside(model, 0, bmt.rank()).backward()
-    torch.stack([outside(twin, 0, rank) for rank in range(bmt.world_size())]).mean().backward()
-    check_gradients(model, twin)
+    hidden = hidden.detach()  # nothing but the loss itself can see that a backward has failed
+    for either in (model, twin):
+        head_loss(either, hidden, batch(0, 0)[1]).backward()
+    torch.testing.assert_close(model.head.weight.gather_gradient(), twin.head.weight.grad)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -21,7 +21,8 @@ class BlockState:
     """What a CheckpointBlock owns: its buffers, the slots they show up in, and its neighbours.
 
     Its parameters are whole exactly while forward or backward runs in it; the block that ran last stays whole
-    until another one opens, and the neighbour is gathered ahead. `pending` counts forwards whose backward is to
+    until another one opens, and the neighbour is gathered ahead. own_forward: runs in the place of the forward of the
+    layer's class (one set on the instance, a compiled one). `pending` counts forwards whose backward is to
     come, so that a block used several times is reduced once, when its gradient is complete. The count decides
     and not the presence of gradients, because it is the same on every rank.
     """
@@ -33,6 +34,7 @@ class BlockState:
         self.use_checkpoint, self.zero_level = use_checkpoint, zero_level
         self.previous: BlockState | None = None
         self.next: BlockState | None = None
+        self.own_forward: Callable | None = None
         self.pending = 0
         self._opened = False
 
@@ -40,6 +42,7 @@ class BlockState:
 
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's own forward on whole parameters."""
+        layer_forward = self.own_forward or layer_forward
         if self.step.in_backward:
             return self._recompute(layer_forward, args, kwargs)
         self.step.forget_failed_backward()
@@ -47,6 +50,8 @@ class BlockState:
         try:
             self._open(self.next)
             if torch.is_grad_enabled():
+                for buffer in self.buffers:
+                    buffer.gradient.let_go()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:
                 with uncached_autocast(), self.step.inside():
@@ -225,19 +230,13 @@ def extend(
     buffers, slots = sharded
     layer._bmt = BlockState(step, buffers, slots, use_checkpoint, zero_level)  # pyright: ignore
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
-    patched = layer.__dict__.pop("forward", None)
+    layer._bmt.own_forward = layer.__dict__.pop("forward", None)  # pyright: ignore
     layer.__class__ = _extended_class(type(layer))
-    if patched is not None:
-        layer._bmt.forward = functools.partial(_with_patched_forward, layer._bmt.forward, patched)  # pyright: ignore
     by_module: dict[torch.nn.Module, list[Slot]] = {}
     for slot in slots:
         by_module.setdefault(slot.module, []).append(slot)
     for module, own in by_module.items():
         module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
-
-
-def _with_patched_forward(forward, patched, layer_forward, args, kwargs):
-    return forward(patched, args, kwargs)
 
 
 def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .comm import Communicator
+from .segment_norms import SegmentNorms, measure
 
 
 class GradSlice(torch.Tensor):
@@ -21,6 +22,7 @@ class GradSlice(torch.Tensor):
     """
 
     _lane: Communicator
+    _segment: tuple[SegmentNorms, int] | None = None
 
     @classmethod
     def of(cls, values: torch.Tensor, lane: Communicator) -> GradSlice:
@@ -28,6 +30,10 @@ class GradSlice(torch.Tensor):
         piece = values.as_subclass(cls)
         piece._lane = lane
         return piece
+
+    def measured_by(self, norms: SegmentNorms, index: int) -> None:
+        """This very tensor, not what is computed from it, is segment `index` of a flat gradient."""
+        self._segment = norms, index
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
@@ -69,10 +75,22 @@ def _find_lane(values: Any) -> Communicator | None:
 
 
 def _norms(lane: Communicator, pieces: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The `order`-norm over all ranks of every piece, by one all-reduce. 0 for what is empty everywhere."""
+    """The `order`-norm over all ranks of every piece. 0 for what is empty everywhere.
+
+    2-norms of gradients as the backward left them come from SegmentNorms; the rest takes one all-reduce.
+    """
     order = float(order)
     if order <= 0:
         raise ValueError(f"the norm of a gradient slice needs an order above 0 or inf, not {order}")
+    segments = [getattr(piece, "_segment", None) if order == 2 else None for piece in pieces]
+    measure(dict.fromkeys(segment[0] for segment in segments if segment is not None))
+    others = iter(_measured_now(lane, [p for p, segment in zip(pieces, segments) if segment is None], order))
+    return [next(others) if segment is None else segment[0][segment[1]] for segment in segments]
+
+
+def _measured_now(lane: Communicator, pieces: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    if not pieces:
+        return []
     wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
     local = torch.stack([_local_norm(piece, order, wide) for piece in pieces])
     infinite = order == float("inf")

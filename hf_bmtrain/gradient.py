@@ -8,12 +8,14 @@ from .comm import DONE, Ticket
 from .elastic import Elastic
 from .grad_slice import GradSlice
 from .layout import Layout
+from .ops.grad_norm import Segments
 from .packing import Packing
+from .segment_norms import SegmentNorms
 from .step import Step
 
 
 class GradientBuffer:
-    """Owns `full` (bytes only while it travels) and `shard` (from the first backward on, 1/N of the elements).
+    """Owns `full` (bytes only while it travels) and `shard` (1/N of the elements, while a slice has a `.grad`).
 
     wholes: the whole parameters, whose `.grad` autograd fills; they give it up when it is packed.
     slices: this rank's 1-D parameters, whose `.grad` becomes a view of `shard`. `slice.grad is None` is the only
@@ -41,8 +43,19 @@ class GradientBuffer:
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
         self._handed: list[torch.Tensor | None] = [None] * len(slices)
+        self._segments = self._make_segments()
         self._version = -1
         self._arriving: tuple[Ticket, torch.Tensor] | None = None
+
+    def let_go(self) -> None:
+        """Drop the shard when no slice has a `.grad`, so that its memory is free during the next forward."""
+        if self.shard is not None and self._open is None and self._arriving is None and self._unused:
+            self.shard = self._total = self._shard_packing = None
+            self._handed = [None] * len(self._slices)
+
+    @property
+    def _unused(self) -> bool:
+        return all(piece.grad is None for piece in self._slices)
 
     # -- one backward -------------------------------------------------------------------------------------------
 
@@ -111,9 +124,10 @@ class GradientBuffer:
         if self._open is not None:
             return self._open
         assert self._arriving is None, "the previous gradient was not received"
-        self._fresh = all(piece.grad is None for piece in self._slices)
+        self.let_go()
+        self._fresh = self._unused
         if self.shard is None:
-            self.shard = torch.zeros_like(self._like)
+            self.shard = torch.empty_like(self._like) if self._fresh else torch.zeros_like(self._like)
         if not self._fresh:
             self._resume_total()
         self._open = self._into_shard(self.shard) if self._single and self._fresh else self._into_full()
@@ -168,14 +182,24 @@ class GradientBuffer:
 
     def _hand_out(self) -> None:
         assert self.shard is not None
-        rank = self._step.reduce.rank
+        torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
+        lane = self._step.reduce
+        norms = None if self._segments is None else SegmentNorms(self.shard, self._segments, lane)
         for index, piece in enumerate(self._slices):
             if not piece.requires_grad:
                 continue
             if piece.grad is None or piece.grad is not self._handed[index]:
-                place = self._layout.piece(index, rank)
-                self._handed[index] = GradSlice.of(self.shard[place.shard_start : place.shard_stop], self._step.reduce)
-                piece.grad = self._handed[index]
+                place = self._layout.piece(index, lane.rank)
+                handed = GradSlice.of(self.shard[place.shard_start : place.shard_stop], lane)
+                if norms is not None:
+                    handed.measured_by(norms, index)
+                self._handed[index] = piece.grad = handed
         self._version = self.shard._version
         for piece in self._slices:
             piece.run_gradient_hooks()
+
+    def _make_segments(self) -> Segments | None:
+        if self._like.dtype == torch.float64:
+            return None  # torch measures these
+        places = [self._layout.piece(index, self._step.reduce.rank) for index in range(len(self._slices))]
+        return Segments([place.shard_start for place in places] + [places[-1].shard_stop], self._like.device)

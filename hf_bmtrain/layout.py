@@ -54,6 +54,11 @@ class Layout:
         """Elements of the whole flat buffer, padding included."""
         return self.shard_numel * self.world_size
 
+    @property
+    def extent(self) -> int:
+        """Elements up to the end of the last tensor: where a tensor lies does not depend on the number of shards."""
+        return self.offsets[-1] + self.numels[-1] if self.numels else 0
+
     def piece(self, index: int, rank: int) -> Piece:
         """What `rank` holds of tensor `index`."""
         shard_begin = rank * self.shard_numel

@@ -72,6 +72,7 @@ class Reads:
         if not self._step.in_forward:
             return piece
         self._step.meet(self)
+        self._source.gradient.let_go()
         self._source.gather()
         self._source.wait()
         self.unwatched |= not self._watched

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .block import CheckpointBlock, TransformerBlockList, extend
+from .compiled import compile_blocks
 from .module import DistributedModule, distribute
 from .slot import Place, find_places, shard_places
 from .world import World, check_zero_level, current_world
@@ -19,7 +20,12 @@ _LARGE = 1 << 20
 """Elements from which a parameter outside blocks gets a flat buffer of its own, whole only while it is needed."""
 
 
-def auto_wrap(model: torch.nn.Module, zero_level: int | None = None, use_checkpoint: bool = True) -> torch.nn.Module:
+def auto_wrap(
+    model: torch.nn.Module,
+    zero_level: int | None = None,
+    use_checkpoint: bool = True,
+    compile: bool | str = False,
+) -> torch.nn.Module:
     """Shard `model` over the world, in place, and return it. Collective.
 
     The items of the outermost `nn.ModuleList`s that hold parameters become CheckpointBlocks and the lists
@@ -30,6 +36,7 @@ def auto_wrap(model: torch.nn.Module, zero_level: int | None = None, use_checkpo
 
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them; None takes the world's.
     use_checkpoint: recompute each block in backward instead of keeping its activations.
+    compile: torch.compile the blocks, with its default backend or the one that is named.
     """
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
@@ -51,7 +58,9 @@ def auto_wrap(model: torch.nn.Module, zero_level: int | None = None, use_checkpo
         _link(module_list)
     _place_buffers(model, world)
     _route_recomputation(model, blocks)
-    _keep_cache_out(model, blocks)
+    _keep_cache_out(model, blocks, bool(compile))
+    if compile:
+        compile_blocks(blocks, "inductor" if compile is True else compile)  # pyright: ignore[reportArgumentType]
     sharded = f"{type(model).__name__}: {len(blocks)} blocks in {len(lists)} lists, {len(outside)} modules outside"
     _log.info("rank %d: sharded %s, zero_level %d, recompute %s", world.rank, sharded, level, use_checkpoint)
     return model
@@ -155,11 +164,11 @@ def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
         block._bmt.use_checkpoint = on
 
 
-def _keep_cache_out(model: torch.nn.Module, blocks: list[Any]) -> None:
-    """No key-value cache in a forward that is recomputed: it would be appended to twice."""
+def _keep_cache_out(model: torch.nn.Module, blocks: list[Any], compiled: bool) -> None:
+    """No key-value cache in training: recomputed it would be appended to twice, compiled each layer has its own."""
 
     def without_cache(module, args, kwargs):
-        if torch.is_grad_enabled() and any(block._bmt.use_checkpoint for block in blocks):
+        if torch.is_grad_enabled() and (compiled or any(block._bmt.use_checkpoint for block in blocks)):
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
 

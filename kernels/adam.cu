@@ -13,30 +13,26 @@
 // parameter.
 #include "device.cuh"
 
-struct Record {  // one group's numbers for this step, in the order of `adam.RECORD`
+struct Record {  // one run's numbers for this step, in the order of `adam.RECORD`
     float skip, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root,
         eps;
     unsigned seed;
     float unused;
 };
 
-// One thread a group. control: [sum of squares, non-finite flag, loss scale, max norm]; norm[0] is the norm
-// of the unscaled gradients. hyper: [lr, beta1, beta2, eps, weight_decay] a group. A skipped step does not
-// count.
-extern "C" __global__ void adam_prepare(const double* control, const double* hyper, int groups,
-                                        long long* steps, float* records, double* norm) {
-    double scale = control[2], max_norm = control[3], total = sqrt(control[0]) / scale;
-    bool skip = control[1] != 0.0;
-    double clip = max_norm > 0.0 && max_norm < total + 1e-6 ? max_norm / (total + 1e-6) : 1.0;
-    int group = blockIdx.x * blockDim.x + threadIdx.x;
-    if (group == 0) norm[0] = total;
-    if (group >= groups) return;
-    const double* h = hyper + 5 * group;
-    long long step = steps[group] + (skip ? 0 : 1);
-    steps[group] = step;
+// One thread a run. hyper: [lr, beta1, beta2, eps, weight_decay] a run. The gradients are to be divided by
+// grad_scale[0]; a step with found_inf[0] != 0 is skipped and does not count.
+extern "C" __global__ void adam_prepare(const float* grad_scale, const float* found_inf, const double* hyper,
+                                        int runs, float* steps, float* records) {
+    int run = blockIdx.x * blockDim.x + threadIdx.x;
+    if (run >= runs) return;
+    bool skip = found_inf[0] != 0.0f;
+    const double* h = hyper + 5 * run;
+    float step = steps[run] + (skip ? 0.0f : 1.0f);
+    steps[run] = step;
     Record r;
     r.skip = skip;
-    r.grad_scale = (float)(clip / scale);
+    r.grad_scale = (float)(1.0 / grad_scale[0]);
     r.decay = (float)(1.0 - h[0] * h[4]);
     r.beta1 = (float)h[1], r.one_minus_beta1 = (float)(1.0 - h[1]);
     r.beta2 = (float)h[2], r.one_minus_beta2 = (float)(1.0 - h[2]);
@@ -45,7 +41,7 @@ extern "C" __global__ void adam_prepare(const double* control, const double* hyp
     r.eps = (float)h[3];
     r.seed = (unsigned)step;
     r.unused = 0.0f;
-    ((Record*)records)[group] = r;
+    ((Record*)records)[run] = r;
 }
 
 // 32 bits that depend on the element and the step alone; the finalizer of MurmurHash3 (Appleby), twice.

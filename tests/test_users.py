@@ -216,6 +216,32 @@ def norms_of_lists_and_replaced_gradients():
     torch.testing.assert_close(norm, torch.stack(expected).norm(), rtol=1e-5, atol=0)
 
 
+def gradient_kept_by_the_user():
+    """As in plain torch: after zero_grad a kept gradient is the user's own, and what nobody keeps is freed."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+
+    def step(number):
+        loss = model(ids(number, bmt.rank()))
+        held = [p.buffer.gradient.shard is not None for p in model.parameters()]
+        manager.backward(loss)
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
+        return held
+
+    step(0)
+    kept = model.head.weight.grad
+    before = kept.clone()
+    assert all(step(1))  # an accumulation goes on
+    assert model.head.weight.grad is kept and (not kept.numel() or not torch.equal(kept, before))
+    before = kept.clone()
+    manager.zero_grad()
+    assert not any(step(2))
+    assert torch.equal(kept, before)
+
+
 def dropped_model_is_freed():
     model = bmt.auto_wrap(Tower())
     model(ids(0, bmt.rank())).backward()
@@ -246,8 +272,8 @@ CASES = [
     (custom_model, "llama", False), (custom_model, "llama", True), (custom_model, "bert", True),
     (custom_model, "gpt2", False), (late_flag,), (masters_follow_a_load,), (opaque_output,),
     (backward_behind_the_output,), (double_backward,), (failed_backward_without_a_root,),
-    (scaler_during_accumulation,), (norms_of_lists_and_replaced_gradients,), (dropped_model_is_freed,),
-    (write_outside_blocks_in_forward,),
+    (scaler_during_accumulation,), (norms_of_lists_and_replaced_gradients,), (gradient_kept_by_the_user,),
+    (dropped_model_is_freed,), (write_outside_blocks_in_forward,),
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag lie on the device.
 
-A step is: `accumulate_squared_norm` into control[:2] (and one all-reduce), `adam_prepare` once, `adam_update`
-once a range. Nothing waits for the device, and the three can be captured in a CUDA graph and replayed.
+A step is: `adam_prepare` once, `adam_update` once a range. Neither waits for the device, and both can be captured in
+a CUDA graph and replayed.
 
 A kernel is picked for CUDA tensors, `prepare_reference` and `update_reference` (float32 torch) otherwise.
 """
@@ -55,60 +55,55 @@ def variants(arch: int) -> list[Variant]:
 
 
 def adam_prepare(
-    control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor, norm: torch.Tensor
+    grad_scale: torch.Tensor, found_inf: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor
 ) -> None:
-    """Turn this step's norm, loss scale and hyper-parameters into one record a group.
+    """Turn this step's scalars and hyper-parameters into one record a run, a range that `adam_update` takes.
 
-    control   (4,) float64: [sum of squares of the gradients as they lie in memory, non-finite flag,
-              loss scale they carry (1 for none), largest norm allowed (0 or less for no clipping)]
-    hyper     (groups, 5) float64, columns as in HYPER
-    steps     (groups,) int64: steps taken so far; advanced by one, unless the flag says skip
-    records   (groups, 12) float32, written; a row is what `adam_update` takes (columns as in RECORD)
-    norm      (1,) float64, written: the norm of the gradients without the loss scale
-    The clip factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_.
+    grad_scale  (1,) float32: what the gradients are to be divided by (loss scale over clip factor)
+    found_inf   (1,) float32: not 0 where the step must be skipped
+    hyper       (runs, 5) float64, columns as in HYPER
+    steps       (runs,) float32: steps taken so far; advanced by one unless the step is skipped
+    records     (runs, 12) float32, written; a row is what `adam_update` takes (columns as in RECORD)
     """
-    groups, device = len(hyper), records.device
-    expect("control", control, (torch.float64,), (4,), device)
-    expect("hyper", hyper, (torch.float64,), (groups, len(HYPER)), device)
-    expect("steps", steps, (torch.int64,), (groups,), device)
-    expect("records", records, (torch.float32,), (groups, len(RECORD)), device)
-    expect("norm", norm, (torch.float64,), (1,), device)
-    if groups == 0:
+    runs, device = len(hyper), records.device
+    expect("grad_scale", grad_scale, (torch.float32,), (1,), device)
+    expect("found_inf", found_inf, (torch.float32,), (1,), device)
+    expect("hyper", hyper, (torch.float64,), (runs, len(HYPER)), device)
+    expect("steps", steps, (torch.float32,), (runs,), device)
+    expect("records", records, (torch.float32,), (runs, len(RECORD)), device)
+    if runs == 0:
         return
     if not records.is_cuda:
-        return prepare_reference(control, hyper, steps, records, norm)
+        return prepare_reference(grad_scale, found_inf, hyper, steps, records)
     chosen = variant(torch.float32, torch.float32, None)  # any: the kernel is the same in all of them
-    kernel(chosen, "adam_prepare", records.device)(-(-groups // 32), 32, control, hyper, groups, steps, records, norm)
+    launch = kernel(chosen, "adam_prepare", records.device)
+    launch(-(-runs // 32), 32, grad_scale, found_inf, hyper, runs, steps, records)
 
 
 def prepare_reference(
-    control: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor, norm: torch.Tensor
+    grad_scale: torch.Tensor, found_inf: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor
 ) -> None:
     """`adam_prepare` in torch, on any device."""
-    squares, flag, scale, max_norm = control
-    total = squares.sqrt() / scale
-    factor = max_norm / (total + 1e-6)
-    clip = torch.where((max_norm > 0) & (factor < 1), factor, torch.ones_like(factor))
-    steps += (flag == 0).long()
+    skip = found_inf != 0
+    steps += (~skip).float()
     lr, beta1, beta2, eps, weight_decay = hyper.unbind(1)
-    one = torch.ones_like(lr)
+    one, taken = torch.ones_like(lr), steps.double()
     columns = (
-        one * (flag != 0),
-        one * (clip / scale),
+        one * skip,
+        one / grad_scale.double(),
         1 - lr * weight_decay,
         beta1,
         1 - beta1,
         beta2,
         1 - beta2,
-        lr / (1 - beta1**steps),
-        (1 - beta2**steps).rsqrt(),
+        lr / (1 - beta1**taken),
+        (1 - beta2**taken).rsqrt(),
         eps,
     )
     records[:, : len(columns)] = torch.stack(columns, 1)
     bits = records.view(torch.int32)
     bits[:, 10] = steps.to(torch.int32)
     bits[:, 11] = 0
-    norm.copy_(total)
 
 
 def adam_update(

@@ -5,7 +5,7 @@ the squares of up to 32 elements in float32 where that is finite: a square below
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -56,7 +56,7 @@ def reference(flat: torch.Tensor, out: torch.Tensor) -> None:
 
 
 class Segments:
-    """Where the segments of a flat tensor lie; made once a layout, kept on the device.
+    """Where the segments of a flat tensor lie; made once a layout, kept on the device from the first use.
 
     offsets   k + 1 non-decreasing integers: segment s is flat[offsets[s]:offsets[s + 1]], and may be empty
     """
@@ -64,15 +64,22 @@ class Segments:
     def __init__(self, offsets: Sequence[int], device: torch.device | str):
         if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
             raise ValueError(f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}")
-        self.offsets = tuple(offsets)
+        self.offsets, self.device = tuple(offsets), torch.device(device)
+
+    @cached_property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Begins (int64) and lengths (int32) of the pieces of all segments, and each segment's first piece (int64)."""
         begins, lengths, firsts = [], [], [0]
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in zip(self.offsets, self.offsets[1:], strict=False):
             begins += range(start, end, PIECE)
             lengths += [min(PIECE, end - begin) for begin in range(start, end, PIECE)]
             firsts.append(len(begins))
-        self.begins = torch.tensor(begins, dtype=torch.int64, device=device)
-        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
-        self.firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
+        wide = {"dtype": torch.int64, "device": self.device}
+        return (
+            torch.tensor(begins, **wide),
+            torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            torch.tensor(firsts, **wide),
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -88,17 +95,18 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
         raise ValueError(f"segments end at {segments.offsets[-1]}, the tensor has {flat.numel()} elements")
     if not flat.is_cuda:
         return segmented_reference(flat, segments)
-    if segments.begins.device != flat.device:
-        raise ValueError(f"segments are on {segments.begins.device}, the tensor is on {flat.device}")
+    begins, lengths, firsts = segments.tables
+    if begins.device != flat.device:
+        raise ValueError(f"segments are on {begins.device}, the tensor is on {flat.device}")
     out = torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
-    pieces = segments.begins.numel()
+    pieces = begins.numel()
     if pieces == 0:
         return out
     partials = torch.empty(pieces, dtype=torch.float64, device=flat.device)
     chosen = variant(flat.dtype)
-    kernel(chosen, "piece_squares", flat.device)(pieces, THREADS, flat, segments.begins, segments.lengths, partials)
+    kernel(chosen, "piece_squares", flat.device)(pieces, THREADS, flat, begins, lengths, partials)
     kernel(chosen, "segment_squares", flat.device)(
-        -(-len(segments) // (THREADS // 32)), THREADS, partials, segments.firsts, len(segments), out
+        -(-len(segments) // (THREADS // 32)), THREADS, partials, firsts, len(segments), out
     )
     return out
 

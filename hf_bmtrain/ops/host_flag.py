@@ -10,13 +10,19 @@ class HostFlag:
 
     def __init__(self, flag: torch.Tensor) -> None:
         self.immediate = not flag.is_cuda
-        self._value = flag
+        self._value = flag.clone() if self.immediate else torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
         self._event: torch.cuda.Event | None = None
         if flag.is_cuda:
-            self._value = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
             self._value.copy_(flag, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
+
+    @classmethod
+    def send(cls, flag: torch.Tensor) -> HostFlag | None:
+        """None while a CUDA graph is captured: no host follows its replays."""
+        if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        return cls(flag)
 
     def read(self) -> float:
         """The value; waits for the device only if it has not come to that point yet."""

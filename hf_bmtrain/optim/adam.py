@@ -2,61 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..ops.adam_step import Hyper, KernelSteps, TorchSteps, adam_steps
 from ..sharding import DistributedParameter
+from .runs import Run, neighbours
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass
-class _Run:
-    """Neighbouring slices of one parameter group in one shard, updated at once; the padding between stays zero.
+@dataclass(eq=False)
+class RunState:
+    """What the optimizer keeps of one run.
 
-    parameters: in the order of the buffer. weights: their range of the shard (n,). master, exp_avg, exp_avg_sq:
-    float32 (n,); master is `weights` itself where those are float32. step: float32 (), counted on the device.
+    master, exp_avg_sq: float32 (n,); master is the weights themselves where those are float32. exp_avg: float32 or
+    bfloat16 (n,). step: float32 (), steps taken. index_base: the number of element 0 among all of the optimizer's,
+    the same for any number of ranks. version: of the weights, when the optimizer last wrote them.
     """
 
-    parameters: list[torch.nn.Parameter]
-    weights: torch.Tensor
+    run: Run
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
-    start: int
+    index_base: int
     version: int = -1
 
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The half-precision weights that are the master's rounding, None where there are none."""
+        return None if self.master is self.run.weights else self.run.weights
+
+    @property
+    def stale(self) -> bool:
+        """Whether someone else has written half-precision weights (a load, an average) since the last step."""
+        return self.weight is not None and self.version not in (-1, self.run.weights._version)
+
     def heed_writes(self) -> None:
-        """Where someone else has written half-precision weights (a load, an average), their master follows."""
-        if self.master is self.weights or self.version in (-1, self.weights._version):
-            return
-        unchanged = self.weights == self.master.to(self.weights.dtype)
-        self.master.copy_(torch.where(unchanged, self.master, self.weights.float()))
+        """The master follows the weights where they are no longer its rounding."""
+        weights = self.run.weights.to(self.master.device)
+        unchanged = weights == self.master.to(weights.dtype)
+        self.master.copy_(torch.where(unchanged, self.master, weights.float()))
 
-    def gradient(self) -> torch.Tensor:
-        """float32 (n,): the running sum of an accumulation where there is one, otherwise `.grad`."""
-        first = self.parameters[0]
-        if not isinstance(first, DistributedParameter):
-            assert first.grad is not None
-            return first.grad.reshape(-1).float()
-        start, stop = self.start, self.start + self.weights.numel()
-        if not first.buffer.gradient.intact:
-            return self._assembled(stop - start)
-        wide = first.buffer.gradient.wide(start, stop)
-        if wide is not None:
-            return wide
-        assert first.buffer.gradient.shard is not None
-        return first.buffer.gradient.shard[start:stop].float()
-
-    def _assembled(self, length: int) -> torch.Tensor:
-        """From `.grad`s that someone replaced by tensors of their own."""
-        flat = torch.zeros(length, dtype=torch.float32, device=self.weights.device)
-        for parameter in self.parameters:
-            assert isinstance(parameter, DistributedParameter) and parameter.grad is not None
-            place = parameter.buffer.piece(parameter.index)
-            flat[place.shard_start - self.start : place.shard_stop - self.start] = parameter.grad
-        return flat
+    def views(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """One parameter's part, under the names of torch's AdamW."""
+        part = slice(self.run.begin(parameter), self.run.begin(parameter) + parameter.numel())
+        views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
+        return views if self.weight is None else {**views, "master": self.master[part]}
 
 
 class AdamOptimizer(torch.optim.Optimizer):
@@ -68,8 +64,13 @@ class AdamOptimizer(torch.optim.Optimizer):
     even into them. Neighbouring slices of one parameter group are updated in one launch. Parameters without a
     gradient (`.grad is None`) are left as they are. Ordinary parameters are accepted beside slices.
 
+    exp_avg_dtype: torch.bfloat16 keeps m in 2 bytes, rounded stochastically by bits that depend on the element
+    and the step alone, not on the number of ranks.
+
     `grad_scale` and `found_inf` (device scalars, set by OptimManager or torch.amp.GradScaler before `step`)
-    divide the gradient and skip the update without a host synchronisation.
+    divide the gradient and skip the update. Gradients are only read. No step waits for the device. lr and its
+    companions may be tensors; on CUDA a step can be captured in a graph (after one eager step), where tensors on
+    the device are read at each replay and numbers are sent by `send_hyper_parameters`.
     """
 
     _step_supports_amp_scaling = True
@@ -79,19 +80,35 @@ class AdamOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        exp_avg_dtype: torch.dtype = torch.float32,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
                 f"AdamOptimizer needs lr, eps, weight_decay ≥ 0 and betas in [0, 1), got lr={lr}, eps={eps}, "
                 f"weight_decay={weight_decay}, betas={betas}"
             )
+        if exp_avg_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype}")
+        self._exp_avg_dtype = exp_avg_dtype
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.loss_scale: torch.Tensor | None = None
-        self._runs: dict[int, tuple[list[torch.nn.Parameter], list[_Run]]] = {}
+        self._active: list[list[torch.nn.Parameter]] = []
+        self._states: list[RunState] = []
+        self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in _DTYPES:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"AdamOptimizer keeps float32 masters, which cannot stand for a {parameter.dtype} parameter of "
+                    f"shape {tuple(parameter.shape)}: give it to torch.optim.AdamW"
+                )
 
     @property
     def scale(self) -> float:
@@ -100,84 +117,115 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update every parameter that has a gradient. Gradients may be left unscaled in place (as in torch)."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [
-            (run, group)
-            for number, group in enumerate(self.param_groups)
-            for run in self._runs_of(number, [p for p in group["params"] if p.grad is not None])
-        ]
-        for run, _ in updates:
-            run.heed_writes()
-        for run, group in updates:
-            self._update(run, group)
-        for run, _ in updates:
-            run.version = run.weights._version
+        active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        if not _same(active, self._active):
+            self._arrange(active)
+        for state in self._states:
+            if state.stale:
+                self._heed_writes(state)
+        self._steps.prepare(self._hyper(), self.grad_scale, self.found_inf)
+        self._update()
+        for state in self._states:
+            state.version = state.run.weights._version
         return loss
 
-    def _update(self, run: _Run, group: dict) -> None:
-        if run.weights.numel() == 0:
-            return
-        beta1, beta2 = group["betas"]
-        run.step += 1
-        torch._fused_adamw_(
-            [run.master], [run.gradient()], [run.exp_avg], [run.exp_avg_sq], [], [run.step],
-            lr=float(group["lr"]), beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
-            amsgrad=False, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
-        )  # fmt: skip
-        if self.found_inf is not None:
-            run.step -= self.found_inf.reshape(())
-        if run.master is not run.weights:
-            run.weights.copy_(run.master)
+    def send_hyper_parameters(self) -> None:
+        """Send lr, betas, eps and weight_decay that have changed to the device, before a captured step is replayed.
+
+        `step` does it by itself.
+        """
+        self._steps.send(self._hyper())
+
+    def _hyper(self) -> list[Hyper]:
+        return [(group["lr"], *group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+
+    def _update(self) -> None:
+        for number, state in enumerate(self._states):
+            self._steps.update(
+                number,
+                state.run.gradient(),
+                state.master,
+                state.exp_avg,
+                state.exp_avg_sq,
+                state.weight,
+                state.index_base,
+            )
+
+    def _heed_writes(self, state: RunState) -> None:
+        state.heed_writes()
 
     # -- runs and state -----------------------------------------------------------------------------------------
 
-    def _runs_of(self, number: int, active: list[torch.nn.Parameter]) -> list[_Run]:
-        """The runs of group `number`, made anew when other parameters than in the last step have gradients."""
-        known, runs = self._runs.get(number, ([], []))
-        if len(known) != len(active) or any(a is not b for a, b in zip(known, active)):
-            runs = [self._make_run(parameters) for parameters in _neighbours(active, self._steps_of)]
-            self._runs[number] = active, runs
-        return runs
+    def _arrange(self, active: list[list[torch.nn.Parameter]]) -> None:
+        """Cut the parameters that have gradients into runs. Runs that stay keep their state where it is."""
+        groups = [[Run.over(members) for members in neighbours(group, self._steps_of)] for group in active]
+        runs = [run for group in groups for run in group]
+        device = self._steps_device(runs)
+        steps = adam_steps([len(group) for group in groups], device, self._exp_avg_dtype)
+        earlier = {tuple(map(id, state.run.parameters)): state for state in self._states}
+        kept = [earlier.get(tuple(map(id, run.parameters))) for run in runs]
+        fresh = iter(self._allocate([run for run, state in zip(runs, kept) if state is None]))
+        bases = self._index_bases()
+        self._states = []
+        for number, (run, state) in enumerate(zip(runs, kept)):
+            if state is None:
+                base = bases[run.buffer if run.buffer is not None else run.parameters[0]]
+                offset = 0 if run.buffer is None else run.buffer.rank * run.buffer.layout.shard_numel + run.start
+                state = RunState(run, *next(fresh), steps.counts[number], base + offset)
+                for parameter in run.parameters:
+                    self._adopt(parameter, state.views(parameter))
+            else:
+                state.step = steps.counts[number].copy_(state.step)
+                for parameter in run.parameters:
+                    self.state[parameter]["step"] = state.step
+            self._states.append(state)
+        self._steps, self._active = steps, active
 
     def _steps_of(self, parameter: torch.nn.Parameter) -> float:
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
-    def _make_run(self, parameters: list[torch.nn.Parameter]) -> _Run:
-        weights, start = _range(parameters)
-        like = {"dtype": torch.float32, "device": weights.device}
-        run = _Run(
-            parameters,
-            weights,
-            weights if weights.dtype == torch.float32 else weights.float(),
-            torch.zeros(weights.numel(), **like),
-            torch.zeros(weights.numel(), **like),
-            torch.zeros((), **like),
-            start,
-        )
-        for parameter in parameters:
-            begin = _begin(parameter) - start
-            views = {
-                "exp_avg": run.exp_avg[begin : begin + parameter.numel()],
-                "exp_avg_sq": run.exp_avg_sq[begin : begin + parameter.numel()],
-                "step": run.step,
-            }
-            if run.master is not run.weights:
-                views["master"] = run.master[begin : begin + parameter.numel()]
-            self._adopt_state(parameter, views)
-        return run
+    def _steps_device(self, runs: Sequence[Run]) -> torch.device:
+        """Where the arithmetic is done: where the parameters are."""
+        devices = list(dict.fromkeys(run.weights.device for run in runs))
+        if len(devices) > 1:
+            raise ValueError(f"AdamOptimizer updates the parameters of one device, got {devices}: use one for each")
+        return devices[0] if devices else torch.device("cpu")
 
-    def _adopt_state(self, parameter: torch.nn.Parameter, views: dict[str, torch.Tensor]) -> None:
+    def _allocate(self, runs: Sequence[Run]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(master, exp_avg, exp_avg_sq) of each run, before its first step."""
+        return [
+            (
+                run.weights if run.weights.dtype == torch.float32 else run.weights.float(),
+                torch.zeros_like(run.weights, dtype=self._exp_avg_dtype),
+                torch.zeros_like(run.weights, dtype=torch.float32),
+            )
+            for run in runs
+        ]
+
+    def _adopt(self, parameter: torch.nn.Parameter, views: dict[str, torch.Tensor]) -> None:
         """State that was loaded, or belongs to an earlier run, moves into the run's flat tensors."""
         earlier = self.state.get(parameter, {})
         for name, view in views.items():
             if name in earlier:
                 view.copy_(earlier[name].reshape(view.shape))
         self.state[parameter] = views
+
+    def _index_bases(self) -> dict[Any, int]:
+        """The number of the first element of every buffer (or ordinary parameter), in the order of the groups."""
+        bases, end = {}, 0
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            sliced = isinstance(parameter, DistributedParameter)
+            owner = parameter.buffer if sliced else parameter
+            if owner not in bases:
+                bases[owner] = end
+                end += parameter.buffer.layout.extent if sliced else parameter.numel()
+        return bases
 
     def load_state_dict(self, state_dict: dict) -> None:
         """State keeps its own dtype: torch would cast the float32 masters and moments to the parameters'."""
@@ -192,39 +240,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                     name: value.detach().to(parameter.device, torch.float32, copy=True)
                     for name, value in loaded.items()
                 }
-        self._runs.clear()
+        self._states, self._active = [], []
 
 
-def _begin(parameter: torch.nn.Parameter) -> int:
-    return parameter.buffer.piece(parameter.index).shard_start if isinstance(parameter, DistributedParameter) else 0
-
-
-def _range(parameters: list[torch.nn.Parameter]) -> tuple[torch.Tensor, int]:
-    """The 1-D range of storage that `parameters` cover, and where it starts in their shard."""
-    first, last = parameters[0], parameters[-1]
-    if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
-        start = _begin(first)
-        return first.buffer.shard[start : _begin(last) + last.numel()], start
-    if not first.is_contiguous():
-        raise ValueError(f"AdamOptimizer needs contiguous parameters, got shape {tuple(first.shape)}")
-    return first.detach().view(-1), 0
-
-
-def _neighbours(parameters: list[torch.nn.Parameter], steps_of: Callable) -> list[list[torch.nn.Parameter]]:
-    """`parameters` in maximal lists that follow one another in one buffer and have made as many steps."""
-    runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
-    slices = [p for p in parameters if isinstance(p, DistributedParameter)]
-    buffers = {buffer: number for number, buffer in enumerate(dict.fromkeys(p.buffer for p in slices))}
-    slices.sort(key=lambda piece: (buffers[piece.buffer], piece.index))
-    for earlier, later in zip([None, *slices], slices):
-        follows = (
-            earlier is not None
-            and later.buffer is earlier.buffer
-            and later.index == earlier.index + 1
-            and steps_of(later) == steps_of(earlier)
-        )
-        if follows:
-            runs[-1].append(later)
-        else:
-            runs.append([later])
-    return runs
+def _same(a: list[list], b: list[list]) -> bool:
+    """Whether two lists of lists hold the same objects."""
+    return [[id(x) for x in inner] for inner in a] == [[id(x) for x in inner] for inner in b]

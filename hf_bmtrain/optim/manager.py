@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..ops.host_flag import HostFlag
-from ..sharding import DistributedParameter
 from ..world import current_world
 from .adam import AdamOptimizer
+from .norm import global_norm
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -29,7 +29,8 @@ class OptimManager:
 
     With AdamOptimizer nothing waits for the device: norm, clipping, unscaling and skipping are scalars on it.
     Whether a step was skipped is read at the next `backward` or `step`, when the device has long known it;
-    schedulers advance then. On CPU they advance at once. Other optimizers wait for that answer in `step`.
+    schedulers advance then. On CPU they advance at once. Other optimizers wait for that answer in `step`. While a
+    CUDA graph is captured nothing is read: schedulers, and gradients after a skip, are then the replayer's matter.
     """
 
     def __init__(
@@ -49,7 +50,6 @@ class OptimManager:
         self._bounds = min_loss_scale, max_loss_scale
         self._scale = self._scalar(loss_scale) if loss_scale is not None else None
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
-        self._ones = self._scalar(1.0)
         self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}
         self._checked: set[int] = set()
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
@@ -76,6 +76,7 @@ class OptimManager:
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self._stepped = []  # or their memory would not be free in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
         """Backward of `loss` (a scalar) times the loss scale."""
@@ -127,43 +128,47 @@ class OptimManager:
         if unchecked:
             self._check(unchecked, 2.0)
         for optimizer in self.optimizers:
-            divisor = self._ones if self._scale is None else self._scale
-            if optimizer in self._clips:
-                divisor = divisor / self._clips[optimizer]
-            self._update(optimizer, divisor)
+            self._update(optimizer, self._divisor(optimizer))
         if self._scale is not None:
             torch._amp_update_scale_(
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        self._unread = HostFlag(self._found_inf)
+        self._unread = HostFlag.send(self._found_inf)
         self._stepped = [(p, p.grad, p.grad._version) for o in self.optimizers for p in _with_gradient(o)]
         self._forget_norms()
-        if self._unread.immediate:
+        if self._unread is not None and self._unread.immediate:
             self._settle()
 
-    def _update(self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
+    def _divisor(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """What the optimizer's gradients are still to be divided by: loss scale over clip factor."""
+        clip = self._clips.get(optimizer)
+        if clip is None:
+            return self._scale
+        return clip.reciprocal() if self._scale is None else self._scale / clip
+
+    def _update(self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None) -> None:
         if isinstance(optimizer, AdamOptimizer):
             optimizer.grad_scale, optimizer.found_inf = divisor, self._found_inf
             optimizer.step()
             optimizer.grad_scale = optimizer.found_inf = None
         elif not self._found_inf.item():
             gradients = [p.grad for p in _with_gradient(optimizer)]
-            if gradients:
+            if gradients and divisor is not None:
                 torch._foreach_div_(gradients, divisor)
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
         """The global norm of the parameters' gradients as they lie; notes whether it is finite."""
-        norm = self._global_norm(parameters, order)
-        self._found_inf = torch.maximum(self._found_inf, _non_finite(norm))
+        norm = global_norm(parameters, order, self._lane, self._device)
+        torch.maximum(self._found_inf, _non_finite(norm), out=self._found_inf)
         self._checked.update(id(p) for p in parameters)
-        return norm
+        return norm.float()
 
     def _forget_norms(self) -> None:
         self._clips.clear()
         self._checked.clear()
-        self._found_inf = torch.zeros_like(self._found_inf)
+        self._found_inf.zero_()  # in place: a captured step finds it where it was
 
     # -- what the device found ----------------------------------------------------------------------------------
 
@@ -183,29 +188,6 @@ class OptimManager:
         for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
-
-    def _global_norm(self, parameters: Sequence[Any], order: float) -> torch.Tensor:
-        """The norm of all gradients over all ranks: each is read once, then one scalar is all-reduced."""
-        if order <= 0:
-            raise ValueError(f"norm_type must be positive or inf, not {order}")
-        infinite = order == float("inf")
-        gradients = [(p.grad.as_subclass(torch.Tensor), isinstance(p, DistributedParameter)) for p in parameters]
-        local = [gradient for gradient, sliced in gradients if sliced]
-        replicated = [gradient for gradient, sliced in gradients if not sliced]
-        total = _powers(local, order, self._device)
-        self._lane.all_reduce(total, maximum=infinite).wait()
-        own = _powers(replicated, order, self._device)
-        total = torch.maximum(total, own) if infinite else total.add_(own)
-        return total.reshape(()) if infinite else total.reshape(()).pow(1.0 / order)
-
-
-def _powers(gradients: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """Σ|g|^order of all elements (their maximum for inf), float32 (1,)."""
-    filled = [g for g in gradients if g.numel()]
-    if not filled:
-        return torch.zeros(1, dtype=torch.float32, device=device)
-    norms = torch.stack(torch._foreach_norm(filled, order, dtype=torch.float32))
-    return norms.max().reshape(1) if order == float("inf") else norms.pow(order).sum().reshape(1)
 
 
 def _non_finite(norm: torch.Tensor) -> torch.Tensor:

@@ -180,16 +180,20 @@ class State:
         self.weight = self.master.bfloat16()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.grad = torch.randn(n, device="cuda").bfloat16()
-        self.control = torch.tensor([0, 0, 1.0, 1.0], dtype=torch.float64, device="cuda")
+        self.squares = torch.zeros(2, dtype=torch.float64, device="cuda")
+        self.grad_scale, self.found_inf = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
         self.hyper = torch.tensor([[1e-2, 0.9, 0.99, 1e-8, 0.1]], dtype=torch.float64, device="cuda")
-        self.steps = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.steps = torch.zeros(1, device="cuda")
         self.records = torch.zeros(1, 12, device="cuda")
         self.norm = torch.zeros(1, dtype=torch.float64, device="cuda")
 
     def step(self) -> None:
-        self.control[:2].zero_()
-        grad_norm.accumulate_squared_norm(self.grad, self.control[:2])
-        adam.adam_prepare(self.control, self.hyper, self.steps, self.records, self.norm)
+        self.squares.zero_()
+        grad_norm.accumulate_squared_norm(self.grad, self.squares)
+        self.norm.copy_(self.squares[:1].sqrt())
+        self.grad_scale.copy_((self.norm + 1e-6).clamp(min=1.0))  # the largest norm allowed is 1
+        self.found_inf.copy_(self.squares[1:])
+        adam.adam_prepare(self.grad_scale, self.found_inf, self.hyper, self.steps, self.records)
         adam.adam_update(self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.weight, self.records[0])
 
     def result(self) -> list[torch.Tensor]:
@@ -306,4 +310,4 @@ def test_wrong_devices_raise() -> None:
         )
     if torch.cuda.device_count() > 1:
         with pytest.raises(RuntimeError, match="current device is"):
-            grad_norm.accumulate_squared_norm(state.grad.to("cuda:1"), state.control[:2].to("cuda:1"))
+            grad_norm.accumulate_squared_norm(state.grad.to("cuda:1"), state.squares.to("cuda:1"))

@@ -72,14 +72,9 @@ def test_adam_update_refuses(name: str, value: torch.Tensor, message: str) -> No
 
 
 def test_adam_prepare_refuses_a_single_row() -> None:
-    double = torch.float64
     with pytest.raises(ValueError, match=r"hyper must be contiguous float64 of shape \(5, 5\)"):
         adam.adam_prepare(
-            torch.ones(4, dtype=double),
-            torch.ones(5, dtype=double),
-            torch.ones(5, dtype=torch.int64),
-            torch.ones(5, 12),
-            torch.ones(1, dtype=double),
+            torch.ones(1), torch.zeros(1), torch.ones(5, dtype=torch.float64), torch.ones(5), torch.ones(5, 12)
         )
 
 

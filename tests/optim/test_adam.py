@@ -1,9 +1,12 @@
 """AdamOptimizer on slices against torch.optim.AdamW on whole parameters."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import hf_bmtrain as bmt
+from hf_bmtrain.ops import adam_step
 from twins import Tower, ids
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
@@ -144,20 +147,115 @@ def ordinary_parameters():
         torch.testing.assert_close(parameter, twin)
 
 
+def gradients_are_only_read():
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    model(ids(0, bmt.rank())).backward()
+    before = [p.grad.as_subclass(torch.Tensor).clone() for p in model.parameters()]
+    optimizer.grad_scale = torch.tensor(4.0)
+    optimizer.step()
+    assert all(torch.equal(p.grad.as_subclass(torch.Tensor), b) for p, b in zip(model.parameters(), before))
+
+
+def writes_are_counted(dtype):
+    """Whoever keeps copies of the weights sees by the buffers' versions that a step has changed them."""
+    model = bmt.auto_wrap(Tower().to(dtype))
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    model(ids(0, bmt.rank())).backward()
+    before = {p.buffer: p.buffer.version for p in model.parameters() if p.buffer.shard.any()}
+    assert before
+    optimizer.step()
+    assert all(buffer.version > version for buffer, version in before.items())
+
+
+def settings_change():
+    """lr as a tensor that is written in place, betas and a group added on the way."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    rate = torch.tensor(1e-2)
+    optimizers = [
+        bmt.optim.AdamOptimizer(model.layers.parameters(), lr=rate, weight_decay=0.1),
+        torch.optim.AdamW(twin.layers.parameters(), lr=1e-2, weight_decay=0.1),
+    ]
+    for step in range(6):
+        if step == 2:
+            rate.fill_(3e-2)
+            optimizers[1].param_groups[0]["lr"] = 3e-2
+        if step == 3:
+            for either, optimizer in zip((model, twin), optimizers):
+                optimizer.add_param_group({"params": list(either.head.parameters()), "lr": 5e-3})
+        if step == 4:
+            for optimizer in optimizers:
+                optimizer.param_groups[1]["betas"] = (0.5, 0.9)
+        steps(model, twin, *optimizers, [step])
+        model.zero_grad()
+        twin.zero_grad()
+    compare(model, twin)
+
+
+def stochastic_state(dtype):
+    """Six steps on gradients that do not depend on the ranks: (weights, exp_avg), whole."""
+    model = bmt.auto_wrap(Tower().to(dtype))
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS, exp_avg_dtype=torch.bfloat16)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = p.take(torch.randn(p.full_shape, generator=generator).to(dtype)).clone()
+        optimizer.step()
+    moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    assert all(m.dtype == torch.bfloat16 for m in moments)
+    whole = [p.buffer.gather_piecewise(p.index, m) for p, m in zip(model.parameters(), moments)]
+    return [t.float().numpy() for t in [*model.state_dict().values(), *whole]]
+
+
 CASES = [
     (against_torch, 1), (against_torch, 3), (parameter_groups,), (unfrozen_later,), (half_precision, torch.bfloat16),
     (half_precision, torch.float16), (accumulation_is_summed_in_float32,), (edited_gradients,), (resumed,),
-    (ordinary_parameters,),
+    (ordinary_parameters,), (gradients_are_only_read,), (settings_change,), (writes_are_counted, torch.float32),
+    (writes_are_counted, torch.bfloat16),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+def by_kernels(case, *arguments):
+    """`case` with the kernels' path, which on CPU ends in their references."""
+    with mock.patch.object(adam_step, "kernels_serve", return_value=True) as asked:
+        result = case(*arguments)
+    assert asked.called
+    return result
+
+
+def name(case):
+    return "-".join(str(getattr(c, "__name__", c)) for c in case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_adam(world, size, case):
     world(size)(*case)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] is not accumulation_is_summed_in_float32], ids=name)
+@pytest.mark.parametrize("size", [1, 2])
+def test_adam_by_kernels(world, size, case):
+    world(size)(by_kernels, *case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stochastic_rounding_is_the_same_on_any_number_of_ranks(world, dtype):
+    alone = world(1)(stochastic_state, dtype)[0]
+    for size in (2, 3):
+        for state in world(size)(stochastic_state, dtype):
+            assert len(state) == len(alone)
+            assert all((a == b).all() for a, b in zip(state, alone))
 
 
 @pytest.mark.parametrize("bad", [{"lr": -1}, {"eps": -1}, {"betas": (1.0, 0.9)}, {"weight_decay": -0.1}])
 def test_settings_are_checked(bad):
     with pytest.raises(ValueError, match="AdamOptimizer needs"):
         bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(1))], **bad)
+
+
+def test_dtypes_are_checked():
+    with pytest.raises(ValueError, match=r"float32 masters, which cannot stand for a torch.float64 .* \(3,\)"):
+        bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(3).double())])
+    with pytest.raises(ValueError, match="exp_avg_dtype must be"):
+        bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(3))], exp_avg_dtype=torch.float16)

@@ -1,0 +1,139 @@
+"""One AdamW step over many runs: the numbers that change from step to step, and who does the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .adam import HYPER, RECORD, adam_prepare, adam_update
+
+Hyper = Sequence["float | torch.Tensor"]
+"""lr, beta1, beta2, eps, weight_decay of one parameter group; numbers or scalar tensors."""
+
+
+class KernelSteps:
+    """By `adam_prepare` and `adam_update`: kernels on CUDA, their references on CPU.
+
+    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so a step waits for nothing
+    and may be captured in a CUDA graph. A hyper-parameter that is a tensor on the device is read at every step,
+    also at a replayed one; a number travels when it has changed (`send`).
+
+    groups: how many runs each parameter group has; runs are numbered group by group. counts: (runs,) float32, the
+    steps that each run has taken.
+    """
+
+    def __init__(self, groups: Sequence[int], device: torch.device) -> None:
+        self._groups, runs = list(groups), sum(groups)
+        self.counts = torch.zeros(runs, device=device)
+        self._hyper = torch.zeros(runs, len(HYPER), dtype=torch.float64, device=device)
+        self._records = torch.zeros(runs, len(RECORD), device=device)
+        self._one, self._zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+        self._sent: list[list[float]] = []
+
+    def send(self, hyper: Sequence[Hyper]) -> None:
+        """Write the groups' hyper-parameters that are numbers to the device, if one has changed since the last time.
+
+        They leave from pinned memory of their own, which torch does not give to anyone else before the copy has
+        been made: a later `send` cannot overtake it.
+        """
+        rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
+        if rows == self._sent:
+            return
+        on_gpu = self._hyper.is_cuda
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a hyper-parameter changed inside the capture of a CUDA graph, which would replay the copy of memory "
+                "that is gone: make one step, or call send_hyper_parameters(), before the capture begins"
+            )
+        expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
+        if expanded:
+            host = torch.tensor(expanded, dtype=torch.float64, pin_memory=on_gpu)
+            self._hyper.copy_(host, non_blocking=True)
+        self._sent = rows
+
+    def prepare(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Begin a step. grad_scale: what gradients are divided by; found_inf: not 0 to skip. float32 scalars."""
+        self.send(hyper)
+        start = 0
+        for values, runs in zip(hyper, self._groups):
+            for column, value in enumerate(values):
+                if isinstance(value, torch.Tensor) and self._on_device(value):
+                    self._hyper[start : start + runs, column].copy_(value)
+            start += runs
+        scale = self._one if grad_scale is None else grad_scale.reshape(1)
+        flag = self._zero if found_inf is None else found_inf.reshape(1)
+        adam_prepare(scale, flag, self._hyper, self.counts, self._records)
+
+    def update(
+        self,
+        run: int,
+        grad: torch.Tensor,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        weight: torch.Tensor | None,
+        index_base: int,
+    ) -> None:
+        """Update run number `run`, or a part of it, in place: the contract of `adam_update`. `grad` is only read."""
+        adam_update(grad, master, exp_avg, exp_avg_sq, weight, self._records[run], index_base)
+
+    def _on_device(self, value: float | torch.Tensor) -> bool:
+        return isinstance(value, torch.Tensor) and value.device == self._hyper.device
+
+
+class TorchSteps:
+    """By torch's fused AdamW for CPU, with the contract of KernelSteps; moments are float32."""
+
+    def __init__(self, groups: Sequence[int], device: torch.device) -> None:
+        self._groups = list(groups)
+        self.counts = torch.zeros(sum(groups), device=device)
+        self._rows: list[list[float]] = []
+        self._grad_scale: torch.Tensor | None = None
+        self._skip = False
+
+    def send(self, hyper: Sequence[Hyper]) -> None:
+        """Nothing: numbers are read at every step."""
+
+    def prepare(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        rows = [[float(value) for value in group] for group in hyper]
+        self._rows = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
+        self._grad_scale, self._skip = grad_scale, found_inf is not None and bool(found_inf)
+        if not self._skip:
+            self.counts += 1
+
+    def update(
+        self,
+        run: int,
+        grad: torch.Tensor,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        weight: torch.Tensor | None,
+        index_base: int,
+    ) -> None:
+        if self._skip or master.numel() == 0:
+            return
+        lr, beta1, beta2, eps, weight_decay = self._rows[run]
+        wide = grad.float()
+        if self._grad_scale is not None:
+            wide = wide / self._grad_scale  # not by the fused operation, which would write it into the gradient
+        torch._fused_adamw_(
+            [master], [wide], [exp_avg], [exp_avg_sq], [], [self.counts[run]],
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version(master)  # the operation does not count its writes itself
+        if weight is not None:
+            weight.copy_(master)
+
+
+def kernels_serve(device: torch.device) -> bool:
+    """Whether the kernels do the arithmetic on this device."""
+    return device.type == "cuda"
+
+
+def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
+    """Kernels on CUDA, torch's fused AdamW on CPU; torch's has no bfloat16 moment: there the kernels' reference."""
+    if kernels_serve(device) or exp_avg_dtype == torch.bfloat16:
+        return KernelSteps(groups, device)
+    return TorchSteps(groups, device)

@@ -1,0 +1,93 @@
+"""Ranges of neighbouring parameters: what one launch updates, and what one pass measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..sharding import DistributedParameter, ShardedBuffer
+
+
+@dataclass(eq=False)
+class Run:
+    """Neighbouring slices of one shard, or one ordinary parameter; the padding between is zero.
+
+    parameters: in the order of the buffer. weights: (n,) the range of storage that they cover. buffer: None for
+    an ordinary parameter. start: where the range begins in the buffer's shard.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    weights: torch.Tensor
+    buffer: ShardedBuffer | None
+    start: int
+
+    @classmethod
+    def over(cls, parameters: list[torch.nn.Parameter]) -> Run:
+        first, last = parameters[0], parameters[-1]
+        if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
+            start = first.buffer.piece(first.index).shard_start
+            stop = first.buffer.piece(last.index).shard_stop
+            return cls(parameters, first.buffer.shard[start:stop], first.buffer, start)
+        if not first.is_contiguous():
+            raise ValueError(f"AdamOptimizer needs contiguous parameters, got shape {tuple(first.shape)}")
+        return cls(parameters, first.detach().view(-1), None, 0)
+
+    def begin(self, parameter: torch.nn.Parameter) -> int:
+        """Where `parameter` begins in the range."""
+        if not isinstance(parameter, DistributedParameter):
+            return 0
+        return parameter.buffer.piece(parameter.index).shard_start - self.start
+
+    def lying(self) -> torch.Tensor | None:
+        """(n,) the `.grad`s where they lie side by side; None where someone replaced one by a tensor of their own."""
+        if self.buffer is None:
+            gradient = self.parameters[0].grad
+            assert gradient is not None
+            return gradient.reshape(-1)
+        if not self.buffer.gradient.intact:
+            return None
+        assert self.buffer.gradient.shard is not None
+        return self.buffer.gradient.shard[self.start : self.start + self.weights.numel()]
+
+    def gradient(self) -> torch.Tensor:
+        """(n,) the float32 running sum of an accumulation where there is one, otherwise `.grad`. To be read only."""
+        lying = self.lying()
+        if lying is None:
+            return self._assembled()
+        wide = None
+        if self.buffer is not None:
+            wide = self.buffer.gradient.wide(self.start, self.start + self.weights.numel())
+        return lying if wide is None else wide
+
+    def _assembled(self) -> torch.Tensor:
+        """From `.grad`s that someone replaced by tensors of their own."""
+        flat = torch.zeros(self.weights.numel(), dtype=torch.float32, device=self.weights.device)
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            start = self.begin(parameter)
+            flat[start : start + parameter.numel()] = parameter.grad
+        return flat
+
+
+def neighbours(
+    parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
+) -> list[list[torch.nn.Parameter]]:
+    """`parameters` in maximal lists that follow one another in one buffer and are of one `kind`."""
+    runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
+    slices = [p for p in parameters if isinstance(p, DistributedParameter)]
+    buffers = {buffer: number for number, buffer in enumerate(dict.fromkeys(p.buffer for p in slices))}
+    slices.sort(key=lambda piece: (buffers[piece.buffer], piece.index))
+    for earlier, later in zip([None, *slices], slices):
+        follows = (
+            earlier is not None
+            and later.buffer is earlier.buffer
+            and later.index == earlier.index + 1
+            and kind(later) == kind(earlier)
+        )
+        if follows:
+            runs[-1].append(later)
+        else:
+            runs.append([later])
+    return runs

@@ -1,0 +1,113 @@
+"""Parts of bench.py: gradient norm, AdamW, a whole optimizer step; beside torch's pieces."""
+
+import torch
+from measuring import Line, measure
+
+from hf_bmtrain.ops import adam, grad_norm
+
+ELEMENTS = 1 << 28
+
+
+def bench_norm() -> list[Line]:
+    flat = torch.randn(ELEMENTS, device="cuda").bfloat16()
+    wide = torch.randn(ELEMENTS // 2, device="cuda")
+    out = torch.zeros(2, dtype=torch.float64, device="cuda")
+    segments = grad_norm.Segments([i * (ELEMENTS // 300) for i in range(301)], "cuda")
+    moved = 2 * ELEMENTS
+    return [
+        Line("norm bf16", measure(lambda: grad_norm.accumulate_squared_norm(flat, out)), moved, "copy 1.00"),
+        Line("norm fp32", measure(lambda: grad_norm.accumulate_squared_norm(wide, out)), moved),
+        Line(
+            "norm bf16, 300 segments",
+            measure(lambda: grad_norm.segmented_squared_norm(flat, segments)),
+            moved,
+        ),
+        Line("  torch vector_norm", measure(lambda: torch.linalg.vector_norm(flat, dtype=torch.float32)), moved),
+        Line("  torch isfinite().all()", measure(lambda: torch.isfinite(flat).all()), moved),
+    ]
+
+
+class Step:
+    """A flat parameter's tensors, our whole optimizer step, and torch's."""
+
+    def __init__(self, grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None):
+        with torch.device("cuda"):
+            self.grad = torch.randn(ELEMENTS).to(grad)
+            self.master = torch.randn(ELEMENTS)
+            self.exp_avg = torch.zeros(ELEMENTS, dtype=exp_avg)
+            self.exp_avg_sq = torch.zeros(ELEMENTS)
+            self.weight = None if weight is None else self.master.to(weight)
+            self.squares = torch.zeros(2, dtype=torch.float64)
+            self.grad_scale, self.found_inf = torch.ones(1), torch.zeros(1)
+            self.hyper = torch.tensor([[1e-4, 0.9, 0.95, 1e-8, 0.1]], dtype=torch.float64)
+            self.steps = torch.zeros(1)
+            self.records = torch.zeros(1, len(adam.RECORD))
+            self.torch_step = torch.ones(())
+        self.prepare()
+
+    def prepare(self) -> None:
+        adam.adam_prepare(self.grad_scale, self.found_inf, self.hyper, self.steps, self.records)
+
+    def update(self) -> None:
+        adam.adam_update(self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.weight, self.records[0])
+
+    def whole(self) -> None:
+        self.squares.zero_()
+        grad_norm.accumulate_squared_norm(self.grad, self.squares)
+        self.grad_scale.copy_((self.squares[:1].sqrt() + 1e-6).clamp(min=1.0))  # the largest norm allowed is 1
+        self.found_inf.copy_(self.squares[1:])
+        self.prepare()
+        self.update()
+
+    def torch_update(self, grad: torch.Tensor) -> None:
+        torch._fused_adamw_(
+            [self.master],
+            [grad],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [self.torch_step],
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def torch_whole(self) -> None:
+        assert self.weight is not None
+        grad = self.grad.float()
+        norm = torch.linalg.vector_norm(grad)
+        grad.mul_(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
+        self.torch_update(grad)
+        self.weight.copy_(self.master)
+
+
+def bench_adam() -> list[Line]:
+    lines = []
+    half, full = torch.bfloat16, torch.float32
+    for name, dtypes, moved, least in (
+        ("adam bf16 grad and weight", (half, full, half), 28, "copy 0.95"),
+        ("adam bf16, bf16 exp_avg", (half, half, half), 24, ""),
+        ("adam fp32 grad, bf16 weight", (full, full, half), 30, ""),
+        ("adam fp32", (full, full, None), 28, ""),
+    ):
+        step = Step(*dtypes)
+        lines.append(Line(name, measure(step.update), moved * ELEMENTS, least))
+        if dtypes == (full, full, None):
+            time_torch = measure(lambda step=step: step.torch_update(step.grad))
+            lines.append(Line("  torch _fused_adamw_ fp32", time_torch, moved * ELEMENTS))
+        del step
+    return lines
+
+
+def bench_step() -> list[Line]:
+    step = Step(torch.bfloat16, torch.float32, torch.bfloat16)
+    ours = measure(step.whole)
+    pieces = measure(step.torch_whole)
+    return [
+        Line("whole step: norm, prepare, adam", ours, 30 * ELEMENTS),
+        Line(f"  torch pieces ({pieces / ours:.2f} times ours)", pieces, 30 * ELEMENTS, "2.0 times"),
+    ]

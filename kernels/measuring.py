@@ -1,0 +1,45 @@
+"""Timing on one GPU, and how measurements are shown."""
+
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Line(NamedTuple):
+    """One measurement. `least` is what the project asks for, in the unit of the column it names."""
+
+    name: str
+    ms: float
+    moved: int = 0
+    least: str = ""
+
+
+def measure(function: Callable[[], object], setup: Callable[[], object] = lambda: None, repeats: int = 15) -> float:
+    """Median milliseconds on the device. A sleep before lets the host run ahead: its time does not count."""
+    times = []
+    for _ in range(repeats + 3):
+        setup()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def copy_speed() -> float:
+    """GB/s of a device-to-device copy of 1 GiB, reads and writes counted."""
+    source = torch.empty(1 << 28, dtype=torch.float32, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / measure(lambda: target.copy_(source)) / 1e6
+
+
+def show(lines: list[Line], copy: float) -> None:
+    print(f"{'':58} {'ms':>8} {'GB/s':>7} {'of copy':>7}  at least")
+    for line in lines:
+        speed = line.moved / line.ms / 1e6
+        print(f"{line.name:58} {line.ms:8.3f} {speed:7.0f} {speed / copy:7.2f}  {line.least}")

@@ -1,0 +1,66 @@
+"""What the benchmark trains: named sizes or any causal language model, with weights that every engine draws alike."""
+
+import zlib
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+NAMED = ("tiny", "gpt-1.5b", "gpt-13b", "llama-8b")
+
+
+def make_config(name: str, length: int) -> PreTrainedConfig:
+    """The config of a name in NAMED, or of a folder or hub name; dropout is off."""
+    if name == "tiny":
+        return gpt(layers=4, width=64, heads=4, length=length, vocabulary=512)
+    if name == "gpt-1.5b":
+        return gpt(layers=48, width=1600, heads=25, length=length, vocabulary=50257, tied=True)
+    if name == "gpt-13b":  # the published table of BMTrain: 128 heads of 40
+        return gpt(layers=40, width=5120, heads=128, length=length, vocabulary=50304)
+    if name == "llama-8b":
+        return LlamaConfig(
+            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=length, use_cache=False,
+        )  # fmt: skip
+    return AutoConfig.from_pretrained(name)
+
+
+def gpt(layers: int, width: int, heads: int, length: int, vocabulary: int, tied: bool = False) -> GPT2Config:
+    return GPT2Config(
+        n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=vocabulary, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def make_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model on `device`; its weights depend on their names alone."""
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    for name, parameter in model.named_parameters():
+        fill(name, parameter)
+    return model.train()
+
+
+@torch.no_grad()
+def fill(name: str, parameter: torch.Tensor) -> None:
+    """Matrices normal with 0.02, norms one, biases zero."""
+    if parameter.dim() > 1:
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+        parameter.normal_(0.0, 0.02, generator=generator)
+    else:
+        parameter.fill_(float(not name.endswith("bias")))
+
+
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The decoder layers: the items of the longest ModuleList."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return list(max(lists, key=len))
+
+
+def flops_a_token(model: PreTrainedModel, length: int) -> float:
+    """Multiply-adds counted twice, forward and backward, causal attention, no recomputation (PaLM, appendix B)."""
+    inside = sum(p.numel() for layer in layers_of(model) for p in layer.parameters())
+    output = model.get_output_embeddings()
+    head = output.weight.numel() if isinstance(output, torch.nn.Linear) else 0
+    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    return 6.0 * (inside + head) + 6.0 * layers * width * length

@@ -142,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In float16 a gradient that does not carry the loss scale yet would underflow: it is written for scale 1.
         written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
         at_once = any(work.wants) and work.how.reduction != "none"
-        _forget_failed_backward(weight, bias)
+        _begin_pass(weight, bias)
         losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)
         ctx.work, ctx.at_once, ctx.gradients = work, at_once, gradients
         ctx.like = rows.dtype, weight, bias
@@ -201,10 +201,12 @@ def _whole(parameter: torch.Tensor | None) -> Iterator[Any]:
         yield parameter
 
 
-def _forget_failed_backward(*parameters: torch.Tensor | None) -> None:
-    """What a backward that raised has left behind must not be added to this one's gradients."""
-    if any(isinstance(parameter, DistributedParameter) for parameter in parameters):
-        current_world().step.forget_failed_backward()
+def _begin_pass(*parameters: torch.Tensor | None) -> None:
+    """What a backward that raised has left behind is not added to this one's gradients; spent ones are freed."""
+    for parameter in parameters:
+        if isinstance(parameter, DistributedParameter):
+            current_world().step.forget_failed_backward()
+            parameter.buffer.gradient.let_go()
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:

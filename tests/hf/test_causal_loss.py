@@ -183,6 +183,23 @@ def test_what_happens_to_logits_on_their_way(monkeypatch, asked, change):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_a_loss_of_the_users_own_keeps_its_arguments():
+    weight = torch.linspace(0.5, 2, VOCABULARY)
+
+    def own(logits, labels, vocab_size, **_):
+        how = {"weight": weight, "ignore_index": 5, "reduction": "sum", "label_smoothing": 0.1}
+        return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1), **how)
+
+    model = build("llama")
+    model.loss_function = own
+    twin = copy.deepcopy(model)
+    fuse_causal_loss(model)
+    data = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
+    with Heard() as messages:
+        torch.testing.assert_close(model(**data).loss, twin(**data).loss)
+    assert messages == []
+
+
 class Scaled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)

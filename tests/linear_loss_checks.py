@@ -160,3 +160,16 @@ def check_wrong_inputs(device) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             linear_cross_entropy(*arguments, **options)
+
+
+def check_a_loss_scale_saves_small_gradients(device) -> None:
+    """As for cross_entropy: the chunks' gradients in float16 do not underflow although made before the scale."""
+    hidden, weight, bias, targets, _ = case(device, torch.float16, classes=200)
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    truths = [t.double().requires_grad_() for t in (hidden, weight, bias)]
+    (linear_cross_entropy(*leaves[:2], targets, leaves[2], num_items_in_batch=10**6) * 2.0**16).backward()
+    logits = F.linear(*truths).flatten(0, 1)
+    (exact(logits, targets.flatten(), num_items_in_batch=10**6) * 2.0**16).backward()
+    for leaf, truth in zip(leaves, truths):
+        error = (leaf.grad.double() - truth.grad).abs().max() / truth.grad.abs().max()
+        assert error < 2**-7

@@ -37,6 +37,7 @@ def test_nothing_counts(dtype):
         checks.check_misuse,
         checks.check_autocast,
         checks.check_weight_gradient_is_summed_in_float32,
+        checks.check_a_loss_scale_saves_small_gradients,
         checks.check_layouts,
         checks.check_wrong_inputs,
     ],
@@ -248,3 +249,46 @@ def step_between() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_that_change_before_backward_computes_with_them_raise(world, size):
     world(size)(step_between)
+
+
+class Blocks(nn.Module):
+    """Written as for BMTrain: the head is a block of its own, read only by the loss."""
+
+    def __init__(self, wrap: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        block = bmt.CheckpointBlock if wrap else lambda layer: layer
+        self.body, self.head = block(Layer()), block(nn.Linear(WIDTH, CLASSES))
+
+
+def head_in_a_block() -> None:
+    model, twin = Blocks(wrap=True), Blocks(wrap=False)
+    x = torch.randn(4, WIDTH)
+    for rank in range(bmt.world_size()):
+        targets = torch.arange(4) + rank
+        (F.cross_entropy(twin.head(twin.body(x)), targets) / bmt.world_size()).backward()
+        if rank == bmt.rank():
+            linear_cross_entropy(model.body(x), model.head.weight, targets, model.head.bias).backward()
+    check_gradients(model, twin)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_head_that_is_a_block(world, size):
+    world(size)(head_in_a_block)
+
+
+def spent() -> list[bool]:
+    """Whether the head's gradient shard is there: after backward, and once the next loss follows zero_grad."""
+    with buffers(own=True):
+        model = bmt.auto_wrap(Language())
+    gradient = model.head.weight.buffer.gradient
+    outside(model, 0, 0).backward()
+    seen = [gradient.shard is not None]
+    model.zero_grad()
+    outside(model, 0, 0)
+    return [*seen, gradient.shard is not None]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_that_was_used_is_freed_in_the_next_forward(world, size):
+    assert world(size)(spent)[0] == [True, False]

@@ -40,6 +40,7 @@ def test_nothing_counts(dtype):
         checks.check_misuse,
         checks.check_autocast,
         checks.check_weight_gradient_is_summed_in_float32,
+        checks.check_a_loss_scale_saves_small_gradients,
         checks.check_layouts,
         checks.check_wrong_inputs,
     ],

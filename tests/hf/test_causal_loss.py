@@ -10,6 +10,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.hf.causal_loss import ChunkedHead, fuse_causal_loss
+from test_linear_loss import buffers
 from tiny_models import VOCABULARY, batch
 from tiny_models import build as build_known
 from twins import check_gradients
@@ -63,8 +64,9 @@ def train(family: str, sharded: str, items: int | None) -> None:
     model, twin = build(family), build(family)
     extra = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
     with Heard() as messages:
-        if sharded == "first":
-            bmt.auto_wrap(model)
+        if sharded in ("first", "own"):
+            with buffers(own=sharded == "own"):
+                bmt.auto_wrap(model)
         assert fuse_causal_loss(model) and fuse_causal_loss(model)  # again changes nothing
         if sharded == "later":
             bmt.auto_wrap(model)
@@ -88,7 +90,7 @@ def train(family: str, sharded: str, items: int | None) -> None:
 
 
 @pytest.mark.parametrize("items", [None, 5])
-@pytest.mark.parametrize("sharded", ["first", "later"])
+@pytest.mark.parametrize("sharded", ["first", "own", "later"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_sharded_models(world, size, family, sharded, items):

@@ -35,6 +35,7 @@ class BlockState:
         self.previous: BlockState | None = None
         self.next: BlockState | None = None
         self.own_forward: Callable | None = None
+        self._places = [slot.place() for slot in slots]
         self.pending = 0
         self._opened = False
 
@@ -51,6 +52,7 @@ class BlockState:
             self._open(self.next)
             if torch.is_grad_enabled():
                 for buffer in self.buffers:
+                    buffer.follow_requires_grad()
                     buffer.gradient.let_go()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:
@@ -106,8 +108,8 @@ class BlockState:
             neighbour.gather()
         for buffer in self.buffers:
             buffer.wait()
-        for slot in self.slots:
-            slot.show_whole()
+        for parameters, name, whole, _ in self._places:
+            parameters[name] = whole
         self._opened = True
 
     def gather(self) -> None:
@@ -123,8 +125,8 @@ class BlockState:
             buffer.check_unwritten()
 
     def _show_slices(self) -> None:
-        for slot in self.slots:
-            slot.show_slice()
+        for parameters, name, _, piece in self._places:
+            parameters[name] = piece
         self._opened = False
 
     # -- backward -----------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class GradientBuffer:
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
         self._handed: list[torch.Tensor | None] = [None] * len(slices)
+        self._sizes = layout.shard_sizes(step.reduce.rank)
         self._segments = self._make_segments()
         self._version = -1
         self._arriving: tuple[Ticket, torch.Tensor] | None = None
@@ -55,7 +56,10 @@ class GradientBuffer:
 
     @property
     def _unused(self) -> bool:
-        return all(piece.grad is None for piece in self._slices)
+        for piece in self._slices:
+            if piece.grad is not None:
+                return False
+        return True
 
     # -- one backward -------------------------------------------------------------------------------------------
 
@@ -185,18 +189,18 @@ class GradientBuffer:
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         lane = self._step.reduce
         norms = None if self._segments is None else SegmentNorms(self.shard, self._segments, lane)
-        for index, piece in enumerate(self._slices):
-            if not piece.requires_grad:
-                continue
-            if piece.grad is None or piece.grad is not self._handed[index]:
-                place = self._layout.piece(index, lane.rank)
-                handed = GradSlice.of(self.shard[place.shard_start : place.shard_stop], lane)
+        parts = self.shard.split_with_sizes(self._sizes)[1::2]
+        for index, (piece, part) in enumerate(zip(self._slices, parts)):
+            gradient = piece.grad
+            if piece.requires_grad and (gradient is None or gradient is not self._handed[index]):
+                handed = GradSlice.of(part, lane)
                 if norms is not None:
                     handed.measured_by(norms, index)
                 self._handed[index] = piece.grad = handed
         self._version = self.shard._version
         for piece in self._slices:
-            piece.run_gradient_hooks()
+            if piece._gradient_hooks:
+                piece.run_gradient_hooks()
 
     def _make_segments(self) -> Segments | None:
         if self._like.dtype == torch.float64:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGNMENT_BYTES = 128
 """Every tensor and every shard begins on such a boundary: vector loads, cuBLAS and NCCL all want at least 16."""
@@ -30,7 +31,7 @@ class Piece:
 class Layout:
     """Tensors of `numels` elements, one after another, cut into `world_size` shards of `shard_numel` elements.
 
-    The pieces of all ranks tile every tensor exactly; what no tensor covers is padding (`gaps`).
+    The pieces of all ranks tile every tensor exactly; what no tensor covers is padding.
     """
 
     numels: tuple[int, ...]
@@ -68,16 +69,23 @@ class Layout:
         shard_start = min(max(start - shard_begin, 0), self.shard_numel)
         return Piece(start - begin, shard_start, stop - start)
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """The ranges (start, stop) of the flat buffer that belong to no tensor."""
-        ranges, end = [], 0
-        for offset, numel in zip(self.offsets, self.numels):
-            if offset > end:
-                ranges.append((end, offset))
-            end = offset + numel
-        if self.numel > end:
-            ranges.append((end, self.numel))
-        return ranges
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The flat buffer as gap, tensor, gap, tensor, …, gap: elements of each. A gap is padding, often empty."""
+        return _alternating([(o, o + n) for o, n in zip(self.offsets, self.numels)], self.numel)
+
+    def shard_sizes(self, rank: int) -> list[int]:
+        """The shard of `rank` as gap, piece, gap, piece, …, gap: elements of each."""
+        pieces = [self.piece(index, rank) for index in range(len(self.numels))]
+        return _alternating([(piece.shard_start, piece.shard_stop) for piece in pieces], self.shard_numel)
+
+
+def _alternating(ranges: Sequence[tuple[int, int]], end: int) -> list[int]:
+    sizes, position = [], 0
+    for start, stop in ranges:
+        sizes += [start - position, stop - start]
+        position = stop
+    return [*sizes, end - position]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -14,9 +14,10 @@ class Packing:
 
     def __init__(self, flat: torch.Tensor, layout: Layout, shapes: Sequence[torch.Size]) -> None:
         self.flat = flat
-        data = flat.data  # a version counter of its own: packing is nothing autograd should see
-        self._views = [data[o : o + s.numel()].view(s) for o, s in zip(layout.offsets, shapes)]
-        self._gaps = [data[start:stop] for start, stop in layout.gaps()]
+        # `.data` has a version counter of its own: packing is nothing autograd should see.
+        parts = flat.data.split_with_sizes(layout.sizes)
+        self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
+        self._gaps = [gap for gap in parts[::2] if gap.numel()]
         self._present: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:

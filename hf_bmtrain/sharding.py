@@ -194,10 +194,13 @@ class ShardedBuffer:
         self._ticket = self._lane.all_gather(self._full.tensor, self.shard)
 
     def wait(self) -> None:
-        """The current stream waits until the buffer is whole; `requires_grad` follows the slices."""
+        """The current stream waits until the buffer is whole."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
+
+    def follow_requires_grad(self) -> None:
+        """The wholes require gradients as their slices do, which may have changed since the last forward."""
         for whole, piece in zip(self.wholes, self.slices):
             if whole.requires_grad != piece.requires_grad:
                 whole.requires_grad_(piece.requires_grad)

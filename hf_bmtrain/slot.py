@@ -23,6 +23,15 @@ class Slot:
     buffer: ShardedBuffer
     index: int
 
+    def place(self) -> tuple[dict, str, torch.nn.Parameter, DistributedParameter]:
+        """The module's dict, the name in it, and what stands there: whole or slice. For those who swap every layer."""
+        return (
+            self.module._parameters,
+            self.name,
+            self.buffer.wholes[self.index],
+            self.buffer.slices[self.index],
+        )
+
     def show_whole(self) -> None:
         self.module._parameters[self.name] = self.buffer.wholes[self.index]
 

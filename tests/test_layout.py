@@ -24,7 +24,24 @@ def test_pieces_tile_every_tensor(numels, world_size, alignment):
                 covered.update(range(whole_start, whole_start + piece.length))
                 position = piece.tensor_stop
         assert position == numel
-    padding = {place for start, stop in layout.gaps() for place in range(start, stop)}
+    sizes = layout.sizes
+    padding, position = set(), 0
+    for number, size in enumerate(sizes):
+        assert size == numels[number // 2] if number % 2 else size >= 0
+        padding |= set(range(position, position + size)) if number % 2 == 0 else set()
+        position += size
     assert not covered & padding
     assert len(covered) == sum(numels)
     assert covered | padding == set(range(layout.numel))
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70))
+def test_sizes_of_a_shard_are_those_of_its_pieces(numels, world_size, alignment):
+    layout = Layout.build(numels, world_size, alignment)
+    for rank in range(world_size):
+        sizes = layout.shard_sizes(rank)
+        assert sum(sizes) == layout.shard_numel and min(sizes) >= 0
+        for index in range(len(numels)):
+            piece = layout.piece(index, rank)
+            assert sizes[2 * index + 1] == piece.length
+            assert sum(sizes[: 2 * index + 1]) == piece.shard_start

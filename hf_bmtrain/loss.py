@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from .criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
+from .linear_loss import linear_cross_entropy
 from .ops.cross_entropy import rescale_
 
-__all__ = ["FusedCrossEntropy", "cross_entropy"]
+__all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 
 LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

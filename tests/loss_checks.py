@@ -184,3 +184,13 @@ def check_wrong_inputs(device) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             cross_entropy(bad_logits, bad_targets, **options)
+
+
+def check_a_loss_scale_saves_small_gradients(device, inplace) -> None:
+    """float16 gradients of a mean over a million items, times a loss scale: none is lost before the scale is in."""
+    logits, targets, _ = case(device, (8, 200), torch.float16)
+    leaf, truth_leaf = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss = cross_entropy(leaf * 1, targets, num_items_in_batch=10**6, inplace=inplace)
+    (loss * 2.0**16).backward()
+    (exact(truth_leaf, targets, num_items_in_batch=10**6) * 2.0**16).backward()
+    torch.testing.assert_close(leaf.grad.double(), truth_leaf.grad, rtol=2**-9, atol=2**-24)

@@ -28,7 +28,7 @@ LAYERS = [
     "reads",
     "sharding",
     "slot optim.runs",
-    "block module optim.norm optim.slabs",
+    "block module linear_loss optim.norm optim.slabs",
     "compiled optim.conveyor",
     "wrap store distributed loss inspect lr_scheduler optim.adam optim.host_update",
     "optim.offload optim.manager nn.* utils.* debug plan",

@@ -190,6 +190,11 @@ def test_the_callers_logits_are_his():
     checks.check_inplace_without_gradient(CPU)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_small_gradients(inplace):
+    checks.check_a_loss_scale_saves_small_gradients(CPU, inplace)
+
+
 def test_double_backward_raises():
     checks.check_double_backward(CPU)
 

@@ -43,6 +43,8 @@ def test_inplace(dtype):
 
 
 def test_the_rest_of_the_checks():
+    checks.check_a_loss_scale_saves_small_gradients(GPU, inplace=False)
+    checks.check_a_loss_scale_saves_small_gradients(GPU, inplace=True)
     checks.check_logits_are_kept(GPU)
     checks.check_inplace_without_gradient(GPU)
     checks.check_double_backward(GPU)

@@ -1,0 +1,1 @@
+"""The boundary to Hugging Face's transformers and accelerate."""

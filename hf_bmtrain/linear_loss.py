@@ -1,0 +1,253 @@
+"""The loss of a linear layer's output without that output: logits exist for a chunk of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
+from .ops.cross_entropy import rescale_
+from .ops.wide_product import add_product
+from .sharding import DistributedParameter
+from .world import current_world
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of hidden, weight and bias
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    class_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    num_items_in_batch: NumItems = None,
+    chunk_bytes: int = 1 << 30,
+) -> torch.Tensor:
+    """`cross_entropy(hidden @ weight.T + bias, targets)`, with never more than `chunk_bytes` of logits.
+
+    The gradients are computed in the forward, chunk by chunk, and multiplied by the incoming one in backward; the
+    weight's is summed in float32. With reduction "none", where the incoming gradient has a number a row, backward
+    computes the logits again. What needs no gradient costs nothing. Nothing is shifted: `targets[i]` belongs to
+    `hidden[i]`.
+
+    `weight` and `bias` may be the slices that a sharded model shows at rest (`model.lm_head.weight`), inside or
+    outside its forward: they are gathered here, freed before this returns, and their gradient goes to the
+    reduction when backward reaches the loss. Every rank must call it then.
+
+    Args:
+        hidden: (..., H) float16, bfloat16 or float32.
+        weight: (V, H), bias: (V,), of hidden's dtype; under autocast all are cast to its dtype.
+        targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
+        class_weight: (V,), one weight a class.
+        ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch: as in `FusedCrossEntropy`,
+            also for targets out of range, no targets at all, and infinite logits.
+        chunk_bytes: of logits at a time, 1 GiB unless told. Beside them the weight's gradient takes 4 bytes an
+            element from forward to backward, and the hidden's takes its size.
+
+    Returns:
+        float32: a scalar, or the targets' shape with reduction "none".
+
+    Raises:
+        ValueError: wrong shapes, dtypes or settings; on CPU also a target out of range.
+        RuntimeError: in backward: create_graph=True, or a second backward through the same mean or sum.
+    """
+    how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
+    _check(hidden, weight, targets, bias)
+    targets, classes = as_indices(targets), _shape(weight)[0]
+    how.check(targets, classes)
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
+    tensors = (hidden, weight, bias)
+    recorded = torch.is_grad_enabled()
+    wants = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in tensors)
+    work = _Work(how, wants, _compute_dtype(hidden), chunk_bytes)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1).contiguous(), work)
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What to compute. wants: of hidden, weight and bias, which need a gradient."""
+
+    how: Criterion
+    wants: tuple[bool, ...]
+    dtype: torch.dtype
+    chunk_bytes: int
+
+    def run(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Gradients]:
+        """Losses (N,), and the gradients of sum(scale * losses) that are wanted, or none where scale is None.
+
+        Collective for sharded parameters. The weight's and the bias's gradient come in float32.
+        """
+        with _whole(weight) as whole, _whole(bias) as shift, torch.autocast(rows.device.type, enabled=False):
+            shift = None if shift is None else shift.to(self.dtype)
+            return self._chunks(rows.to(self.dtype), whole.to(self.dtype), shift, targets, scale)
+
+    def _chunks(self, rows, weight, bias, targets, scale) -> tuple[torch.Tensor, Gradients]:
+        (count, _), classes = rows.shape, weight.shape[0]
+        for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
+        losses = rows.new_empty(count, dtype=torch.float32)
+        d_rows = rows.new_empty(rows.shape) if for_rows else None
+        d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
+        size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
+        space = rows.new_empty(size, -(-classes // 8) * 8)[:, :classes]  # matrix products want rows of 16 bytes
+        for start in range(0, count, size):
+            chunk, part = rows[start : start + size], targets[start : start + size]
+            logits, here = space[: len(chunk)], losses[start : start + size]
+            if bias is None:
+                torch.mm(chunk, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, chunk, weight.t(), out=logits)
+            if scale is None:
+                here.copy_(self.how.rows.losses(logits, part, self.how.class_weight)[0])
+                continue
+            factor = scale if scale.numel() == 1 else scale[start : start + size]
+            here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor, self.how.class_weight)[0])
+            if d_rows is not None:
+                torch.mm(logits, weight, out=d_rows[start : start + size])
+            if for_weight:
+                d_weight = add_product(d_weight, logits.t(), chunk)
+            if d_bias is not None:
+                d_bias += logits.sum(0, dtype=torch.float32)
+        if for_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        return losses, (d_rows, d_weight, d_bias)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Rows (N, H), weight, bias, targets (N,) → losses (N,) or a scalar."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias, targets, work: _Work):
+        factor = work.how.factor(targets, _shape(weight)[0])
+        # In float16 a gradient that does not carry the loss scale yet would underflow: it is written for scale 1.
+        written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
+        at_once = any(work.wants) and work.how.reduction != "none"
+        _begin_pass(weight, bias)
+        losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)
+        ctx.work, ctx.at_once, ctx.gradients = work, at_once, gradients
+        ctx.like = rows.dtype, weight, bias
+        if any(work.wants):
+            ctx.save_for_backward(factor, written, *(() if at_once else (rows, weight, bias, targets)))
+        return work.how.reduce(losses, factor)
+
+    @staticmethod
+    def backward(ctx, *incoming: torch.Tensor):
+        refuse_double_backward("linear_cross_entropy")
+        factor, written, *inputs = ctx.saved_tensors
+        wanted = (incoming[0] * factor).contiguous()
+        if ctx.at_once:
+            if ctx.gradients is None:
+                raise RuntimeError(
+                    "A second backward through linear_cross_entropy: its gradients were made in the forward, and the "
+                    "first backward handed them on. Call it again, or use reduction='none' and reduce its result, "
+                    "which computes them in backward."
+                )
+            d_rows, d_weight, d_bias = ctx.gradients
+            ctx.gradients = None
+        else:
+            d_rows, d_weight, d_bias = ctx.work.run(*inputs, wanted)[1]
+            wanted = written = torch.ones_like(factor)
+        dtype, weight, bias = ctx.like
+        if d_rows is not None:
+            rescale_(d_rows, wanted, written)
+            d_rows = d_rows.to(dtype)
+        ratio = torch.where(written == 0, 1.0, wanted / written)
+        return d_rows, _hand_over(weight, d_weight, ratio), _hand_over(bias, d_bias, ratio), None, None
+
+
+def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: torch.Tensor) -> torch.Tensor | None:
+    """`ratio * gradient` for autograd; a sharded parameter's goes to its buffer, to be reduced."""
+    if gradient is None:
+        return None
+    if parameter.dtype == torch.float32:
+        gradient.mul_(ratio)
+    else:
+        narrow = torch.empty_like(gradient, dtype=parameter.dtype)
+        gradient = torch.mul(gradient, ratio, out=narrow)  # rounded once
+    if not isinstance(parameter, DistributedParameter):
+        return gradient
+    current_world().step.enlist(parameter.buffer.reads)
+    parameter.buffer.gradient.collect(parameter.index, gradient)
+    return None
+
+
+@contextmanager
+def _whole(parameter: torch.Tensor | None) -> Iterator[Any]:
+    """The whole parameter, readable under `with`. A slice is gathered, and freed unless it was whole before."""
+    if isinstance(parameter, DistributedParameter):
+        with parameter.buffer.whole_now():
+            yield parameter.buffer.wholes[parameter.index].detach()
+    else:
+        yield parameter
+
+
+def _begin_pass(*parameters: torch.Tensor | None) -> None:
+    """What a backward that raised has left behind is not added to this one's gradients; spent ones are freed."""
+    for parameter in parameters:
+        if isinstance(parameter, DistributedParameter):
+            current_world().step.forget_failed_backward()
+            parameter.buffer.gradient.let_go()
+
+
+def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
+    """How many of `rows` to take at a time: at most `budget` bytes, chunks of about one size."""
+    most = max(1, budget // row_bytes)
+    even = -(-rows // max(1, -(-rows // most)))
+    return min(most, max(1, -(-even // 128) * 128))
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _shape(parameter: torch.Tensor) -> torch.Size:
+    return parameter.full_shape if isinstance(parameter, DistributedParameter) else parameter.shape
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError unless shapes, dtypes and devices are those that `linear_cross_entropy` names."""
+    shape = _shape(weight)
+    if len(shape) != 2 or 0 in shape or hidden.dim() < 1 or hidden.shape[-1] != shape[1]:
+        raise ValueError(
+            f"hidden of shape (..., H) needs a weight of shape (V, H); got hidden {tuple(hidden.shape)} and weight "
+            f"{tuple(shape)}"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"hidden of shape {tuple(hidden.shape)} needs targets of shape {tuple(hidden.shape[:-1])}, got "
+            f"{tuple(targets.shape)}"
+        )
+    if bias is not None and _shape(bias) != shape[:1]:
+        raise ValueError(
+            f"a weight of shape {tuple(shape)} needs a bias of {shape[0]} numbers, got {tuple(_shape(bias))}"
+        )
+    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and not autocast):
+        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise ValueError(f"hidden, weight and bias must share one dtype of float16, bfloat16, float32; got {found}")
+    devices = {str(tensor.device) for tensor in (*tensors.values(), targets)}
+    if len(devices) > 1:
+        raise ValueError(f"hidden, weight, bias and targets must be on one device, got {', '.join(sorted(devices))}")

@@ -1,0 +1,41 @@
+"""Sums of matrix products that are kept in float32 while their factors are in half precision."""
+
+import logging
+from functools import cache
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a @ b in float32: written over `total`, or into a new tensor where it is None.
+
+    total          (M, N) float32 or None
+    a, b           (M, K), (K, N) of one dtype: float32, float16 or bfloat16; either may be transposed
+    """
+    if a.dtype == torch.float32:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if not a.is_cuda:
+        return add_product(total, a.float(), b.float())
+    if _wide_output(a.device):  # the tensor cores add in float32 anyway: nothing is rounded on the way out
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    product = torch.mm(a, b)
+    return product.float() if total is None else total.add_(product)
+
+
+@cache
+def _wide_output(device: torch.device) -> bool:
+    """Whether cuBLAS gives float32 from half-precision factors here."""
+    offered = "dtype_out" in torch.ops.aten.addmm.overloads()
+    if offered and torch.cuda.get_device_capability(device)[0] >= 8:
+        return True
+    log.warning(
+        "weight gradients of linear_cross_entropy are rounded once a chunk: torch %s on compute capability %s does "
+        "not give float32 products of half-precision matrices (torch 2.8 and capability 8.0 do)",
+        torch.__version__,
+        torch.cuda.get_device_capability(device),
+    )
+    return False

@@ -1,0 +1,235 @@
+"""Times a linear layer with its cross-entropy, forward and backward, on one GPU, beside torch's and others'.
+
+    PYTHONPATH=. python3 kernels/bench_linear_loss.py [--rows N --width H --classes V] [--json FILE]
+
+bfloat16. TFLOP/s count three matrix products (6 N H V); memory is the peak beyond the inputs, the gradients of
+both included; errors are of the gradients of some rows and classes against float32, relative to their norm.
+Then the cross-entropy alone, on logits that are there. Liger and cut-cross-entropy where they are installed. What
+fails prints why and the others go on; nothing new is begun after 80 seconds.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from measuring import measure
+
+from hf_bmtrain.loss import cross_entropy, linear_cross_entropy
+
+SECONDS = 80
+SHAPES = ((8192, 32000), (4096, 128256))
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of hidden, weight and targets
+LogitLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Result(NamedTuple):
+    """One way to compute the loss of the linear layer. gb: peak memory; the errors are relative."""
+
+    name: str
+    ms: float
+    tflops: float
+    gb: float
+    weight_error: float
+    hidden_error: float
+
+
+class Problem:
+    """Inputs, and gradients in float32 of the first rows and classes to compare with."""
+
+    def __init__(self, rows: int, width: int, classes: int) -> None:
+        torch.manual_seed(0)
+        self.flops = 6 * rows * width * classes
+        self.hidden = torch.randn(rows, width, device="cuda").bfloat16().requires_grad_()
+        self.weight = (torch.randn(classes, width, device="cuda") * width**-0.5).bfloat16().requires_grad_()
+        self.targets = torch.randint(classes, (rows,), device="cuda")
+        self.targets[::3] = self.targets[::3] % 100  # some classes are often right, as words are
+        self.some = min(256, rows, classes)
+        self.weight_gradient, self.hidden_gradient = self._exact()
+
+    @torch.no_grad()
+    def _exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight, some, rows = self.hidden.float(), self.weight.float(), self.some, len(self.targets)
+        lses = torch.cat([(part @ weight.t()).logsumexp(1) for part in hidden.split(1024)])
+        few_classes = torch.exp(hidden @ weight[:some].t() - lses[:, None])
+        few_classes -= (self.targets[:, None] == torch.arange(some, device="cuda")).float()
+        few_rows = torch.exp(hidden[:some] @ weight.t() - lses[:some, None])
+        few_rows[torch.arange(some, device="cuda"), self.targets[:some]] -= 1
+        return few_classes.t() @ hidden / rows, few_rows @ weight / rows
+
+    def forget(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+
+    def measure(self, name: str, loss: Loss) -> Result:
+        def step() -> None:
+            loss(self.hidden, self.weight, self.targets).backward()
+
+        step()  # compiles, and loads workspaces
+        self.forget()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        gb = (torch.cuda.max_memory_allocated() - before) / 1e9
+        assert self.weight.grad is not None and self.hidden.grad is not None
+        errors = [
+            float((gradient[: self.some].float() - exact).norm() / exact.norm())
+            for gradient, exact in (
+                (self.weight.grad, self.weight_gradient),
+                (self.hidden.grad, self.hidden_gradient),
+            )
+        ]
+        ms = measure(step, self.forget, 5)
+        self.forget()
+        return Result(name, ms, self.flops / ms / 1e9, gb, *errors)
+
+
+def products(problem: Problem) -> Result:
+    """The three matrix products alone, in whole: what the machine could do."""
+    hidden, weight = problem.hidden.detach(), problem.weight.detach()
+
+    def step() -> None:
+        logits = hidden @ weight.t()
+        torch.mm(logits, weight)
+        torch.mm(logits.t(), hidden)
+
+    ms = measure(step, repeats=5)
+    nan = float("nan")
+    return Result("three matrix products alone", ms, problem.flops / ms / 1e9, nan, nan, nan)
+
+
+def linear_losses() -> Iterator[tuple[str, Callable[[], Loss]]]:
+    """Names, and how to make each; making one may raise ImportError."""
+    for mib in (1024, 512, 2048):
+        yield (
+            f"linear_cross_entropy, {mib} MiB of logits",
+            lambda b=mib << 20: lambda h, w, t: linear_cross_entropy(h, w, t, chunk_bytes=b),
+        )
+    yield "F.linear, F.cross_entropy(float)", lambda: lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t)
+    yield "Liger", lambda: _liger()
+    yield "Liger, sums in float32", lambda: _liger(accum_dtype=torch.float32)
+    yield "cut-cross-entropy", lambda: _cut()
+    yield "cut-cross-entropy, no filter", lambda: _cut(filter_eps=None)
+    if hasattr(F, "linear_cross_entropy"):
+        yield "F.linear_cross_entropy", lambda: lambda h, w, t: F.linear_cross_entropy(h, w, t)
+
+
+def _liger(**options) -> Loss:
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(**options)
+    return lambda h, w, t: loss(w, h, t)
+
+
+def _cut(**options) -> Loss:
+    from cut_cross_entropy import linear_cross_entropy as cut
+
+    return lambda h, w, t: cut(h, w, t, **options)
+
+
+def logit_losses() -> Iterator[tuple[str, Callable[[], LogitLoss]]]:
+    yield "cross_entropy(inplace=True)", lambda: lambda x, t: cross_entropy(x, t, inplace=True)
+    yield "cross_entropy", lambda: cross_entropy
+    yield "F.cross_entropy(float)", lambda: lambda x, t: F.cross_entropy(x.float(), t)
+    yield "Liger", _liger_of_logits
+
+
+def _liger_of_logits() -> LogitLoss:
+    from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+
+    return LigerCrossEntropyLoss()
+
+
+class Logits(torch.autograd.Function):
+    """Logits that came out of a layer: to be overwritten, and where their gradient ends."""
+
+    @staticmethod
+    def forward(ctx, leaf: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor):
+        return None, None
+
+
+def time_logits(shape: tuple[int, int], loss: LogitLoss) -> float:
+    """Milliseconds of forward and backward, on the same logits each time."""
+    torch.manual_seed(0)
+    fresh = torch.randn(shape, device="cuda").bfloat16() * 2
+    logits, targets = fresh.clone(), torch.randint(shape[1], shape[:1], device="cuda")
+    leaf = torch.zeros((), device="cuda", requires_grad=True)
+    return measure(lambda: loss(Logits.apply(leaf, logits), targets).backward(), lambda: logits.copy_(fresh), 7)
+
+
+class Clock:
+    """Runs what may fail; begins nothing after its time."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def attempt(self, name: str, function: Callable[[], Result | float]) -> Result | float | None:
+        elapsed = time.monotonic() - self._start
+        if elapsed > SECONDS:
+            print(f"{name}: left out, {elapsed:.0f} s have passed", flush=True)
+            return None
+        try:
+            return function()
+        except ImportError as error:
+            print(f"{name}: not installed ({error})", flush=True)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        finally:
+            torch.cuda.empty_cache()
+        return None
+
+
+def bench_linear(clock: Clock, problem: Problem) -> list[Result]:
+    found = [clock.attempt("matrix products", lambda: products(problem))]
+    for name, make in linear_losses():
+        found.append(clock.attempt(name, lambda: problem.measure(name, make())))  # noqa: B023  (called at once)
+        problem.forget()
+    return [result for result in found if isinstance(result, Result)]
+
+
+def bench_logits(clock: Clock) -> list[tuple[str, float, float]]:
+    """(what, milliseconds, times ours in place)"""
+    lines = []
+    for shape in SHAPES:
+        ours = float("nan")
+        for name, make in logit_losses():
+            ms = clock.attempt(name, lambda: time_logits(shape, make()))  # noqa: B023  (called at once)
+            if isinstance(ms, float):
+                ours = ms if ours != ours else ours
+                lines.append((f"{shape[0]}x{shape[1]} {name}", ms, ms / ours))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name, value in (("rows", 8192), ("width", 4096), ("classes", 128256)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", help="write the measurements to this file")
+    options = parser.parse_args()
+    clock = Clock()
+    linear = bench_linear(clock, Problem(options.rows, options.width, options.classes))
+    logits = bench_logits(clock)
+    device = torch.cuda.get_device_name()
+    print(f"\n{device}, torch {torch.__version__}; {options.rows}x{options.width}x{options.classes} bfloat16")
+    print(f"{'':44} {'ms':>8} {'TFLOP/s':>8} {'peak GB':>8} {'dW error':>9} {'dh error':>9}")
+    for r in linear:
+        print(f"{r.name:44} {r.ms:8.2f} {r.tflops:8.0f} {r.gb:8.2f} {r.weight_error:9.1e} {r.hidden_error:9.1e}")
+    print(f"\n{'cross-entropy alone':44} {'ms':>8} {'of ours':>8}")
+    for name, ms, ratio in logits:
+        print(f"{name:44} {ms:8.3f} {ratio:8.2f}")
+    if options.json:
+        with open(options.json, "w") as file:
+            measured = {"linear": [r._asdict() for r in linear], "logits": logits}
+            json.dump({"device": device, "torch": torch.__version__, **measured}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

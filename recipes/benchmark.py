@@ -22,13 +22,13 @@ import hf_bmtrain as bmt
 
 def main() -> None:
     options = parse_options()
-    device = start(options.engine)
+    device = start(options.engine, options.gather)
     config = make_config(options.model, options.length)
     engine = ENGINES[options.engine](config, options, device)
     batches = [make_batch(step, options, config.vocab_size, device) for step in range(options.warmup + options.steps)]
     losses, seconds = timed_steps(engine.step, batches, options.warmup)
     report = {
-        "engine": options.engine + (" compiled" if options.compile else ""),
+        "engine": name_of(options),
         "described": engine.described,
         "job": job_of(options),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -56,6 +56,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", default="tiny", help=f"{', '.join(NAMED)}, or a folder or hub name (%(default)s)")
     add("--batch", type=int, default=8, help="rows a process (%(default)s)")
     add("--length", type=int, default=512, help="tokens a row (%(default)s)")
+    add("--gather", choices=("auto", "collective", "peer"), default="auto", help="how ours gathers (%(default)s)")
     add("--recompute", action="store_true", help="recompute the layers' forward in backward")
     add("--compile", action="store_true", help="torch.compile every layer")
     add("--warmup", type=int, default=3, help="steps that are not timed (%(default)s)")
@@ -63,6 +64,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--profile", type=Path, help="write a Chrome trace of one step there")
     add("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the results (%(default)s)")
     return parser.parse_args(arguments)
+
+
+def name_of(options: argparse.Namespace) -> str:
+    gather = "" if options.gather == "auto" else f" {options.gather}"
+    return options.engine + gather + (" compiled" if options.compile else "")
 
 
 def job_of(options: argparse.Namespace) -> str:

@@ -105,10 +105,10 @@ ENGINES: dict[str, Callable[[PreTrainedConfig, argparse.Namespace, torch.device]
 }
 
 
-def start(engine: str) -> torch.device:
+def start(engine: str, gather: str) -> torch.device:
     """Join the world: torch's own process group for the others beside the control group of hf_bmtrain."""
     if engine != "ours" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
-    bmt.init_distributed(seed=0)
+    bmt.init_distributed(seed=0, gather=gather)
     return bmt.current_world().device

@@ -26,7 +26,7 @@ class _Shared:
         settle: Callable[[], None],
     ) -> None:
         self.sources, self.handle, self.alive, self.settle = sources, handle, alive, settle
-        self.shard = weakref.ref(shard)
+        self.shard, self.nbytes = weakref.ref(shard), shard.nbytes
         self.published = -1
         self.read = False
 
@@ -97,6 +97,11 @@ class PeerCommunicator:
             self._exchange(None)  # nobody has them mapped
         for shared in gone:
             self._memory.free(shared.handle)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of own shards that lie outside of torch's allocator, whose statistics do not show them."""
+        return sum(shared.nbytes for shared in self._shared.values())
 
     # -- gathers ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from .block import CheckpointBlock, TransformerBlockList, extend
+from .guard import watch
 from .module import DistributedModule, distribute
+from .precision import follow_accelerator
 from .slot import Place, find_places, shard_places
 from .world import World, check_zero_level, current_world
 
@@ -50,6 +52,8 @@ def auto_wrap(model: torch.nn.Module, zero_level: int | None = None, use_checkpo
     _place_buffers(model, world)
     _route_recomputation(model, blocks)
     _keep_cache_out(model, blocks)
+    follow_accelerator(model, world.device)
+    watch(model)
     sharded = f"{type(model).__name__}: {len(blocks)} blocks in {len(lists)} lists, {len(outside)} modules outside"
     _log.info("rank %d: sharded %s, zero_level %d, recompute %s", world.rank, sharded, level, use_checkpoint)
     return model

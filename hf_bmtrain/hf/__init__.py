@@ -1,0 +1,9 @@
+"""Training with Hugging Face's Trainer and Accelerate. Imported on first use: `bmt.hf`."""
+
+from .arguments import check_versions
+from .callback import BMTrainCallback
+from .trainer import Trainer, TrainerMixin
+
+__all__ = ["BMTrainCallback", "Trainer", "TrainerMixin"]
+
+check_versions()

@@ -46,6 +46,13 @@ class SelfReducing:
 def watch(model: torch.nn.Module) -> None:
     """Before each training forward of `model`, check that nobody wrapped it or put other parameters into it."""
     model.register_forward_pre_hook(_check)
+    for module in model.modules():
+        if hasattr(module, "resize_token_embeddings"):
+            module.resize_token_embeddings = _refuse_resizing
+
+
+def _refuse_resizing(*args, **kwargs) -> NoReturn:
+    raise RuntimeError("resize_token_embeddings on a sharded model would lose its slices: call it before auto_wrap.")
 
 
 def _check(model: torch.nn.Module, args: tuple) -> None:

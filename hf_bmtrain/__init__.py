@@ -6,6 +6,9 @@ model = bmt.auto_wrap(model)
 optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import loss, lr_scheduler, optim
 from .block import CheckpointBlock, TransformerBlockList
 from .distributed import gather_result, sum_loss
@@ -13,6 +16,9 @@ from .module import DistributedModule, ParameterInitializer, init_parameters
 from .sharding import DistributedParameter
 from .world import current_world, init_distributed, print_rank, rank, synchronize, world_size
 from .wrap import BMTrainModelWrapper, auto_wrap
+
+if TYPE_CHECKING:
+    from . import hf as hf  # at run time it is imported on first use, see below
 
 __version__ = "0.1.0"
 
@@ -37,3 +43,10 @@ __all__ = [
     "synchronize",
     "world_size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`hf` is imported on first use, because it imports transformers."""
+    if name == "hf":
+        return importlib.import_module(f"{__name__}.hf")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .boundary import enter_backward, leave_backward
+from .guard import SelfReducing
 from .precision import uncached_autocast
 from .sharding import ShardedBuffer
 from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_entries
@@ -176,7 +177,7 @@ class BlockState:
         self.step.take_gradient_slot([buffer.gradient for buffer in self.buffers if buffer.trainable])
 
 
-class CheckpointBlock(torch.nn.Module):
+class CheckpointBlock(SelfReducing, torch.nn.Module):
     """`CheckpointBlock(layer)` returns `layer` itself, sharded in place, its class extended by this one.
 
     Names, isinstance, hooks, attributes and state_dict keys of the layer stay true. use_checkpoint: recompute the

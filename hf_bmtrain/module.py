@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .boundary import enter_backward
+from .guard import SelfReducing
 from .precision import uncached_autocast
 from .reads import watch
 from .sharding import DistributedParameter
@@ -38,7 +39,7 @@ class _Pass:
         raise AssertionError("nothing stands in front of an outermost forward")
 
 
-class DistributedModule(torch.nn.Module):
+class DistributedModule(SelfReducing, torch.nn.Module):
     """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
 
     Inside means: within a call of this or of an enclosing DistributedModule, or a block's recomputation. The
@@ -48,6 +49,7 @@ class DistributedModule(torch.nn.Module):
     """
 
     _step: Step
+    _is_fsdp_managed_module = True
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

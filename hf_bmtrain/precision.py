@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+
+from .accelerator import mixed_precision
+
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def uncached_autocast() -> AbstractContextManager:
@@ -17,3 +24,31 @@ def uncached_autocast() -> AbstractContextManager:
         if torch.is_autocast_enabled(device):
             return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
     return nullcontext()
+
+
+def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
+    """Run `model`'s forward under the mixed precision that an Accelerator or Trainer was made with.
+
+    Accelerate does this itself for the models it prepares, but takes a sharded one as prepared. As there, what
+    the forward returns in half precision becomes float32. Without an Accelerator nothing changes.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
+        precision = mixed_precision()
+        if precision == "no":
+            return forward(*args, **kwargs)
+        if precision not in _HALF:
+            raise RuntimeError(
+                f"mixed_precision='{precision}' is not supported by a sharded model: use 'bf16', 'fp16' or 'no'."
+            )
+        with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
+            outputs = forward(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, _widen, outputs)
+
+    model.forward = forward_in_mixed_precision
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -69,6 +69,9 @@ def shard_places(step: Step, places: Sequence[Place], device: torch.device) -> t
         buffer = ShardedBuffer(step, [_whole(p) for p in parameters.values()], device)
         buffers.append(buffer)
         where.update({key: (buffer, index) for index, key in enumerate(parameters)})
+        for parameter in parameters.values():
+            note: Any = parameter
+            note.sharded_elsewhere = True  # for an optimizer that still holds it
     slots = [Slot(module, name, *where[id(parameter)]) for module, name, parameter in places]
     for slot in slots:
         slot.show_slice()

@@ -11,7 +11,9 @@ import torch
 
 from .block import CheckpointBlock, TransformerBlockList, extend
 from .compiled import compile_blocks
+from .guard import watch
 from .module import DistributedModule, distribute
+from .precision import follow_accelerator
 from .slot import Place, find_places, shard_places
 from .world import World, check_zero_level, current_world
 
@@ -61,6 +63,8 @@ def auto_wrap(
     _keep_cache_out(model, blocks, bool(compile))
     if compile:
         compile_blocks(blocks, "inductor" if compile is True else compile)  # pyright: ignore[reportArgumentType]
+    follow_accelerator(model, world.device)
+    watch(model)
     sharded = f"{type(model).__name__}: {len(blocks)} blocks in {len(lists)} lists, {len(outside)} modules outside"
     _log.info("rank %d: sharded %s, zero_level %d, recompute %s", world.rank, sharded, level, use_checkpoint)
     return model

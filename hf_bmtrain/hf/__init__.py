@@ -1,1 +1,10 @@
-"""The boundary to Hugging Face's transformers and accelerate."""
+"""Training with Hugging Face's Trainer and Accelerate. Imported on first use: `bmt.hf`."""
+
+from .arguments import check_versions
+from .callback import BMTrainCallback
+from .causal_loss import fuse_causal_loss
+from .trainer import Trainer, TrainerMixin
+
+__all__ = ["BMTrainCallback", "Trainer", "TrainerMixin", "fuse_causal_loss"]
+
+check_versions()

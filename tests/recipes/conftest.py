@@ -22,3 +22,19 @@ def write_lines(tmp_path: Path) -> Callable[..., Path]:
         return file
 
     return write
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small saved model and few rows of data."""
+    from small_job import make_small
+
+    return make_small(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def plain(small: Path) -> dict:
+    """What the job gives in plain torch, in one process."""
+    from small_job import PLAIN, PYTHON, train
+
+    return train(small, "plain", PYTHON, PLAIN, "--dropout", 0, "--batch-size", 16)

@@ -1,0 +1,71 @@
+"""TrainingArguments that a sharded model cannot honour: each is refused with the way out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from .. import accelerator
+from ..sharding import DistributedParameter
+from ..world import current_world
+
+_OLDEST_ACCELERATE = (1, 14)
+
+
+def check_versions() -> None:
+    """RuntimeError where the installed accelerate would wrap a sharded model in DistributedDataParallel."""
+    installed = importlib.metadata.version("accelerate")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
+    if numbers < _OLDEST_ACCELERATE:
+        raise RuntimeError(
+            f"accelerate {installed} wraps every model in DistributedDataParallel, which corrupts a sharded one: "
+            "pip install 'accelerate>=1.14'."
+        )
+
+
+def check_model(model: Any) -> None:
+    """RuntimeError unless every parameter of `model` is sharded."""
+    parameters = list(model.parameters())
+    sharded = sum(type(parameter) is DistributedParameter for parameter in parameters)
+    if sharded < len(parameters):
+        raise RuntimeError(
+            f"BMTrainCallback: {sharded} of the {len(parameters)} parameters of {type(model).__name__} are sharded. "
+            "Call model = bmt.auto_wrap(model) before Trainer, after everything that adds or replaces parameters."
+        )
+
+
+def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
+    """ValueError for an argument that does not go with a sharded model."""
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True: when one rank runs out of memory the others wait for it for ever. Choose "
+            "per_device_train_batch_size; gradient_accumulation_steps keeps the global batch."
+        )
+    for name in ("fsdp", "deepspeed", "parallelism_config"):
+        if getattr(args, name, None):
+            raise ValueError(f"{name}={getattr(args, name)!r}: hf_bmtrain shards the model already. Leave it out.")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"Trainer sees {args.n_gpu} GPUs in one process and would use DataParallel: start one process a GPU "
+            "(torchrun --nproc-per-node N script.py), or show the process one GPU (CUDA_VISIBLE_DEVICES=0)."
+        )
+    accelerator.check(current_world().size)
+    _check_precision(args, {parameter.dtype for parameter in model.parameters()})
+
+
+def _check_precision(args: TrainingArguments, dtypes: set[torch.dtype]) -> None:
+    if args.fp16 and torch.float16 in dtypes:
+        raise ValueError(
+            "fp16=True with float16 weights: the gradient scaler of torch refuses float16 gradients. Load the model "
+            "in float32 (dtype=torch.float32) and keep fp16=True, or use bfloat16 weights."
+        )
+    for name, dtype in (("fp16_full_eval", torch.float16), ("bf16_full_eval", torch.bfloat16)):
+        if getattr(args, name, False) and dtypes != {dtype}:
+            raise ValueError(
+                f"{name}=True casts the model for evaluation, and a sharded model cannot be cast. Leave it out (bf16 "
+                "and fp16 evaluate under autocast as well), or cast the model before auto_wrap."
+            )

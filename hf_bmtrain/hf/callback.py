@@ -1,0 +1,180 @@
+"""Hugging Face's Trainer, unmodified, around a sharded model."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..block import CheckpointBlock
+from ..optim import AdamOptimizer
+from .arguments import check_arguments, check_model
+from .optimizer_files import OptimizerFiles
+from .speed import Speedometer, count_parameters
+from .staging import StagedWeights
+
+
+class BMTrainCallback(TrainerCallback):
+    """`Trainer(model=bmt.auto_wrap(model), …, callbacks=[bmt.hf.BMTrainCallback()])`
+
+    Refuses at the start what a sharded model cannot honour; gathers the weights ahead of every save, where Trainer
+    would ask rank 0 alone for them; saves and loads the optimizer's state, each rank its own; compiles the blocks
+    under `torch_compile`. Adds to every log entry of the training loss: samples_per_second, tokens_per_second (all
+    ranks), model_tflops_per_device, peak_memory_gib (the rank with most) and, under fp16, loss_scale.
+
+    Put it last in `callbacks`, where it sees whether the others have asked for a save. Reporters such as
+    TensorBoard run before it and miss its numbers; `bmt.hf.Trainer` gives them to these too.
+    """
+
+    def __init__(self) -> None:
+        self._weights: StagedWeights | None = None
+        self._optimizer_files: OptimizerFiles | None = None
+        self._speed: Speedometer | None = None
+        self._compiled = False
+        self._report: dict[str, float] = {}
+
+    # -- start and end ------------------------------------------------------------------------------------------
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        check_model(model)
+        check_arguments(args, model)
+        self._adopt(model)
+
+    def _adopt(self, model: Any) -> None:
+        if self._weights is None or self._weights.model is not model:
+            self._weights = StagedWeights(model)
+            if hasattr(model, "num_parameters"):  # Trainer's total_flos: a slice would count as the whole
+                model.num_parameters = functools.partial(count_parameters, model)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        check_model(model)
+        self._adopt(model)
+        self._close()
+        self._optimizer_files = OptimizerFiles(_inner(optimizer))
+        resumed = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
+        self._optimizer_files.load(resumed, self._folder(args, state))
+        self._speed = Speedometer(model)
+        if args.torch_compile and not self._compiled:
+            for block in model.modules():
+                if isinstance(block, CheckpointBlock):
+                    block.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
+            self._compiled = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self._weights is not None
+        self._weights.gather(checkpoint=False)  # for trainer.save_model(), which rank 0 enters alone
+        self._close()
+
+    def _close(self) -> None:
+        for part in (self._optimizer_files, self._speed):
+            if part is not None:
+                part.close()
+        self._optimizer_files = self._speed = None
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self._weights is not None and self._optimizer_files is not None and self._speed is not None
+        self._weights.drop()
+        self._optimizer_files.withdraw()
+        self._speed.resume()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._before_log_and_save(args, state, control, kwargs.get("optimizer"))
+
+    on_epoch_end = on_step_end
+
+    def _before_log_and_save(self, args: Any, state: TrainerState, control: TrainerControl, optimizer: Any) -> None:
+        assert self._speed is not None
+        if control.should_log:
+            self._report = {**self._speed.read(), **_loss_scale(optimizer)}
+        if control.should_evaluate or control.should_save:
+            self._speed.pause()
+        if control.should_save:
+            self._stage(args, state)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        if self._optimizer_files is not None and args.save_strategy == "best" and _is_best(args, state, metrics or {}):
+            self._stage(args, state)
+
+    def _stage(self, args: TrainingArguments, state: TrainerState) -> None:
+        assert self._weights is not None and self._optimizer_files is not None
+        self._weights.gather(checkpoint=True)
+        if not args.save_only_model:
+            self._optimizer_files.announce(self._folder(args, state))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._optimizer_files is not None and self._weights is not None:
+            self._optimizer_files.save()
+            self._weights.drop()
+
+    @staticmethod
+    def _folder(args: TrainingArguments, state: TrainerState) -> str:
+        return os.path.join(str(args.output_dir), f"checkpoint-{state.global_step}")
+
+    # -- logs ---------------------------------------------------------------------------------------------------
+
+    def take_report(self, logs: dict[str, float]) -> None:
+        """Add what was measured to `logs` if they are those of the training loss."""
+        if "loss" in logs:
+            logs.update(self._report)
+            self._report = {}
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is not None and "loss" in logs:
+            report = dict(self._report)
+            self.take_report(logs)
+            state.log_history[-1].update(report)
+
+
+def _inner(optimizer: Any) -> Any:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _loss_scale(optimizer: Any) -> dict[str, float]:
+    """The loss scale, where there is one."""
+    scaler, inner = getattr(optimizer, "scaler", None), _inner(optimizer)
+    if scaler is not None:
+        return {"loss_scale": float(scaler.get_scale())}
+    if isinstance(inner, AdamOptimizer) and inner.loss_scale is not None:
+        return {"loss_scale": inner.scale}
+    return {}
+
+
+def _is_best(args: TrainingArguments, state: TrainerState, metrics: dict[str, float]) -> bool:
+    """Whether Trainer will save after this evaluation; where it cannot be told from these metrics, it will not."""
+    name = args.metric_for_best_model or "loss"
+    value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+    if value is None:
+        return False
+    if state.best_metric is None:
+        return True
+    return value > state.best_metric if args.greater_is_better else value < state.best_metric

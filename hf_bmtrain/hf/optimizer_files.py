@@ -1,0 +1,101 @@
+"""The optimizer's state in a Trainer checkpoint: one file a rank beside Trainer's own."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..optim import first_step
+from ..world import current_world
+
+_MARK = "hf_bmtrain"
+
+
+class OptimizerFiles:
+    """Saves and loads the slices of `optimizer`, any that is element-wise, rank by rank.
+
+    Trainer writes `optimizer.pt` on rank 0 alone. With several ranks it holds the parameter groups and a mark that
+    names the checkpoint; the state lies in `optimizer_rank<r>.pt`. Trainer loads the former as it always does,
+    `load` the latter after it. With one rank Trainer's file holds everything.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        whole_state = first_step.check(optimizer)
+        if whole_state is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds no parameter of a sharded model: make it from model.parameters() "
+                "after auto_wrap."
+            )
+        self._optimizer, self._whole_state = optimizer, whole_state
+        self._mark: dict[str, Any] | None = None
+        self._run = _agree(uuid.uuid4().hex)
+        self._handle = optimizer.register_state_dict_post_hook(self._leave_out_state, prepend=True)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def announce(self, folder: str) -> None:
+        """A checkpoint in `folder` is about to be written: until `save`, state_dict() is the marked stub."""
+        if current_world().size > 1:
+            self._mark = {"id": f"{self._run}-{Path(folder).name}", "folder": os.path.abspath(folder)}
+            self._mark["ranks"] = current_world().size
+
+    def withdraw(self) -> None:
+        self._mark = None
+
+    def _leave_out_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict | None:
+        if self._mark is None:
+            return None
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        groups[0][_MARK] = dict(self._mark)
+        return {"state": {}, "param_groups": groups}
+
+    def save(self) -> None:
+        """Write this rank's file into the announced checkpoint. Collective: it is complete when this returns."""
+        if self._mark is None:
+            return
+        mark, self._mark = self._mark, None
+        with self._whole_state.local():
+            state = self._optimizer.state_dict()
+        torch.save({"id": mark["id"], "state_dict": state}, _file(mark["folder"]))
+        current_world().assemble("the optimizer's files of a checkpoint")
+
+    def load(self, *folders: str | None) -> None:
+        """After Trainer has loaded a marked stub: load this rank's file, from where it was saved or `folders`."""
+        mark = self._optimizer.param_groups[0].pop(_MARK, None)
+        if mark is None:
+            return
+        world = current_world()
+        if mark["ranks"] != world.size:
+            raise RuntimeError(
+                f"The checkpoint {mark['folder']} holds the optimizer of {mark['ranks']} ranks, this run has "
+                f"{world.size}: resume with {mark['ranks']} processes."
+            )
+        places = [_file(folder) for folder in (mark["folder"], *folders) if folder]
+        for place in places:
+            if place.is_file():
+                saved = torch.load(place, map_location="cpu", weights_only=True)
+                if saved["id"] == mark["id"]:
+                    self._optimizer.load_state_dict(saved["state_dict"])
+                    return
+        raise RuntimeError(
+            f"rank {world.rank}: the optimizer's state of checkpoint {mark['folder']} is missing; looked for "
+            f"{', '.join(map(str, places))}. Where the checkpoint was moved, set args.resume_from_checkpoint to it."
+        )
+
+
+def _file(folder: str) -> Path:
+    return Path(folder) / f"optimizer_rank{current_world().rank}.pt"
+
+
+def _agree(value: str) -> str:
+    """Rank 0's value. Collective."""
+    values = [value]
+    if current_world().control is not None:
+        dist.broadcast_object_list(values, src=0, group=current_world().control)
+    return values[0]

@@ -1,0 +1,103 @@
+"""How fast a model trains, and with how much memory."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from typing import Any
+
+import torch
+
+from ..sharding import DistributedParameter
+from ..world import current_world
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+class Speedometer:
+    """Counts what `model` is trained on, by a hook before its forward, until `close`.
+
+    The FLOPs of a model are those its training needs, without recomputation: 6N a token for N parameters that
+    multiply, and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022,
+    appendix B). Mixtures of experts and encoder-decoders are not of that kind; their FLOPs are left out.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._input = getattr(model, "main_input_name", "input_ids")
+        self._weights, self._attention = _flops_a_token(model)
+        self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._counts = torch.zeros(3, dtype=torch.float64)
+        self._since = time.perf_counter()
+        self._paused: float | None = None
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def _count(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        inputs = kwargs.get(self._input, args[0] if args else None)
+        if not (model.training and torch.is_grad_enabled() and isinstance(inputs, torch.Tensor) and inputs.dim()):
+            return
+        tokens = inputs.numel() if inputs.dim() == 2 else 0
+        length = inputs.shape[-1]
+        flops = tokens * (self._weights + self._attention * length)
+        self._counts += torch.tensor([inputs.shape[0], tokens, flops], dtype=torch.float64)
+
+    def pause(self) -> None:
+        """Training stops here for an evaluation or a save, `resume` is where it goes on."""
+        if self._paused is None:
+            self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        if self._paused is not None:
+            self._since += time.perf_counter() - self._paused
+            self._paused = None
+
+    def read(self) -> dict[str, float]:
+        """Rates over all ranks since the last read, and the highest memory of a rank. Collective."""
+        world = current_world()
+        totals = self._counts.to(world.device)
+        world.step.reduce.all_reduce(totals).wait()
+        memory = torch.tensor([_peak_memory(world.device)], dtype=torch.float64, device=world.device)
+        world.step.reduce.all_reduce(memory, maximum=True).wait()
+        now = time.perf_counter()
+        seconds = max(now - self._since, 1e-9)
+        self._since, self._counts = now, torch.zeros_like(self._counts)
+        samples, tokens, flops = totals.tolist()
+        report = {"samples_per_second": samples / seconds, "peak_memory_gib": memory.item() / 2**30}
+        if tokens:
+            report["tokens_per_second"] = tokens / seconds
+        if flops:
+            report["model_tflops_per_device"] = flops / seconds / world.size / 1e12
+        return {name: float(f"{value:.5g}") for name, value in report.items()}
+
+
+def _flops_a_token(model: Any) -> tuple[float, float]:
+    """FLOPs of a token: by the weights, and by attention for each token of the sequence. Zeros where unknown."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if not layers or not width or experts or getattr(config, "is_encoder_decoder", False):
+        _log.info("%s: model_tflops_per_device is not reported, its FLOPs a token are not known", type(model).__name__)
+        return 0.0, 0.0
+    return 6.0 * count_parameters(model, exclude_embeddings=True), 12.0 * layers * width
+
+
+def count_parameters(model: torch.nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Elements of the whole parameters, tied ones once; of embeddings those that are an output layer too."""
+    looked_up = set()
+    if exclude_embeddings:
+        modules = list(model.modules())
+        embeddings = {p for m in modules if isinstance(m, torch.nn.Embedding) for p in m._parameters.values()}
+        others = {p for m in modules if not isinstance(m, torch.nn.Embedding) for p in m._parameters.values()}
+        looked_up = embeddings - others
+    counted = [p for p in model.parameters() if p not in looked_up and (p.requires_grad or not only_trainable)]
+    return sum((p.full_shape if isinstance(p, DistributedParameter) else p.shape).numel() for p in counted)
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Bytes: the most that torch has allocated on the device; on CPU the process's largest resident size."""
+    if device.type != "cpu":
+        return float(torch.accelerator.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -1,0 +1,133 @@
+"""finetune_bert_boolq.py's job with an unmodified Hugging Face Trainer: the same options, rows, order and results.
+
+    python recipes/trainer_boolq.py
+    torchrun --nproc-per-node 2 recipes/trainer_boolq.py --model MODEL_FOLDER --data DATA_FOLDER
+
+`--fp16` keeps float32 weights and computes under Trainer's fp16 autocast and gradient scaler.
+"""
+
+import argparse
+import sys
+
+import torch
+from boolq_job import Job, prepare
+from boolq_model import quiet_transformers
+from boolq_options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, choose_dtype, one_line_errors, parse_options
+from boolq_report import Report, score
+from finetune_bert_boolq import check_equal_on_all_ranks, use_embedded
+from transformers import (
+    DataCollatorWithPadding,
+    EvalPrediction,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+import hf_bmtrain as bmt
+
+
+def main() -> None:
+    options = parse_options()
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    device = bmt.current_world().device
+    quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
+    with one_line_errors():
+        embedded = use_embedded(options, device)
+        job = prepare(options, bmt.world_size(), embedded=embedded)
+        check_equal_on_all_ranks(job)
+    if embedded:
+        torch.set_num_threads(1)
+    choose_dtype(options, device)
+    bmt.print_rank(f"{job.describe()}, {options.dtype}, {bmt.world_size()} x {device.type}")
+    report = Report(options, job.describe(), device, bmt.world_size())
+    trainer = make_trainer(job, options, report)
+    trainer.train()
+    trainer.save_model(str(options.output))
+    bmt.print_rank(report.write(options.output) if bmt.rank() == 0 else "")
+    bmt.synchronize()
+
+
+def make_trainer(job: Job, options: argparse.Namespace, report: Report) -> Trainer:
+    """Wrap the job's model in place, and everything into a Trainer."""
+    weights = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
+    model = bmt.auto_wrap(
+        job.model.to(weights), zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint
+    )
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr, weight_decay=WEIGHT_DECAY)
+    steps = options.epochs * (len(job.train_rows) // (options.batch_size * bmt.world_size()))
+    return Trainer(
+        model=model,
+        args=training_arguments(options, warmup=round(WARMUP_SHARE * steps)),
+        train_dataset=job.train_rows,
+        eval_dataset=job.validation_rows,
+        data_collator=DataCollatorWithPadding(job.tokenizer),
+        processing_class=job.tokenizer,
+        compute_metrics=compute_scores,
+        optimizers=(optimizer, None),
+        callbacks=[Record(report), bmt.hf.BMTrainCallback()],
+    )
+
+
+def training_arguments(options: argparse.Namespace, warmup: int) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(options.output),
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        dataloader_drop_last=True,
+        learning_rate=options.lr,
+        lr_scheduler_type="linear",
+        warmup_steps=warmup,
+        max_grad_norm=MAX_GRAD_NORM,
+        # BERT's loss is a mean over its rows, whatever the tokens of other ranks: multiplied by the number of ranks,
+        # as this argument otherwise asks, it would be wrong.
+        average_tokens_across_devices=False,
+        fp16=options.dtype == "float16",
+        use_cpu=bmt.current_world().device.type == "cpu",
+        seed=options.seed,
+        data_seed=options.seed + 1,  # Trainer counts epochs from 0, the recipe from 1: the same order of rows
+        eval_strategy="epoch",
+        save_strategy="no",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=bmt.rank() != 0 or not sys.stderr.isatty(),
+    )
+
+
+def compute_scores(prediction: EvalPrediction) -> dict[str, float]:
+    return score(torch.as_tensor(prediction.predictions).argmax(-1), torch.as_tensor(prediction.label_ids))
+
+
+class Record(TrainerCallback):
+    """Notes every step and epoch in the recipe's report."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.training_seconds = 0.0
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs
+    ) -> None:
+        if logs and "loss" in logs:
+            loss, norm = torch.tensor(logs["loss"]), torch.tensor(logs["grad_norm"])
+            epoch = int(-(-(state.epoch or 0) // 1))
+            self.report.curve.add(epoch, loss, norm, logs["learning_rate"])
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self.training_seconds = self.report.seconds()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs
+    ) -> None:
+        self.report.curve.read()
+        names = ("accuracy", "balanced_accuracy", "majority_share")
+        scores = {name: metrics[f"eval_{name}"] for name in names}
+        line = self.report.add_epoch(round(state.epoch or 0), scores, self.training_seconds, self.report.seconds())
+        bmt.print_rank(line)
+
+
+if __name__ == "__main__":
+    main()

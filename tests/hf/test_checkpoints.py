@@ -1,0 +1,192 @@
+"""Trainer's checkpoints of a sharded model: written by all ranks, read by plain transformers, resumed exactly."""
+
+import shutil
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+import transformers
+from jobs import bmt_adam, losses, torch_adam
+
+import hf_bmtrain as bmt
+from tiny_models import build
+
+SIZES = [1, 2]
+
+
+def run(folder, given, options, resume=None):
+    """Train (or resume) on every rank; returns log, final weights and the names of what was written."""
+    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), **options)
+    if isinstance(resume, str):
+        trainer.args.resume_from_checkpoint = resume
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/final")  # rank 0 enters it alone
+    bmt.synchronize()
+    state = trainer.state
+    return {
+        "history": state.log_history, "weights": jobs.weights(trainer.model), "best": state.best_model_checkpoint,
+        "metric": state.best_metric,
+    }  # fmt: skip
+
+
+def check_opens(folder, weights, family="llama"):
+    """`folder` opens with from_pretrained and holds `weights`."""
+    model = type(build(family)).from_pretrained(folder)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+@pytest.mark.parametrize("make_optimizer", [bmt_adam, torch_adam, None])
+@pytest.mark.parametrize("size", SIZES)
+def test_resume_is_exact(world, tmp_path, size, make_optimizer):
+    """Dropout on, schedule running: the losses after a resume are those of the run that went on."""
+    options = {"make_optimizer": make_optimizer, "dropout": 0.1}
+    given = {
+        "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "warmup_steps": 1, "lr_scheduler_type": "linear",
+        "learning_rate": 1e-3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    folder = tmp_path / "run"
+    whole = world(size)(run, str(folder), given, options)
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    check_opens(folder / "final", whole[0]["weights"])
+    check_opens(folder / "checkpoint-6", whole[0]["weights"])
+    for name in ("checkpoint-6", "final"):
+        shutil.rmtree(folder / name)
+    resumed = world(size)(run, str(folder), given, options, True)
+    for here, there in zip(resumed, whole):
+        assert losses(here["history"], "grad_norm", "learning_rate") == losses(
+            there["history"], "grad_norm", "learning_rate"
+        )
+        for name, value in there["weights"].items():
+            assert torch.equal(here["weights"][name], value), name
+    moved = tmp_path / "elsewhere" / "moved-4"
+    moved.parent.mkdir()
+    (folder / "checkpoint-4").rename(moved)
+    again = world(size)(run, str(tmp_path / "again"), given, options, str(moved))
+    assert losses(again[0]["history"]) == losses(whole[0]["history"])
+
+
+def resume_errors(folder, given, options, resume, match):
+    with pytest.raises(RuntimeError, match=match):
+        run(folder, given, options, resume)
+
+
+def test_resume_that_cannot_be_right_raises(world, tmp_path):
+    folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
+    world(2)(run, str(folder), given, options)
+    checkpoint = folder / "checkpoint-2"
+    world(1)(resume_errors, str(folder), given, options, str(checkpoint), "resume with 2 processes")
+    torch.save({"id": "another run's", "state_dict": {}}, checkpoint / "optimizer_rank1.pt")
+    torch.save({"id": "another run's", "state_dict": {}}, checkpoint / "optimizer_rank0.pt")
+    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "checkpoint .* is missing")
+
+
+def test_one_ranks_checkpoint_goes_on_with_two_ranks(world, tmp_path):
+    """One process writes whole optimizer states; any number of ranks takes them up."""
+    folder = tmp_path / "run"
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    for make_optimizer in (bmt_adam, torch_adam):
+        options = {"make_optimizer": make_optimizer}
+        whole = world(1)(run, str(folder), given, options)[0]
+        here = world(2)(run, str(folder), given, options, f"{folder}/checkpoint-2")[0]
+        for (mine,), (theirs,) in zip(losses(here["history"]), losses(whole["history"])):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+@pytest.mark.parametrize("size", SIZES)
+def test_best_model_and_limit(world, tmp_path, size, strategy):
+    """The best checkpoint is kept and loaded, as a plain Trainer in one process finds it."""
+    given = {
+        "max_steps": 5, "save_strategy": strategy, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1,
+        "save_total_limit": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 3.0,
+    }  # fmt: skip
+    options = {"eval_dataset": jobs.Rows(seed=3), "make_optimizer": large_sgd}
+    plain = jobs.make_trainer(tmp_path / "plain", False, given, **options)
+    plain.train()
+    folder = tmp_path / "ours"
+    ours = world(size)(run, str(folder), given, options)
+    for result in ours:
+        assert Path(result["best"]).name == Path(plain.state.best_model_checkpoint).name
+        assert result["metric"] == pytest.approx(plain.state.best_metric, rel=1e-4)
+        check_opens(result["best"], result["weights"])
+        for name, value in plain.model.state_dict().items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-3, atol=1e-4)
+    kept = {path.name for path in folder.glob("checkpoint-*")}
+    assert kept == {path.name for path in (tmp_path / "plain").glob("checkpoint-*")}
+
+
+def large_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=3.0)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2", "t5"])
+def test_resume_of_weights_that_the_hub_names_otherwise(world, tmp_path, family):
+    """Checkpoints hold the model's own names, so that Trainer reads every tensor back; what is published, the hub's."""
+    options = {"family": family, "tied": family != "mixtral", "make_optimizer": bmt_adam}
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    whole = world(2)(run, str(tmp_path), given, options)[0]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = world(2)(run, str(tmp_path), given, options, True)[0]
+    assert losses(resumed["history"], "grad_norm") == losses(whole["history"], "grad_norm")
+    reopened = type(build(family)).from_pretrained(tmp_path / "final")
+    for name, value in reopened.state_dict().items():
+        assert torch.equal(value, resumed["weights"][name]), name
+
+
+class SavesWhenItLikes(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 2
+
+
+def saved_on_demand(folder):
+    """A user's callback asks for a save; afterwards weights change, and saving is what it was: collective."""
+    trainer = jobs.make_trainer(folder, True, {}, size=bmt.world_size(), callbacks=[SavesWhenItLikes()])
+    trainer.train()
+    state = trainer.model.state_dict()  # all ranks: whole tensors everywhere
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(0.5)
+    trainer.model.save_pretrained(f"{folder}/halved")  # all ranks
+    bmt.synchronize()
+    return state
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_save_on_demand(world, tmp_path, size):
+    states = world(size)(saved_on_demand, str(tmp_path))
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+    for state in states:
+        check_opens(tmp_path / "halved", {name: value / 2 for name, value in state.items()})
+
+
+class Plain(torch.nn.Module):
+    """A model that is no PreTrainedModel."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = build("llama")
+
+    def forward(self, input_ids, labels):
+        return {"loss": self.inner(input_ids=input_ids, labels=labels).loss}
+
+
+def plain_module(folder):
+    model = bmt.auto_wrap(Plain())
+    trainer = transformers.Trainer(
+        model=model, args=jobs.arguments(folder, save_strategy="steps", save_steps=3), train_dataset=jobs.Rows(),
+        optimizers=(jobs.sgd(model), None), callbacks=[bmt.hf.BMTrainCallback()],
+    )  # fmt: skip
+    trainer.train()
+    return type(model).state_dict(model)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_model_without_save_pretrained(world, tmp_path, size):
+    from safetensors.torch import load_file
+
+    expected = world(size)(plain_module, str(tmp_path))[0]
+    saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)

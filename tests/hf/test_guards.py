@@ -1,0 +1,252 @@
+"""What would train wrongly in silence is one clear error, at the first step at the latest."""
+
+import dataclasses
+import types
+
+import jobs
+import pytest
+import torch
+import transformers
+
+import hf_bmtrain as bmt
+from hf_bmtrain.hf import arguments
+from tiny_models import batch, build
+from twins import Tower, ids
+
+SIZES = [1, 2]
+
+
+def step(model, *optimizers):
+    model(ids(0, bmt.rank())).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def optimizer_from_before():
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bmt.auto_wrap(model)
+    with pytest.raises(RuntimeError, match=r"SGD holds 12 of 12 parameters from before .* Make the optimizer after"):
+        step(model, optimizer)
+
+
+def our_optimizer_from_before_beside_new_parameters():
+    model = Tower()
+    optimizer = bmt.optim.AdamOptimizer(model.head.parameters(), lr=0.1)
+    bmt.auto_wrap(model)
+    optimizer.add_param_group({"params": list(model.layers.parameters())})
+    with pytest.raises(RuntimeError, match=r"AdamOptimizer holds 2 of .* from before"):
+        step(model, optimizer)
+
+
+def optimizer_from_before_in_trainer(folder):
+    model = build("llama")
+    optimizer = jobs.sgd(model)
+    bmt.auto_wrap(model)
+    trainer = transformers.Trainer(
+        model=model, args=jobs.arguments(folder), train_dataset=jobs.Rows(), optimizers=(optimizer, None)
+    )
+    with pytest.raises(RuntimeError, match="Make the optimizer after auto_wrap"):
+        trainer.train()
+
+
+def two_optimizers():
+    model = bmt.auto_wrap(Tower())
+    first, second = jobs.sgd(model), bmt.optim.AdamOptimizer(model.head.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="AdamOptimizer and SGD both update the same slice"):
+        step(model, first, second)
+
+
+def optimizers_that_take_turns():
+    """Disjoint parameters, or the same ones with a gradient each: as in plain torch."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    for either in (model, twin):
+        parts = jobs.sgd(either.layers), torch.optim.RMSprop(either.head.parameters(), lr=0.01, eps=1e-3)
+        whole = torch.optim.SGD(either.parameters(), lr=0.2)
+        for number, optimizers in enumerate([parts, (whole,), parts]):
+            either(ids(number, 0)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            either.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[name])
+
+
+def replaced_parameter():
+    model = bmt.auto_wrap(Tower())
+    model.layers[1].linear.weight = torch.nn.Parameter(torch.zeros(6, 6))
+    with pytest.raises(RuntimeError, match=r"'layers.1.linear.weight' is a Parameter of shape \(6, 6\) that came"):
+        model(ids(0, 0))
+    with torch.no_grad():
+        model.head = torch.nn.Linear(6, 2)
+    with pytest.raises(RuntimeError, match=r"before auto_wrap"):
+        model(ids(0, 0))
+
+
+def resized_embeddings():
+    for family in ("llama", "gpt2"):
+        model = bmt.auto_wrap(build(family))
+        with pytest.raises(RuntimeError, match="call it before auto_wrap"):
+            model.resize_token_embeddings(80)
+        model(**batch(family, 0)).loss.backward()  # as it was
+
+
+def retied_weights():
+    model = bmt.auto_wrap(build("gpt2", tied=True))
+    model.tie_weights()
+    model(**batch("gpt2", 0)).loss.backward()
+    assert model.lm_head.weight.buffer is model.transformer.wte.weight.buffer
+
+
+def ddp():
+    model = bmt.auto_wrap(Tower())
+    with pytest.raises(RuntimeError, match="DistributedDataParallel around a model that hf_bmtrain has sharded"):
+        torch.nn.parallel.DistributedDataParallel(model)
+    assert dict(torch.nn.Module.named_children(model)).keys() == {"embedding", "layers", "head"}
+
+
+class Outer(torch.nn.Module):
+    """Somebody's module around a wrapped model."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Whole()
+        bmt.auto_wrap(self.inner)
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+class Whole(torch.nn.Module):
+    """Sixteen elements: ranks' slices are of one size, so that DDP finds nothing wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, ids):
+        return (self.weight * ids.float().mean()).sum()
+
+
+def ddp_around_a_parent():
+    """DDP reads its attribute of the outermost module only: the forward tells."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(Outer())
+    with pytest.raises(RuntimeError, match="DistributedDataParallel around"):
+        wrapped(ids(0, 0))
+
+
+def fsdp2():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = bmt.auto_wrap(Whole())
+    fully_shard(model, mesh=init_device_mesh("cpu", (bmt.world_size(),)))
+    with pytest.raises(RuntimeError, match="leave out FSDP, which replaces them all"):
+        model(ids(0, 0))
+
+
+def data_parallel():
+    model = bmt.auto_wrap(Tower())
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES=0"):
+        model._replicate_for_data_parallel()  # what DataParallel does first on several GPUs
+
+
+def cast():
+    model = bmt.auto_wrap(Tower())
+    for change in (lambda: model.to(torch.bfloat16), model.half, lambda: model.to("meta")):
+        with pytest.raises(RuntimeError, match="cannot be moved or cast"):
+            change()
+
+
+REFUSED = [
+    ({"auto_find_batch_size": True}, "wait for it for ever"),
+    ({"bf16_full_eval": True}, "cannot be cast"),
+    ({"fp16_full_eval": True}, "cannot be cast"),
+]
+
+
+def refused_arguments(folder):
+    for given, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            jobs.make_trainer(folder, True, given, size=bmt.world_size())
+    model = bmt.auto_wrap(build("llama"))
+    check = arguments.check_arguments
+    for name, value in [("fsdp", True), ("deepspeed", "zero3.json"), ("parallelism_config", object())]:
+        args = jobs.arguments(folder)
+        object.__setattr__(args, name, value)
+        with pytest.raises(ValueError, match=f"{name}=.*shards the model already"):
+            check(args, model)
+    args = jobs.arguments(folder)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="would use DataParallel"):
+        check(types.SimpleNamespace(**{**dataclasses.asdict(args), "n_gpu": 2}), model)
+    args = jobs.arguments(folder)
+    object.__setattr__(args, "fp16", True)
+    with pytest.raises(ValueError, match="refuses float16 gradients"):
+        check(args, bmt.auto_wrap(build("llama").half()))
+
+
+def model_without_wrapping(folder):
+    with pytest.raises(RuntimeError, match=r"0 of the \d+ parameters of LlamaForCausalLM are sharded. Call"):
+        transformers.Trainer(model=build("llama"), args=jobs.arguments(folder), callbacks=[bmt.hf.BMTrainCallback()])
+
+
+def accelerate_that_sees_other_ranks_or_shards_itself():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    state = Accelerator(cpu=True).state
+    model = bmt.auto_wrap(Tower())
+    model(ids(0, bmt.rank()))
+    kept, right = dict(PartialState._shared_state), state.distributed_type
+    kinds = [getattr(type(right), kind) for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")]
+    try:
+        for name, value, message in [
+            ("num_processes", 7, "sees 7 process"),
+            *[("distributed_type", kind, f"started with {kind.value} beside hf_bmtrain") for kind in kinds],
+        ]:
+            for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+                shared.update({**kept, name: value})
+            with pytest.raises(RuntimeError, match=message):
+                model(ids(0, 0))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+CASES = [
+    optimizer_from_before, our_optimizer_from_before_beside_new_parameters, two_optimizers,
+    optimizers_that_take_turns, replaced_parameter, resized_embeddings, retied_weights, data_parallel, cast,
+    accelerate_that_sees_other_ranks_or_shards_itself,
+]  # fmt: skip
+IN_A_FOLDER = [optimizer_from_before_in_trainer, refused_arguments, model_without_wrapping]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", SIZES)
+def test_guards(world, size, case):
+    world(size)(case)
+
+
+@pytest.mark.parametrize("case", IN_A_FOLDER, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", SIZES)
+def test_guards_of_trainer(world, size, case, tmp_path):
+    world(size)(case, str(tmp_path))
+
+
+@pytest.mark.parametrize("case", [ddp, ddp_around_a_parent, fsdp2], ids=lambda case: case.__name__)
+def test_other_wrappers(world, case):
+    world(2)(case)
+
+
+@pytest.mark.parametrize("installed", ["1.13.0", "1.9.2", "0.34.0"])
+def test_an_accelerate_that_would_add_ddp(monkeypatch, installed):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
+    with pytest.raises(RuntimeError, match=f"accelerate {installed} wraps every model in DistributedDataParallel"):
+        arguments.check_versions()
+
+
+@pytest.mark.parametrize("installed", ["1.14.0", "1.15.0.dev0", "2.0"])
+def test_a_new_accelerate(monkeypatch, installed):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
+    arguments.check_versions()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .block import CheckpointBlock, TransformerBlockList, extend
+from .block import CheckpointBlock, extend
+from .block_list import TransformerBlockList
 from .module import DistributedModule, distribute
 from .slot import Place, find_places, shard_places
 from .world import World, check_zero_level, current_world

@@ -71,7 +71,7 @@ def _whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     if not isinstance(parameter, DistributedParameter):
         return parameter
     whole: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
-    whole.init_method = parameter.init_method
+    whole.init_method, whole.group = parameter.init_method, parameter.group
     return whole
 
 
@@ -98,11 +98,15 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
 
 
 class StateDict(OrderedDict):
-    """The result of a collective `state_dict`, while it is made: remembers copies, so that ties stay ties."""
+    """The result of a collective `state_dict`, while it is made: remembers copies, so that ties stay ties.
 
-    def __init__(self) -> None:
+    keep: False on a rank that takes part but wants no values; it gets empty tensors.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
         super().__init__()
         self._metadata = OrderedDict()
+        self.keep = keep
         self.copies: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def plain(self) -> OrderedDict:
@@ -124,11 +128,11 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
             stack.callback(slot.show_slice)
             slot.show_whole()
         collect()
-        copies = getattr(destination, "copies", {})
+        copies, keep = getattr(destination, "copies", {}), getattr(destination, "keep", True)
         for key, value in destination.items():
             if isinstance(value, torch.nn.Parameter) and value in wholes:
                 if value not in copies:
-                    copies[value] = value.detach().to("cpu", copy=True)
+                    copies[value] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
                 destination[key] = copies[value]
 
 

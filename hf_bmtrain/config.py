@@ -1,0 +1,52 @@
+"""The world by BMTrain's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .world import current_world
+
+_KEYS = ("rank", "local_rank", "world_size", "zero_level", "loss_scale_factor", "loss_scale_steps", "device")
+
+
+class Config(Mapping):
+    """`config["rank"]` and its kin: a view of the world of this process, not a place to write to.
+
+    Keys: rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, pipe_size and tp_size
+    (both 1), initialized (the only one that may be read before `init_distributed`, False then).
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "initialized":
+            return _initialized()
+        if key not in self:
+            raise KeyError(f"{key!r}: config has {', '.join(self)}; streams and communicators are not public.")
+        world = current_world()
+        return {"world_size": world.size, "pipe_size": 1, "tp_size": 1}.get(key) or getattr(world, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*_KEYS, "pipe_size", "tp_size", "initialized"))
+
+    def __contains__(self, key: object) -> bool:
+        return key in tuple(self)
+
+    def __len__(self) -> int:
+        return len(tuple(self))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError(f"config is read only: give {key!r} to init_distributed, auto_wrap or CheckpointBlock.")
+
+    def __repr__(self) -> str:
+        return f"Config({dict(self) if _initialized() else 'before init_distributed'})"
+
+
+def _initialized() -> bool:
+    try:
+        current_world()
+    except RuntimeError:
+        return False
+    return True
+
+
+config = Config()

@@ -6,7 +6,7 @@ model = bmt.auto_wrap(model)
 optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 """
 
-from . import distributed, loss, lr_scheduler, nn, optim, utils
+from . import distributed, inspect, loss, lr_scheduler, nn, optim, utils
 from .block import CheckpointBlock
 from .block_list import TransformerBlockList
 from .config import config
@@ -42,6 +42,7 @@ __all__ = [
     "grouped_parameters",
     "init_distributed",
     "init_parameters",
+    "inspect",
     "load",
     "loss",
     "lr_scheduler",

@@ -7,7 +7,8 @@ from typing import Any
 
 from .world import current_world
 
-_KEYS = ("rank", "local_rank", "world_size", "zero_level", "loss_scale_factor", "loss_scale_steps", "device")
+_ONE = ("pipe_size", "tp_size")
+_KEYS = ("rank", "local_rank", "world_size", "zero_level", "loss_scale_factor", "loss_scale_steps", "device", *_ONE)
 
 
 class Config(Mapping):
@@ -20,19 +21,19 @@ class Config(Mapping):
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return _initialized()
-        if key not in self:
-            raise KeyError(f"{key!r}: config has {', '.join(self)}; streams and communicators are not public.")
+        if key not in _KEYS:
+            raise KeyError(f"{key}: config has {', '.join(self)}; streams and communicators are not public")
         world = current_world()
-        return {"world_size": world.size, "pipe_size": 1, "tp_size": 1}.get(key) or getattr(world, key)
+        return 1 if key in _ONE else world.size if key == "world_size" else getattr(world, key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*_KEYS, "pipe_size", "tp_size", "initialized"))
+        return iter((*_KEYS, "initialized"))
 
     def __contains__(self, key: object) -> bool:
-        return key in tuple(self)
+        return key in (*_KEYS, "initialized")
 
     def __len__(self) -> int:
-        return len(tuple(self))
+        return len(_KEYS) + 1
 
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError(f"config is read only: give {key!r} to init_distributed, auto_wrap or CheckpointBlock.")

@@ -27,7 +27,7 @@ LAYERS = [
     "slot",
     "block module",
     "block_list",
-    "wrap store gathered config distributed loss inspect lr_scheduler optim.adam",
+    "wrap store gathered config distributed loss inspect lr_scheduler optim.adam optim.checkpoint",
     "optim.offload optim.manager nn.* utils.* debug plan",
     "hf.*",
     "__init__",

@@ -136,11 +136,20 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
                 destination[key] = copies[value]
 
 
+class _Part(torch.Tensor):
+    """This rank's part of an entry of a state dict that is being loaded."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
 def slice_entries(slots: Iterable[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:
-    """Replace the whole tensors of `state_dict` that belong to `slots` by this rank's part, for loading in place."""
+    """Replace the whole tensors of `state_dict` that belong to `slots` by this rank's part, for loading in place.
+
+    A module may be asked twice, for its block and for itself (a DistributedModule in a block): parts stay parts.
+    """
     for slot in slots:
         key = prefix + slot.name
-        if key not in state_dict:
+        if key not in state_dict or isinstance(state_dict[key], _Part):
             continue
         if metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
@@ -149,7 +158,8 @@ def slice_entries(slots: Iterable[Slot], state_dict: dict, prefix: str, metadata
             )
         piece = slot.buffer.slices[slot.index]
         try:
-            state_dict[key] = piece.take(state_dict[key])
+            part = piece.take(state_dict[key])
         except ValueError as error:
             errors.append(f"{key}: {error}. Is this the state dict of another model?")
-            state_dict[key] = piece.detach()
+            part = piece.detach()
+        state_dict[key] = part.as_subclass(_Part)

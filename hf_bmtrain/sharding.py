@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -37,6 +38,10 @@ class DistributedParameter(torch.nn.Parameter):
     init_method: Callable[[torch.Tensor], object] | None
     group: str | None
     _gradient_hooks: OrderedDict[int, Callable]
+
+    if TYPE_CHECKING:  # torch's metaclass hides what __new__ takes
+
+        def __init__(self, data, requires_grad: bool = True, init_method=None, group: str | None = None) -> None: ...
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None, group: str | None = None):
         if data.is_meta:

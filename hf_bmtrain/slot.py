@@ -49,7 +49,8 @@ def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
 def shard_places(step: Step, places: Sequence[Place], device: torch.device) -> tuple[list[ShardedBuffer], list[Slot]]:
     """Move the parameters of `places` into flat buffers, alike in dtype and requires_grad, and leave slices there.
 
-    A parameter met twice is stored once. Collective; one group of whole parameters is held at a time.
+    A parameter met twice is stored once. Collective; one group of whole parameters is held at a time. The old
+    parameters are marked `sharded_away`: an optimizer that still holds them would train nothing.
     """
     groups: dict[tuple[torch.dtype, bool], dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
@@ -60,6 +61,8 @@ def shard_places(step: Step, places: Sequence[Place], device: torch.device) -> t
         buffer = ShardedBuffer(step, [_whole(p) for p in parameters.values()], device)
         buffers.append(buffer)
         where.update({key: (buffer, index) for index, key in enumerate(parameters)})
+        for parameter in parameters.values():
+            parameter.sharded_away = True  # pyright: ignore[reportAttributeAccessIssue]
     slots = [Slot(module, name, *where[id(parameter)]) for module, name, parameter in places]
     for slot in slots:
         slot.show_slice()
@@ -139,7 +142,7 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
 class _Part(torch.Tensor):
     """This rank's part of an entry of a state dict that is being loaded."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
 
 def slice_entries(slots: Iterable[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:

@@ -68,7 +68,16 @@ class OptimManager:
         return None if self._scale is None else float(self._scale)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """`step` will step `optimizer`, then `lr_scheduler` (anything with a `step()`)."""
+        """`step` will step `optimizer`, then `lr_scheduler` (anything with a `step()`).
+
+        ValueError for an optimizer that was made before its model was sharded: it would train nothing.
+        """
+        stale = sum(getattr(p, "sharded_away", False) for group in optimizer.param_groups for p in group["params"])
+        if stale:
+            raise ValueError(
+                f"{stale} parameters of this {type(optimizer).__name__} have been replaced by slices since it was "
+                "made: make the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
+            )
         self.optimizers.append(optimizer)
         self.schedulers.append(lr_scheduler)
         if isinstance(optimizer, AdamOptimizer):
@@ -192,11 +201,11 @@ class OptimManager:
         nothing changed in the manager's own numbers, for a state of other optimizers or of another manager.
         """
         states, schedulers = state_dict["optimizers"], state_dict["lr_schedulers"]
-        if len(states) != len(self.optimizers) or [s is None for s in schedulers] != [s is None for s in self.schedulers]:
+        theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
+        if theirs != mine:
             raise ValueError(
-                f"this is the state of {len(states)} optimizers with {sum(s is not None for s in schedulers)} "
-                f"schedulers, the manager has {len(self.optimizers)} with "
-                f"{sum(s is not None for s in self.schedulers)}: add the same ones first."
+                f"this is the state of {len(theirs)} optimizers with {sum(theirs)} schedulers, the manager has "
+                f"{len(mine)} with {sum(mine)}: add the same ones first."
             )
         if (state_dict["loss_scale"] is None) != (self._scale is None):
             raise ValueError(

@@ -41,7 +41,9 @@ class Saving:
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:
-            raise RuntimeError(f"{self._thread.name} failed, an earlier file is untouched: {self._error}") from self._error
+            raise RuntimeError(
+                f"{self._thread.name} failed, an earlier file is untouched: {self._error}"
+            ) from self._error
 
 
 def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: bool = False) -> Saving | None:
@@ -72,7 +74,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 
 
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
-    """Read a whole checkpoint into `model`, sharded or not, in place; returns what `load_state_dict` returns. Collective.
+    """Read a whole checkpoint into `model`, in place; returns what `load_state_dict` returns. Collective.
 
     Opens files of `save`, of `torch.save(model.state_dict())`, of Hugging Face and of BMTrain, torch's with
     weights_only=True. Every rank reads its own parts, so every host needs the file. A tied weight may stand there

@@ -31,8 +31,7 @@ class GPT(bmt.DistributedModule):
         self.tokens = Embedding(vocab_size, dim_model, 0.02, dtype)
         self.positions = Embedding(max_distance, dim_model, 0.01, dtype)
         blocks = (
-            TransformerBlock(num_layers, dim_model, dim_head, num_heads, dim_ff, bias, dtype)
-            for _ in range(num_layers)
+            TransformerBlock(num_layers, dim_model, dim_head, num_heads, dim_ff, bias, dtype) for _ in range(num_layers)
         )
         self.blocks = bmt.TransformerBlockList(
             bmt.CheckpointBlock(block, use_checkpoint=use_checkpoint) for block in blocks

@@ -30,9 +30,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--no-checkpoint", action="store_true", help="keep activations instead of recomputing them")
     precision = parser.add_mutually_exclusive_group()
     for flag, dtype in (("--fp16", "float16"), ("--bf16", "bfloat16"), ("--fp32", "float32")):
-        precision.add_argument(
-            flag, action="store_const", const=dtype, dest="dtype", help=f"weights in {dtype}"
-        )
+        precision.add_argument(flag, action="store_const", const=dtype, dest="dtype", help=f"weights in {dtype}")
     add("--load", type=Path, help="start from this checkpoint of the same sizes")
     add("--seed", type=at_least(0), default=0, help="of weights, data order and stories (%(default)s)")
     add("--output", type=Path, default=Path("outputs/gpt2"), help="folder for the results (%(default)s)")

@@ -85,7 +85,8 @@ def make_model(options: argparse.Namespace) -> GPT:
 
 
 def count(model: GPT) -> int:
-    return sum(parameter.full_shape.numel() for parameter in model.parameters())
+    everyone = bmt.gather_result(torch.tensor([sum(parameter.numel() for parameter in model.parameters())]))
+    return int(everyone.sum())
 
 
 def report(model: GPT, training: Rows, held_out: Rows, options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ stood in for: a transformer block, a GPT in small, data, a BERT for the model zo
 
 from __future__ import annotations
 
+import importlib.machinery
 import re
 import sys
 import types
@@ -103,11 +104,12 @@ def run_quick_start(blocks: list[str]) -> None:
 
 # -- the GPT example ----------------------------------------------------------------------------------------------
 
-ITERATIONS, VOCABULARY, LENGTH = 120, 32, 12
+ITERATIONS, VOCABULARY, LENGTH = 200, 32, 12
 
 
 def run_gpt(blocks: list[str]) -> None:
     """As printed, `backward()` has no loss, which is told; with it, the loss falls."""
+    import pytest
     import torch
 
     import hf_bmtrain
@@ -116,8 +118,8 @@ def run_gpt(blocks: list[str]) -> None:
     from gpt2_model import GPT
 
     def small(**sizes) -> GPT:
-        small_sizes = {"num_layers": 2, "vocab_size": VOCABULARY, "dim_model": 32, "dim_head": 8, "num_heads": 4}
-        return GPT(**{**sizes, **small_sizes, "dim_ff": 64, "max_distance": LENGTH}).to(device)
+        small_sizes = {"num_layers": 2, "vocab_size": VOCABULARY, "dim_model": 128, "dim_head": 32, "num_heads": 4}
+        return GPT(**{**sizes, **small_sizes, "dim_ff": 256, "max_distance": LENGTH})
 
     losses: list[float] = []
 
@@ -133,18 +135,13 @@ def run_gpt(blocks: list[str]) -> None:
     *setup, loop = blocks
     for code in setup:
         exec(compile(code, "<published>", "exec"), namespace)
-    try:
+    with pytest.raises(ValueError, match="needs the loss: call manager.backward"):
         exec(compile(loop, "<published>", "exec"), namespace)
-    except ValueError as error:
-        assert "backward() needs the loss" in str(error), error
-        print("backward() without a loss:", error, flush=True)
-    else:
-        raise AssertionError("backward() without a loss did nothing")
     losses.clear()
     exec(compile(loop.replace("backward()", "backward(loss)"), "<published>", "exec"), namespace)
     assert len(losses) == ITERATIONS
     print("losses", losses[0], losses[-1], flush=True)
-    assert losses[-1] < 0.8 * losses[0], losses
+    assert losses[-1] < 1.0 < 3.4 < losses[0], losses  # from ln 32
 
 
 def counting(step: int, rank: int, device) -> dict[str, Any]:
@@ -220,6 +217,7 @@ def model_zoo() -> dict[str, types.ModuleType]:
     }
     modules = {name: types.ModuleType(name) for name in contents}
     for name, attributes in contents.items():
+        modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)  # torch looks for it
         vars(modules[name]).update(attributes)
     return modules
 

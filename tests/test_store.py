@@ -229,7 +229,7 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path, suffix):
     path = tmp_path / f"model{suffix}"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     interrupted = 0
-    for attempt in range(4):
+    for _ in range(4):
         command = [sys.executable, "-c", SAVE_FOR_EVER, str(path)]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

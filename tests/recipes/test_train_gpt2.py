@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 import hf_bmtrain as bmt
 
 RECIPE = ROOT / "recipes" / "train_gpt2.py"
-TINY = ("--num-layers", 2, "--dim-model", 32, "--num-heads", 2, "--dim-head", 16, "--dim-ff", 64, "--steps", 30, "--warmup", 10)
+TINY = ("--dim-model", 32, "--num-heads", 2, "--dim-ff", 64, "--steps", 30, "--warmup", 10)
 
 
 def train(folder: Path, launcher: list[str], *options: object) -> dict:

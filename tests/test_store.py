@@ -211,6 +211,52 @@ def test_on_rank_0_only(tmp_path):
     ranks.stop()
 
 
+def test_the_order_of_a_write(world, tmp_path):
+    world(1)(order_of_a_write, str(tmp_path))
+
+
+def order_of_a_write(folder):
+    """On disk before it is renamed, renamed in one step; where that fails nothing is left but the earlier file."""
+    path, calls = Path(folder) / "model.pt", []
+    model = bmt.auto_wrap(Tower())
+    bmt.save(model, path)
+    earlier = path.read_bytes()
+    replace, fsync = os.replace, os.fsync
+
+    def noting_fsync(handle):
+        calls.append(("fsync", os.path.realpath(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def failing_replace(source, target):
+        calls.append(("replace", str(source), str(target)))
+        assert torch.load(source, weights_only=True).keys() == Tower().state_dict().keys()
+        raise OSError("no rename today")
+
+    def noting_replace(source, target):
+        assert path.read_bytes() == earlier
+        calls.append(("replace", str(source), str(target)))
+        replace(source, target)
+
+    os.fsync, os.replace = noting_fsync, failing_replace
+    try:
+        with torch.no_grad():
+            model.head.weight.zero_()
+        with pytest.raises(RuntimeError, match="no rename today"):
+            bmt.save(model, path)
+        assert path.read_bytes() == earlier
+        assert os.listdir(folder) == ["model.pt"]
+        calls.clear()
+        os.replace = noting_replace
+        bmt.save(model, path)
+    finally:
+        os.replace, os.fsync = replace, fsync
+    beside = calls[0][1]
+    real = os.path.realpath(folder)
+    assert calls == [("fsync", beside), ("replace", beside, str(path)), ("fsync", real)]
+    assert beside != str(path) and os.path.dirname(beside) == real
+    assert not torch.load(path, weights_only=True)["head.weight"].any()
+
+
 SAVE_FOR_EVER = """
 import sys, torch, hf_bmtrain as bmt
 bmt.init_distributed()

@@ -49,6 +49,12 @@ def programs(document: Path) -> list[list[str]]:
     return found
 
 
+def tell(text: str) -> None:
+    """In one write, so that two ranks' lines do not mix."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 # -- the quick start's modules ------------------------------------------------------------------------------------
 
 
@@ -99,7 +105,7 @@ def run_quick_start(blocks: list[str]) -> None:
             expected = results if expected is None else expected
             torch.testing.assert_close(results, expected)
     assert expected is not None
-    print("modules agree", flush=True)
+    tell("modules agree")
 
 
 # -- the GPT example ----------------------------------------------------------------------------------------------
@@ -140,7 +146,7 @@ def run_gpt(blocks: list[str]) -> None:
     losses.clear()
     exec(compile(loop.replace("backward()", "backward(loss)"), "<published>", "exec"), namespace)
     assert len(losses) == ITERATIONS
-    print("losses", losses[0], losses[-1], flush=True)
+    tell(f"losses {losses[0]} {losses[-1]}")
     assert losses[-1] < 1.0 < 3.4 < losses[0], losses  # from ln 32
 
 
@@ -230,7 +236,7 @@ def run_bert(blocks: list[str]) -> None:
         if alone:
             code = "import hf_bmtrain as bmt\nfrom model_center.model import Bert, BertConfig\n" + code
         exec(compile(code, "<published>", "exec"), {} if alone else namespace)
-    print("answers", len(namespace["pd"]), flush=True)
+    tell(f"answers {len(namespace['pd'])}")
     assert len(namespace["pd"]) == len(namespace["gt"]) == 32 * namespace["bmt"].world_size()
 
 

@@ -70,9 +70,10 @@ def test_program(document, number, size):
 
 
 TRAIN = """
-import torch, hf_bmtrain as bmt
+import sys, torch, hf_bmtrain as bmt
 bmt.init_distributed(seed=0)
-print("rank", bmt.rank(), "of", bmt.world_size(), bmt.sum_loss(torch.tensor(float(bmt.rank()))).item(), flush=True)
+mean = bmt.sum_loss(torch.tensor(float(bmt.rank()))).item()
+sys.stdout.write(f"rank {bmt.rank()} of {bmt.world_size()} {mean}\\n")
 """
 
 

@@ -31,6 +31,7 @@ def default_rule(first):
         manager.step()
         scale, clean = rule(step, scale, clean)
     assert scheduler.num_iter == STEPS - len(BAD)
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
     return scale
 
 

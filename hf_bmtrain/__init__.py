@@ -9,12 +9,18 @@ optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import loss, lr_scheduler, optim
-from .block import CheckpointBlock, TransformerBlockList
+from . import distributed, inspect, loss, lr_scheduler, nn, optim, utils
+from .block import CheckpointBlock
+from .block_list import TransformerBlockList
+from .config import config
 from .distributed import gather_result, sum_loss
-from .module import DistributedModule, ParameterInitializer, init_parameters
+from .gathered import gathered
+from .module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
+from .parallelism import PipelineTransformerBlockList
 from .sharding import DistributedParameter
-from .world import current_world, init_distributed, print_rank, rank, synchronize, world_size
+from .store import load, save
+from .utils import print_block, print_dict, see_memory
+from .world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
 from .wrap import BMTrainModelWrapper, auto_wrap
 
 if TYPE_CHECKING:
@@ -22,25 +28,42 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+Block = CheckpointBlock  # BMTrain has two names for it
+
 __all__ = [
     "BMTrainModelWrapper",
+    "Block",
     "CheckpointBlock",
     "DistributedModule",
     "DistributedParameter",
     "ParameterInitializer",
+    "PipelineTransformerBlockList",
     "TransformerBlockList",
     "auto_wrap",
+    "config",
     "current_world",
+    "distributed",
     "gather_result",
+    "gathered",
+    "grouped_parameters",
     "init_distributed",
     "init_parameters",
+    "inspect",
+    "load",
     "loss",
     "lr_scheduler",
+    "nn",
     "optim",
+    "print_block",
+    "print_dict",
     "print_rank",
     "rank",
+    "save",
+    "see_memory",
     "sum_loss",
     "synchronize",
+    "utils",
+    "wait_loader",
     "world_size",
 ]
 

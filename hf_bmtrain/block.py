@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .precision import uncached_autocast
 from .sharding import ShardedBuffer
 from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_entries
 from .step import Step
-from .world import current_world
+from .world import check_zero_level, current_world
 
 
 class BlockState:
@@ -191,13 +191,10 @@ class CheckpointBlock(SelfReducing, torch.nn.Module):
         if isinstance(layer, CheckpointBlock):
             return layer
         world = current_world()
-        extend(
-            layer,
-            shard_places(world.step, find_places(layer.modules()), world.device),
-            world.step,
-            use_checkpoint,
-            world.zero_level if zero_level is None else zero_level,
-        )
+        level = world.zero_level if zero_level is None else zero_level
+        check_zero_level(level)
+        sharded = shard_places(world.step, find_places(layer.modules()), world.device)
+        extend(layer, sharded, world.step, use_checkpoint, level)
         return layer
 
     def __init__(self, *args, **kwargs) -> None:
@@ -257,31 +254,3 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
     names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     extended = type(cls)(cls.__name__, (CheckpointBlock, cls), names)
     return extended
-
-
-class TransformerBlockList(torch.nn.ModuleList):
-    """CheckpointBlocks in execution order, each knowing its neighbours, so that gathers run ahead.
-
-    Iterable, indexable and sliceable like any ModuleList (a slice is a plain ModuleList), and callable as in
-    BMTrain: `list(x, *args)` feeds x through all blocks.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        super().__init__([CheckpointBlock(module) for module in modules])
-        self.link()
-
-    def link(self) -> None:
-        """Tell every block its neighbours, in the order of the list."""
-        blocks: list[Any] = list(dict.fromkeys(self))
-        for block, following in zip(blocks, blocks[1:]):
-            block._bmt.next, following._bmt.previous = following._bmt, block._bmt
-
-    def forward(self, hidden_states: Any, *args, **kwargs) -> Any:
-        for block in self:
-            hidden_states = block(hidden_states, *args, **kwargs)
-        return hidden_states
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return torch.nn.ModuleList(list(self._modules.values())[index])
-        return super().__getitem__(index)

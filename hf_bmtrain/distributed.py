@@ -1,11 +1,141 @@
-"""Results that concern all ranks."""
+"""Collectives: differentiable ones between the ranks, and results that concern all of them.
+
+An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
+adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. So divide a loss by the world size where
+the mean over the ranks is what is trained, as OptimManager does for parameters. Every rank runs every operation, in
+the same order, forward and backward.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.distributed as dist
 
 from .world import current_world
+
+_OPERATIONS = ("sum", "avg", "max", "min", "prod")
+
+
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    """`x` (...) of all ranks, stacked: (world size, ...). Shapes and dtypes must be equal. Collective."""
+    _check_alike("all_gather", x)
+    return _AllGather.apply(x)
+
+
+def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """The element-wise sum, avg, max, min or prod over ranks of `x` (...), on every rank. Collective.
+
+    Among ranks that hold the same maximum (minimum) its gradient is shared evenly, as torch.amax does.
+    """
+    _check_operation("all_reduce", op, x)
+    _check_alike("all_reduce", x)
+    if op in ("sum", "avg"):
+        total = _Sum.apply(x)
+        return total / current_world().size if op == "avg" else total
+    everyone = _AllGather.apply(x)
+    return {"max": everyone.amax, "min": everyone.amin, "prod": everyone.prod}[op](0)
+
+
+def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """This rank's part (n, ...) of the reduction over ranks of `x` (world size * n, ...). Collective."""
+    world = current_world()
+    if x.dim() == 0 or x.shape[0] % world.size:
+        raise ValueError(
+            f"reduce_scatter deals dimension 0 to {world.size} ranks, which must divide it: got shape {tuple(x.shape)}"
+        )
+    rows = x.shape[0] // world.size
+    return all_reduce(x, op)[world.rank * rows : (world.rank + 1) * rows]
+
+
+def broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
+    """Rank `root`'s `x` (...) on every rank; the others give one of the same shape and dtype. Collective."""
+    size = current_world().size
+    if not 0 <= root < size:
+        raise ValueError(f"broadcast from rank {root}: ranks are 0 to {size - 1}")
+    _check_alike("broadcast", x)
+    return _Broadcast.apply(x, root)
+
+
+def _check_operation(name: str, op: str, x: torch.Tensor) -> None:
+    if op not in _OPERATIONS:
+        raise ValueError(f"{name} knows the operations {', '.join(_OPERATIONS)}, not {op!r}")
+    if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
+        raise ValueError(f"{name} cannot take the {op} of {x.dtype}: convert it first, for example with .float()")
+
+
+def _check_alike(name: str, x: torch.Tensor) -> None:
+    """ValueError on every rank unless all have the same shape and dtype."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} takes a tensor, not a {type(x).__name__}: wrap it in torch.tensor(...)")
+    everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
+    if any(other != everyone[0] for other in everyone):
+        listing = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(everyone))
+        raise ValueError(f"{name} needs equal shapes and dtypes, got {listing}. Pad to a common length first.")
+
+
+def _stack(x: torch.Tensor) -> torch.Tensor:
+    """(world size, ...), on the device of `x`."""
+    world = current_world()
+    local = x.detach().to(world.device).contiguous()
+    whole = local.new_empty((world.size, *local.shape))
+    if local.numel():
+        world.step.gather.all_gather(_bytes(whole), _bytes(local)).wait()
+    return whole.to(x.device)
+
+
+def _total(x: torch.Tensor) -> torch.Tensor:
+    world = current_world()
+    total = x.detach().to(world.device, copy=True).contiguous()
+    if total.numel():
+        world.step.reduce.all_reduce(total.view(-1)).wait()
+    return total.to(x.device)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+class _AllGather(torch.autograd.Function):
+    """y_s = (x_0, ..., x_{N-1}) on every rank s; the adjoint gives rank r the sum over s of part r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return _stack(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(gradient)[current_world().rank]
+
+
+class _Sum(torch.autograd.Function):
+    """y_s = x_0 + ... + x_{N-1} on every rank s: its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return _total(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(gradient)
+
+
+class _Broadcast(torch.autograd.Function):
+    """y_s = x_root; the adjoint gives the root the sum over s, the others nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: int) -> torch.Tensor:
+        ctx.root = root
+        world = current_world()
+        values = x.detach().to(world.device, copy=True).contiguous()
+        if values.numel():
+            world.step.gather.broadcast(_bytes(values), root).wait()
+        return values.to(x.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = _Sum.apply(gradient)
+        return (total if current_world().rank == ctx.root else torch.zeros_like(total)), None
 
 
 def sum_loss(loss: torch.Tensor) -> torch.Tensor:
@@ -24,18 +154,5 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
 
     Shapes and dtypes must be equal: ValueError on every rank otherwise. A scalar counts as (1,).
     """
-    world = current_world()
-    local = result.detach().reshape(1) if result.dim() == 0 else result.detach().contiguous()
-    if world.control is None:
-        return local.clone()
-    mine = tuple(local.shape), local.dtype
-    everyone: list = [None] * world.size
-    dist.all_gather_object(everyone, mine, group=world.control)
-    if any(other != mine for other in everyone):
-        listing = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(everyone))
-        raise ValueError(f"gather_result needs equal shapes and dtypes, got {listing}. Pad to a common length first.")
-    on_device = local.to(world.device)
-    whole = on_device.new_empty((world.size * local.shape[0], *local.shape[1:]))
-    as_bytes = on_device.reshape(-1).view(torch.uint8)
-    world.step.gather.all_gather(whole.view(-1).view(torch.uint8), as_bytes).wait()
-    return whole.to(result.device)
+    _check_alike("gather_result", result)
+    return _stack(result.reshape(1) if result.dim() == 0 else result).flatten(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -168,3 +168,15 @@ def init_parameters(model: torch.nn.Module) -> None:
             parameter.init_method(whole)
             world.step.gather.broadcast(whole, 0).wait()
             parameter.copy_(parameter.take(whole))
+
+
+def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
+    """(group, its parameters) for every `group=` that DistributedParameters of `model` were given, None for none.
+
+    Groups come in the order they are met, each parameter once, so that an optimizer can be made of them:
+    `[{"params": parameters, "lr": rates[group]} for group, parameters in bmt.grouped_parameters(model)]`.
+    """
+    groups: dict[str | None, list[torch.nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "group", None), []).append(parameter)
+    yield from groups.items()

@@ -126,19 +126,18 @@ class PeerCommunicator:
 
     def _publish(self) -> None:
         """Let everyone read what everyone has written."""
-        changed = [shared for shared in self._shared.values() if shared.changed]
-        if any(shared.read and shared.published >= 0 for shared in changed):
+        living = [(shared, shared.shard()) for shared in self._shared.values()]
+        changed = [(shared, shard) for shared, shard in living if shard is not None and shared.changed]
+        if any(shared.read and shared.published >= 0 for shared, _ in changed):
             raise RuntimeError(
                 f"rank {self.rank}: weights were written after a forward that no backward has followed; a slower rank "
                 "may have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, "
                 "or use init_distributed(gather='nccl')."
             )
-        for shared in changed:
+        for shared, _ in changed:
             shared.settle()
         self._below.all_reduce(self._token).wait()
-        for shared in changed:
-            shard = shared.shard()
-            assert shard is not None
+        for shared, shard in changed:
             shared.published = shard._version
 
     def quiesce(self) -> None:

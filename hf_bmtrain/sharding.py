@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +28,7 @@ class DistributedParameter(torch.nn.Parameter):
     shard of its `ShardedBuffer`: writing to them writes the shard. It may be empty on a rank.
 
     full_shape: the shape of the whole parameter. init_method: fills a whole tensor, see `init_parameters`.
+    group: a name for `grouped_parameters`.
     After a backward `.grad` is set for every parameter whose block (or, outside blocks, whose model) it went
     through; where no rank used the parameter itself it is zero, where plain torch would leave None (also under
     `torch.autograd.grad` for inputs alone).
@@ -35,9 +37,14 @@ class DistributedParameter(torch.nn.Parameter):
     buffer: ShardedBuffer
     index: int
     init_method: Callable[[torch.Tensor], object] | None
+    group: str | None
     _gradient_hooks: OrderedDict[int, Callable]
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None):
+    if TYPE_CHECKING:  # torch's metaclass hides what __new__ takes
+
+        def __init__(self, data, requires_grad: bool = True, init_method=None, group: str | None = None) -> None: ...
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None, group: str | None = None):
         if data.is_meta:
             raise ValueError(
                 "A DistributedParameter needs values to shard, and a meta tensor has none: create it on a real "
@@ -46,7 +53,7 @@ class DistributedParameter(torch.nn.Parameter):
         whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         world = current_world()
         piece = ShardedBuffer(world.step, [whole], world.device).slices[0]
-        piece.init_method = init_method
+        piece.init_method, piece.group = init_method, group
         return piece
 
     @property
@@ -159,7 +166,8 @@ class ShardedBuffer:
         view = self.shard[place.shard_start : place.shard_stop]
         piece = torch.Tensor._make_subclass(DistributedParameter, view, parameter.requires_grad)
         piece.buffer, piece.index = self, index
-        piece.init_method, piece._gradient_hooks = getattr(parameter, "init_method", None), OrderedDict()
+        piece.init_method, piece.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
+        piece._gradient_hooks = OrderedDict()
         return piece
 
     @torch.no_grad()

@@ -58,7 +58,8 @@ def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
 def shard_places(step: Step, places: Sequence[Place], device: torch.device) -> tuple[list[ShardedBuffer], list[Slot]]:
     """Move the parameters of `places` into flat buffers, alike in dtype and requires_grad, and leave slices there.
 
-    A parameter met twice is stored once. Collective; one group of whole parameters is held at a time.
+    A parameter met twice is stored once. Collective; one group of whole parameters is held at a time. The old
+    parameters are marked `sharded_elsewhere`: an optimizer that still holds them would train nothing.
     """
     groups: dict[tuple[torch.dtype, bool], dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
@@ -83,7 +84,7 @@ def _whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     if not isinstance(parameter, DistributedParameter):
         return parameter
     whole: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
-    whole.init_method = parameter.init_method
+    whole.init_method, whole.group = parameter.init_method, parameter.group
     return whole
 
 
@@ -110,11 +111,15 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
 
 
 class StateDict(OrderedDict):
-    """The result of a collective `state_dict`, while it is made: remembers copies, so that ties stay ties."""
+    """The result of a collective `state_dict`, while it is made: remembers copies, so that ties stay ties.
 
-    def __init__(self) -> None:
+    keep: False on a rank that takes part but wants no values; it gets empty tensors.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
         super().__init__()
         self._metadata = OrderedDict()
+        self.keep = keep
         self.copies: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def plain(self) -> OrderedDict:
@@ -136,21 +141,30 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
             stack.callback(slot.show_slice)
             slot.show_whole()
         collect()
-        copies = getattr(destination, "copies", {})
+        copies, keep = getattr(destination, "copies", {}), getattr(destination, "keep", True)
         for key, value in destination.items():
             if isinstance(value, torch.nn.Parameter) and value in wholes:
                 if value not in copies:
-                    copies[value] = value.detach().to("cpu", copy=True)
+                    copies[value] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
                 destination[key] = copies[value]
 
 
+class _Part(torch.Tensor):
+    """This rank's part of an entry of a state dict that is being loaded."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+
 def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:
-    """Replace the whole tensors of `state_dict` that belong to `slots` by this rank's part, for loading in place."""
+    """Replace the whole tensors of `state_dict` that belong to `slots` by this rank's part, for loading in place.
+
+    A module may be asked twice, for its block and for itself (a DistributedModule in a block): parts stay parts.
+    """
     for buffer in dict.fromkeys(slot.buffer for slot in slots):
         buffer.prepare_write()
     for slot in slots:
         key = prefix + slot.name
-        if key not in state_dict:
+        if key not in state_dict or isinstance(state_dict[key], _Part):
             continue
         if metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
@@ -159,7 +173,8 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
             )
         piece = slot.buffer.slices[slot.index]
         try:
-            state_dict[key] = piece.take(state_dict[key])
+            part = piece.take(state_dict[key])
         except ValueError as error:
             errors.append(f"{key}: {error}. Is this the state dict of another model?")
-            state_dict[key] = piece.detach()
+            part = piece.detach()
+        state_dict[key] = part.as_subclass(_Part)

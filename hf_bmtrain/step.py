@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -41,10 +41,12 @@ class Step:
     """Shared by all buffers and blocks of a world; given to them when they are made.
 
     gather, reduce: the two lanes. poison: the debug switch that fills unfilled and released memory with NaN.
+    inspector: what notes activations at present, see `inspect`.
     """
 
     def __init__(self, gather: Communicator, reduce: Communicator, poison: bool = False) -> None:
         self.gather, self.reduce, self.poison = gather, reduce, poison
+        self.inspector: Any = None
         self._depth = 0
         self._readers: dict[Releasable, None] | None = None
         self._members: dict[int, dict[Member, None]] = {}

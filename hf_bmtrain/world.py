@@ -9,12 +9,14 @@ import random
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .lanes import open_lanes
+from .parallelism import check_one_way
 from .step import Step
 
 _log = logging.getLogger("hf_bmtrain")
@@ -51,6 +53,21 @@ class World:
                 f"Call it on all ranks, not on rank 0 alone. {error}"
             ) from error
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value` (anything that pickles), in rank order. Collective."""
+        values = [value]
+        if self.control is not None:
+            values = [None] * self.size
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def raise_everywhere(self, what: str, problem: str | None) -> None:
+        """RuntimeError on every rank where one has a problem, instead of a hang of the others. Collective."""
+        problems = self.gather_objects(problem)
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
+        if told:
+            raise RuntimeError(f"{what}. {told}")
+
 
 _world: World | None = None
 
@@ -69,6 +86,8 @@ def init_distributed(
     loss_scale_steps: int = 1024,
     timeout: float = 1800,
     gather: str = "auto",
+    pipe_size: int = 1,
+    tp_size: int = 1,
 ) -> None:
     """Join the processes that the launcher started; one process under plain `python`.
 
@@ -80,7 +99,7 @@ def init_distributed(
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. timeout: seconds that an
     operation on CPU waits for other ranks. gather: "peer" pulls weights out of the other ranks' memory, which
     takes one host and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" pulls large shards between
-    GPUs where it can.
+    GPUs where it can. pipe_size, tp_size: BMTrain's, only 1 (NotImplementedError).
     """
     global _world
     if _world is not None:
@@ -89,6 +108,7 @@ def init_distributed(
             "start of the program."
         )
     check_zero_level(zero_level)
+    check_one_way(pipe_size, tp_size)
     rank, size, local_rank = _place()
     device = _choose_device(local_rank, size)
     _seed_everything(seed, rank, device)
@@ -125,9 +145,18 @@ def synchronize() -> None:
     """Wait until every rank has come here and this rank's device has finished what was queued."""
     world = current_world()
     world.step.gather.quiesce()
+    wait_loader()
+    world.assemble("synchronize", seconds=1800)
+
+
+def wait_loader() -> None:
+    """Wait until this rank's device has finished what was queued, so that a loader does not run ahead of it.
+
+    Not collective. Nothing in this library needs it: gathers wait for what they use by themselves.
+    """
+    world = current_world()
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
-    world.assemble("synchronize", seconds=1800)
 
 
 def check_zero_level(zero_level: int) -> None:

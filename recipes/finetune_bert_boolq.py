@@ -23,7 +23,8 @@ from boolq_options import (
     one_line_errors,
     parse_options,
 )
-from boolq_report import Curve, Report, score
+from boolq_report import Report, score
+from curve import Curve
 from hub import why_unavailable
 from torch.utils.data import DataLoader
 from tqdm import tqdm

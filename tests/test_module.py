@@ -55,6 +55,35 @@ def by_hand(as_list):
         torch.testing.assert_close(parameter.gather_gradient(), mean, rtol=1e-5, atol=1e-7)
 
 
+def loading_by_hand(as_list):
+    """A DistributedModule inside a block loads whole tensors, and keeps training on them."""
+    torch.manual_seed(0)
+    model, other = HandModel(as_list), HandModel(as_list)
+    bmt.init_parameters(other)
+    state = other.state_dict()
+    assert state["blocks.1.weight"].shape == (WIDTH, WIDTH) and state["blocks.1.weight"].any()
+    model.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(bmt.rank()))
+    torch.testing.assert_close(model(x), other(x))
+    with pytest.raises(RuntimeError, match="blocks.1.weight.*another model"):
+        model.load_state_dict({**state, "blocks.1.weight": torch.ones(WIDTH)})
+
+
+def loading_where_blocks_share():
+    """A layer that holds a weight of two blocks and one of its own."""
+
+    class Sharing(Tower):
+        def __init__(self):
+            super().__init__()
+            self.layers[1].linear.weight = self.layers[0].linear.weight
+
+    model, twin = bmt.auto_wrap(Sharing()), Sharing()
+    state = {name: value + 1 for name, value in twin.state_dict().items()}
+    model.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 def reads_at_rest():
     """Outside a forward a read shows the slice and never communicates: one rank may do it alone."""
     model = bmt.auto_wrap(Tower())
@@ -132,7 +161,8 @@ def refused():
 
 
 CASES = [
-    (by_hand, True), (by_hand, False), (reads_at_rest,), (submodules_called_alone,), (hooks_fire_after_the_reduction,),
+    (by_hand, True), (by_hand, False), (loading_by_hand, True), (loading_by_hand, False),
+    (loading_where_blocks_share,), (reads_at_rest,), (submodules_called_alone,), (hooks_fire_after_the_reduction,),
     (weights_come_from_rank_0,), (no_blocks,), (refused,),
 ]  # fmt: skip
 

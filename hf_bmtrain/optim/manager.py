@@ -11,6 +11,7 @@ import torch
 from ..ops.host_flag import HostFlag
 from ..world import current_world
 from .adam import AdamOptimizer
+from .checkpoint import load_sharded, load_whole, sharded_state, whole_state
 from .norm import global_norm
 
 _log = logging.getLogger("hf_bmtrain")
@@ -67,7 +68,16 @@ class OptimManager:
         return None if self._scale is None else float(self._scale)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """`step` will step `optimizer`, then `lr_scheduler` (anything with a `step()`)."""
+        """`step` will step `optimizer`, then `lr_scheduler` (anything with a `step()`).
+
+        ValueError for an optimizer that was made before its model was sharded: it would train nothing.
+        """
+        stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
+        if stale:
+            raise ValueError(
+                f"{stale} parameters of this {type(optimizer).__name__} have been replaced by slices since it was "
+                "made: make the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
+            )
         self.optimizers.append(optimizer)
         self.schedulers.append(lr_scheduler)
         if isinstance(optimizer, AdamOptimizer):
@@ -171,6 +181,56 @@ class OptimManager:
         self._clips.clear()
         self._checked.clear()
         self._found_inf.zero_()  # in place: a captured step finds it where it was
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
+        """Optimizers, schedulers and loss scale, copied, to save with torch.save. Collective.
+
+        gather_opt: the optimizers' state whole, on rank 0 (elsewhere without tensors), for any number of ranks.
+        Otherwise every rank gets its own part, to be saved and loaded by that rank of an equally large world.
+        """
+        world = current_world()
+        world.assemble("OptimManager.state_dict")
+        self._settle()
+        collect = whole_state if gather_opt else sharded_state
+        return {
+            "optimizers": [collect(optimizer, world) for optimizer in self.optimizers],
+            "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
+            "loss_scale": self.loss_scale,
+            "clean_steps": int(self._clean_steps),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
+        """Continue from `state_dict`, after `add_optimizer` was called as it was then.
+
+        A state saved with gather_opt is given whole to every rank; gather_opt need not be said. ValueError, with
+        nothing changed in the manager's own numbers, for a state of other optimizers or of another manager.
+        """
+        states, schedulers = state_dict["optimizers"], state_dict["lr_schedulers"]
+        theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
+        if theirs != mine:
+            raise ValueError(
+                f"this is the state of {len(theirs)} optimizers with {sum(theirs)} schedulers, the manager has "
+                f"{len(mine)} with {sum(mine)}: add the same ones first."
+            )
+        if (state_dict["loss_scale"] is None) != (self._scale is None):
+            raise ValueError(
+                f"saved with loss_scale {state_dict['loss_scale']}, this manager has {self.loss_scale}: make "
+                "OptimManager with the same choice of a loss scale or None."
+            )
+        self._settle()
+        for optimizer, state in zip(self.optimizers, states):
+            whole = "sliced" in state
+            if gather_opt is not None and whole != gather_opt:
+                raise ValueError(f"the state was saved with gather_opt={whole}: load it with that, or leave it out.")
+            load_whole(optimizer, state) if whole else load_sharded(optimizer, state, current_world())
+        for scheduler, state in zip(self.schedulers, schedulers):
+            if scheduler is not None:
+                scheduler.load_state_dict(state)
+        if self._scale is not None:
+            self._scale.fill_(state_dict["loss_scale"])
+        self._clean_steps.fill_(state_dict["clean_steps"])
 
     # -- what the device found ----------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from boolq_report import READ_EVERY, Curve, Report, score
+from boolq_report import Report, score
+from curve import READ_EVERY, Curve
 
 
 def test_scores():

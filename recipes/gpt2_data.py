@@ -1,0 +1,107 @@
+"""Text for the GPT recipe: from files or generated, cut into rows of tokens that are dealt to the ranks."""
+
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+
+IGNORED = -100  # the loss does not count such a target
+HELD_OUT_SHARE = 0.1
+
+ANIMALS = ("hare", "owl", "fox", "crow", "toad", "wren", "mole", "stag")
+PLACES = ("hill", "pond", "barn", "wood", "field", "bridge", "mill", "cave")
+THINGS = ("berry", "feather", "stone", "acorn", "ribbon", "shell", "candle", "bell")
+
+
+def generate_text(seed: int, stories: int = 3000) -> str:
+    """Short stories in which the last sentence can be told from the first: who has what, and who gets it where."""
+    random_ = random.Random(seed)
+    return "\n".join(_story(random_) for _ in range(stories))
+
+
+def _story(random_: random.Random) -> str:
+    giver, taker = random_.sample(ANIMALS, 2)
+    place, thing = random_.choice(PLACES), random_.choice(THINGS)
+    return (
+        f"The {giver} found a {thing} near the {place}. The {taker} came to the {place} and saw the {thing}. "
+        f"So the {giver} gave the {taker} the {thing}, and now the {taker} has the {thing}."
+    )
+
+
+def read_text(files: Sequence[Path]) -> str:
+    """The files' contents one after another; ValueError or OSError names the file that cannot be used."""
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    return "\n".join(texts)
+
+
+def train_tokenizer(text: str, vocab_size: int) -> ByteLevelBPETokenizer:
+    """A byte-pair encoding of at most `vocab_size` tokens, learnt from `text`; any text can be encoded with it."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text.splitlines(), vocab_size=vocab_size, min_frequency=2, show_progress=False)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """tokens: int64 (rows, length + 1), each row followed by what comes next; lengths: int64 (rows,), real targets."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def fingerprint(self) -> int:
+        return zlib.crc32(self.tokens.numpy().tobytes())
+
+    def batch(self, chosen: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Inputs (batch, length), lengths (batch,) and targets (batch, length) of the chosen rows."""
+        tokens, lengths = self.tokens[chosen].to(device), self.lengths[chosen].to(device)
+        beyond = torch.arange(tokens.shape[1] - 1, device=device) >= lengths[:, None]
+        return tokens[:, :-1].contiguous(), lengths, tokens[:, 1:].masked_fill(beyond, IGNORED)
+
+
+def cut(text: str, tokenizer: ByteLevelBPETokenizer, length: int) -> tuple[Rows, Rows]:
+    """Rows to train on and, from the end of the text, rows held out."""
+    numbers = torch.tensor(tokenizer.encode(text).ids)
+    tokens, lengths = _rows(numbers, length)
+    held_out = max(1, round(HELD_OUT_SHARE * len(tokens)))
+    if len(tokens) <= held_out:
+        raise ValueError(
+            f"{len(numbers)} tokens make {len(tokens)} row(s) of {length}: give --data more text or a smaller --length"
+        )
+    return Rows(tokens[:-held_out], lengths[:-held_out]), Rows(tokens[-held_out:], lengths[-held_out:])
+
+
+def _rows(numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows overlap by one token, the target of one and the input of the next; the last one may be padded."""
+    count = max(1, -(-(len(numbers) - 1) // length))
+    padded = torch.zeros(count * length + 1, dtype=torch.int64)
+    padded[: len(numbers)] = numbers
+    lengths = torch.full((count,), length)
+    lengths[-1] = len(numbers) - 1 - (count - 1) * length
+    return padded.unfold(0, length + 1, length), lengths
+
+
+def endless_batches(rows: Rows, batch_size: int, rank: int, world_size: int, seed: int) -> Iterator[torch.Tensor]:
+    """This rank's row numbers, (batch_size,) each: N ranks of b rows see together what one rank of N·b rows sees."""
+    generator = torch.Generator().manual_seed(seed)
+    at_once = batch_size * world_size
+    if at_once > len(rows):
+        raise ValueError(
+            f"{len(rows)} training rows do not fill one step of {at_once} over all processes: give --data more text, "
+            "or a smaller --batch-size or --length"
+        )
+    while True:
+        order = torch.randperm(len(rows), generator=generator)
+        for start in range(0, len(rows) - at_once + 1, at_once):
+            yield order[start + rank : start + at_once : world_size]

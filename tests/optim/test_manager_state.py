@@ -1,0 +1,99 @@
+"""A run that is saved and goes on elsewhere makes the steps of one that was never interrupted."""
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from twins import Tower, ids
+
+OPTIMIZERS = {
+    "ours": lambda p: bmt.optim.AdamOptimizer(p, lr=0.05, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),
+}
+
+
+def make(kind, dtype, loss_scale=8.0):
+    model = bmt.auto_wrap(Tower().to(dtype))
+    named = dict(model.named_parameters())
+    groups = [{"params": [p for n, p in named.items() if ("bias" in n) == biases]} for biases in (False, True)]
+    optimizer = OPTIMIZERS[kind](groups)
+    manager = bmt.optim.OptimManager(loss_scale=loss_scale, loss_scale_steps=5)
+    scheduler = bmt.lr_scheduler.Cosine(optimizer, start_lr=0.05, warmup_iter=2, end_iter=12)
+    manager.add_optimizer(optimizer, scheduler)
+    return model, manager
+
+
+def run(model, manager, steps):
+    """The batch is all ranks' together, so that the number of ranks does not matter."""
+    for step in steps:
+        manager.zero_grad()
+        losses = [model(ids(step, row)) for row in range(2)]
+        manager.backward(torch.stack(losses).mean())
+        manager.clip_grad_norm(manager.optimizers[0].param_groups, 1.0)
+        manager.step()
+
+
+def first_half(kind, dtype, gather_opt, folder):
+    """Four steps, saved, and four more: the weights there."""
+    model, manager = make(kind, dtype)
+    run(model, manager, range(4))
+    weights, state = model.state_dict(), manager.state_dict(gather_opt=gather_opt)
+    run(model, manager, range(4, 8))  # the saved state is a copy: this does not change it
+    if gather_opt:
+        assert bmt.rank() == 0 or not state["optimizers"][0]["state"]
+    if bmt.rank() == 0 or not gather_opt:
+        torch.save((weights, state), f"{folder}/{0 if gather_opt else bmt.rank()}.pt")
+    bmt.synchronize()
+    return {name: value.float().numpy() for name, value in model.state_dict().items()}, manager.loss_scale
+
+
+def second_half(kind, dtype, gather_opt, folder):
+    model, manager = make(kind, dtype)
+    path = f"{folder}/{0 if gather_opt else bmt.rank()}.pt"
+    weights, state = torch.load(path, weights_only=True)
+    model.load_state_dict(weights)
+    manager.load_state_dict(state, gather_opt=gather_opt)
+    assert manager.schedulers[0].num_iter == 4
+    run(model, manager, range(4, 8))
+    return {name: value.float().numpy() for name, value in model.state_dict().items()}, manager.loss_scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("before", "after", "gather_opt"), [(1, 1, False), (2, 2, False), (2, 1, True), (1, 2, True), (2, 2, True)]
+)
+def test_goes_on(world, before, after, gather_opt, kind, dtype, tmp_path):
+    straight, scale = world(before)(first_half, kind, dtype, gather_opt, str(tmp_path))[0]
+    resumed, resumed_scale = world(after)(second_half, kind, dtype, gather_opt, str(tmp_path))[0]
+    assert scale == resumed_scale == 16.0  # doubled after the fifth step, the first of the second half
+    for name, value in straight.items():
+        exact = before == after
+        expected, value = torch.from_numpy(value), torch.from_numpy(resumed[name])
+        tolerance = 0 if exact else 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def refused():
+    model, manager = make("adamw", torch.float32)
+    run(model, manager, range(1))
+    state = manager.state_dict()
+    whole = manager.state_dict(gather_opt=True)
+    with pytest.raises(ValueError, match=r"gather_opt=True\) to load"):
+        manager.load_state_dict({**state, "optimizers": [{**state["optimizers"][0], "world_size": 7}]})
+    with pytest.raises(ValueError, match="saved with gather_opt=True"):
+        manager.load_state_dict(whole, gather_opt=False)
+    with pytest.raises(ValueError, match="loss_scale None"):
+        manager.load_state_dict({**state, "loss_scale": None})
+    other = bmt.optim.OptimManager(loss_scale=8.0)
+    with pytest.raises(ValueError, match="add the same ones first"):
+        other.load_state_dict(state)
+    other.add_optimizer(torch.optim.AdamW(model.parameters()), manager.schedulers[0])
+    with pytest.raises(ValueError, match="same groups"):
+        other.load_state_dict(whole)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_refused(world, size):
+    world(size)(refused)

@@ -1,0 +1,137 @@
+"""What is inspected equals statistics of whole tensors in one process."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import hf_bmtrain as bmt
+from twins import WIDTH, Tower, ids
+
+
+def close(value, expected):
+    if isinstance(expected, torch.Tensor):
+        expected = expected.item()
+    same = value == pytest.approx(expected, rel=2e-5, abs=1e-7)
+    assert same or (math.isnan(value) and math.isnan(expected)), (value, expected)
+
+
+def parameters():
+    """Slices of any length, one-element ones too, against the whole tensors of a twin."""
+    size = bmt.world_size()
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    assert all(line["grad_std"] is None for line in bmt.inspect.inspect_model(model, "*"))
+    model(ids(0, bmt.rank())).backward()
+    torch.stack([twin(ids(0, r)) for r in range(size)]).mean().backward()
+    lines = bmt.inspect.inspect_model(model, "*")
+    twins = dict(twin.named_parameters())
+    assert [line["name"] for line in lines] == list(twins)
+    for line in lines:
+        whole = twins[line["name"]].detach()
+        gradient = twins[line["name"]].grad
+        assert line["shape"] == tuple(whole.shape)
+        for key in ("mean", "max", "min"):
+            close(line[key], getattr(whole, key)())
+        close(line["std"], whole.std() if whole.numel() > 1 else math.nan)
+        close(line["grad_mean"], gradient.mean())
+        close(line["grad_std"], gradient.std() if gradient.numel() > 1 else math.nan)
+    chosen = bmt.inspect.inspect_model(model, "root.layers.?.gain", prefix="root.")
+    assert [line["name"] for line in chosen] == [f"root.layers.{i}.gain" for i in range(3)]
+
+
+class Recorded(Tower):
+    def forward(self, ids, plan=None):
+        x = self.embedding(ids)
+        bmt.inspect.record_tensor(x, "embedded")
+        for layer in self.layers:
+            x = layer(x)
+        bmt.inspect.record_tensor(x.detach(), "last", group="tail")
+        return self.head(x).square().mean()
+
+
+def recording_layers(model):
+    """Recorded inside the blocks, where recomputation runs the line twice."""
+    for layer in model.layers:
+
+        def forward(x, layer=layer):
+            y = layer.linear(x)
+            bmt.inspect.record_tensor(y, "inner", group="layer")
+            return x + torch.tanh(y) * layer.gain  # needed in backward: a recomputation does not stop before it
+
+        layer.forward = forward
+    return model
+
+
+def activations(use_checkpoint):
+    rank, size = bmt.rank(), bmt.world_size()
+    model = bmt.auto_wrap(recording_layers(Recorded()), use_checkpoint=use_checkpoint)
+    with bmt.inspect.inspect_tensor() as inspector:
+        model(ids(0, rank)).backward()
+    model(ids(1, rank))  # not noted
+    summary = inspector.get_summary()
+    names = ["embedded", "layer.0.inner", "layer.1.inner", "layer.2.inner", "tail.last"]
+    assert [line["name"] for line in summary] == names
+    twin = recording_layers(Recorded())
+    twins = []
+    for other in range(size):
+        with bmt.inspect.inspect_tensor() as plain:
+            twin(ids(0, other)).backward()
+        twins.append(plain)
+    for line, (name, group, index) in zip(
+        summary, [("embedded", None, None), *(("inner", "layer", i) for i in range(3)), ("last", "tail", None)]
+    ):
+        wholes = [inspector_.get_tensor(name, group, index) for inspector_ in twins]
+        whole = torch.cat([x.detach() for x in wholes])
+        assert line["shape"] == (4 * size, 3, WIDTH)
+        for key in ("mean", "max", "min", "std"):
+            close(line[key], getattr(whole, key)())
+        if name == "last":
+            assert line["grad_mean"] is None
+            continue
+        gradient = torch.cat([x.grad for x in wholes])
+        close(line["grad_mean"], gradient.mean())
+        close(line["grad_std"], gradient.std())
+        torch.testing.assert_close(inspector.get_tensor(name, group, index).grad, wholes[rank].grad)
+    assert inspector.get_tensor("nothing") is None
+    assert inspector.get_tensor("inner", "layer", 3) is None
+
+
+def table():
+    model = bmt.auto_wrap(Tower())
+    text = bmt.inspect.format_summary(bmt.inspect.inspect_model(model, "head.*"))
+    header, weight, bias = text.splitlines()
+    assert header.split() == ["name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean"]
+    assert weight.split()[0] == "head.weight"
+    assert bias.split()[-2:] == ["-", "-"]
+    assert weight.index("(2, 6)") == header.index("shape")
+
+
+def refused():
+    x = torch.ones(2, requires_grad=True) * 2
+    bmt.inspect.record_tensor(x, "nobody listens")
+    with bmt.inspect.inspect_tensor() as inspector:
+        with pytest.raises(ValueError, match="inspect_model"):
+            bmt.inspect.record_tensor(nn.Parameter(torch.ones(1)), "weight")
+        with pytest.raises(RuntimeError, match="already active"), bmt.inspect.inspect_tensor():
+            pass
+        bmt.inspect.record_tensor(x, "x")
+    if bmt.rank() == 0:
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match=r"record x\.clone.*rank 0: x"):
+        inspector.get_summary()
+    with bmt.inspect.inspect_tensor() as inspector:
+        for _ in range(bmt.rank()):
+            bmt.inspect.record_tensor(x, "x")
+    if bmt.world_size() > 1:
+        with pytest.raises(RuntimeError, match="on every rank, equally often"):
+            inspector.get_summary()
+
+
+CASES = [(parameters,), (activations, True), (activations, False), (table,), (refused,)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+@pytest.mark.parametrize("size", [1, 2])
+def test_inspect(world, size, case):
+    world(size)(*case)

@@ -211,6 +211,11 @@ class CheckpointBlock(SelfReducing, torch.nn.Module):
         copy_wholes(result, self._bmt.slots, lambda: collect(destination=result))
         return result.plain()
 
+    def compile(self, *args, **kwargs) -> None:
+        """`torch.compile` the layer's own forward; what gathers and reduces around it stays as it is."""
+        compiled: Any = torch.compile(super(type(self), self).forward, *args, **kwargs)
+        self._bmt.forward = functools.partial(_with_patched_forward, self._bmt.forward, compiled)
+
     def _apply(self, fn, recurse: bool = True):
         with hidden(self._bmt.slots, fn):
             return super()._apply(fn, recurse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -47,26 +48,12 @@ def watch(model: torch.nn.Module) -> None:
     """Before each training forward of `model`, check that nobody wrapped it or put other parameters into it."""
     model.register_forward_pre_hook(_check)
     for module in model.modules():
-        if hasattr(module, "resize_token_embeddings"):
-            module.resize_token_embeddings = _refuse_resizing
+        for name in ("resize_token_embeddings", "resize_position_embeddings"):
+            if hasattr(module, name):
+                setattr(module, name, functools.partial(_refuse_resizing, name))
 
 
-def _refuse_resizing(*args, **kwargs) -> NoReturn:
-    raise RuntimeError("resize_token_embeddings on a sharded model would lose its slices: call it before auto_wrap.")
-
-
-def _check(model: torch.nn.Module, args: tuple) -> None:
-    if not torch.is_grad_enabled():
-        return
-    if DistributedDataParallel._active_ddp_module is not None:
-        iter(_Refusal())
-    accelerator.check(current_world().size)
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and type(parameter) is not DistributedParameter:
-                raise RuntimeError(
-                    f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came into "
-                    "the model after auto_wrap: it is not sharded, and nobody averages its gradient over the ranks. "
-                    "Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
-                    "auto_wrap, and leave out FSDP, which replaces them all."
-                )
+def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
+    raise RuntimeError(
+        f"{name} changes the shape of sharded weights, whose slices would be lost: call it before auto_wrap."
+    )

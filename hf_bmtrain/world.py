@@ -219,7 +219,8 @@ def _leave(world: World, joined: bool) -> None:
 
     joined: the process group was up before and is ended by whoever made it.
     """
-    failed = getattr(sys, "last_value", None) is not None
+    # A process group that has gone (accelerator.end_training() ends it) leaves nothing to agree through.
+    failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
     if not failed:
         try:
             world.assemble("exit", seconds=_EXIT_SECONDS)

@@ -66,7 +66,6 @@ def auto_wrap(
         compile_blocks(blocks, "inductor" if compile is True else compile)  # pyright: ignore[reportArgumentType]
     follow_accelerator(model, world.device)
     watch(model)
-    _refuse_resizing(model)
     sharded = f"{type(model).__name__}: {len(blocks)} blocks in {len(lists)} lists, {len(outside)} modules outside"
     _log.info("rank %d: sharded %s, zero_level %d, recompute %s", world.rank, sharded, level, use_checkpoint)
     return model
@@ -182,15 +181,3 @@ def _keep_cache_out(model: torch.nn.Module, blocks: list[Any], compiled: bool) -
         if hasattr(getattr(module, "config", None), "use_cache"):
             if "use_cache" in inspect.signature(module.forward).parameters:
                 module.register_forward_pre_hook(without_cache, with_kwargs=True)
-
-
-def _refuse_resizing(model: torch.nn.Module) -> None:
-    """Hugging Face's methods that would put new embeddings beside the sharded ones."""
-
-    def refuse(name: str, *args, **kwargs):
-        raise RuntimeError(f"{name} changes the shape of sharded weights: call it before auto_wrap.")
-
-    for module in model.modules():
-        for name in ("resize_token_embeddings", "resize_position_embeddings"):
-            if hasattr(module, name):
-                setattr(module, name, functools.partial(refuse, name))

@@ -53,10 +53,15 @@ def test_joins_a_process_group_that_is_up():
 
     port = _free_port()
     processes = [
-        subprocess.Popen([sys.executable, "-c", JOINS.format(port=port, rank=rank)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", JOINS.format(port=port, rank=rank)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
         for rank in range(2)
-    ]
-    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["0 2", "1 2"]
+    ]  # fmt: skip
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [out.strip() for out, _ in results] == ["0 2", "1 2"]
+    assert not any("Traceback" in errors for _, errors in results)  # nor at exit, when the group has gone
 
 
 def results():

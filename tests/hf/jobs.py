@@ -39,7 +39,8 @@ def arguments(folder: str | Path, **given: Any) -> transformers.TrainingArgument
         "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "save_strategy": "no",
         "report_to": "none", "use_cpu": True, "disable_tqdm": True, "seed": 5, "logging_nan_inf_filter": False,
     }  # fmt: skip
-    return transformers.TrainingArguments(output_dir=str(folder), **{**defaults, **given})
+    cls = transformers.Seq2SeqTrainingArguments if "predict_with_generate" in given else transformers.TrainingArguments
+    return cls(output_dir=str(folder), **{**defaults, **given})
 
 
 def sgd(model: torch.nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:

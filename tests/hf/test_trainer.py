@@ -189,3 +189,123 @@ def test_reports(world, tmp_path, size):
     theirs = [(entry["loss"], entry["grad_norm"]) for entry in plain.state.log_history if "loss" in entry]
     for here, there in zip(logged, theirs):
         assert here == pytest.approx(there, rel=1e-5)
+
+
+def compiled(folder, wrapped):
+    """Blocks compile (with a backend that needs no compiler here), and the numbers stay."""
+    import os
+
+    import torch._dynamo
+
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    given = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    try:
+        trainer = jobs.make_trainer(folder, wrapped, given, size=bmt.world_size())
+        trainer.train()
+    finally:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
+            del os.environ[name]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    return {"history": trainer.state.log_history, "weights": jobs.weights(trainer.model)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_torch_compile(world, tmp_path, size):
+    plain = train(tmp_path / "plain", False, {})
+    ours = world(size)(compiled, str(tmp_path / "ours"), True)[0]
+    check_same(ours, plain, "grad_norm")
+
+
+def noisy(folder):
+    """Neftune's noise is added to embeddings that are gathered; after training the hook is gone."""
+    runs = []
+    for given in ({}, {"neftune_noise_alpha": 5}):
+        runs.append(jobs.make_trainer(folder, True, given, size=bmt.world_size()))
+        runs[-1].train()
+    assert not runs[1].model.get_input_embeddings()._forward_hooks
+    return [{"history": run.state.log_history, "weights": jobs.weights(run.model)} for run in runs]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_neftune(world, tmp_path, size):
+    plain = train(tmp_path / "plain", False, {"neftune_noise_alpha": 5})
+    silent, ours = world(size)(noisy, str(tmp_path / "ours"))[0]
+    if size == 1:
+        check_same(ours, plain, "grad_norm")
+    assert losses(ours["history"]) != losses(silent["history"])
+
+
+def made_by_model_init(folder, wrapped):
+    """A new model for every train(); the first one's optimizer and files are left behind."""
+    size = bmt.world_size() if wrapped else 1
+    trainer = (bmt.hf.Trainer if wrapped else transformers.Trainer)(
+        model_init=lambda: bmt.auto_wrap(jobs.build("llama")) if wrapped else jobs.build("llama"),
+        args=jobs.arguments(folder, per_device_train_batch_size=8 // size, optim="sgd"), train_dataset=jobs.Rows(),
+    )  # fmt: skip
+    runs = []
+    for _ in range(2):
+        trainer.train()
+        runs.append({"history": list(trainer.state.log_history), "weights": jobs.weights(trainer.model)})
+    return runs
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_model_init(world, tmp_path, size):
+    plain = made_by_model_init(tmp_path / "plain", False)
+    for run, expected in zip(world(size)(made_by_model_init, str(tmp_path / "ours"), True)[0], plain):
+        check_same(run, expected, "grad_norm")
+
+
+def trained_twice(folder, wrapped):
+    trainer = jobs.make_trainer(folder, wrapped, {}, size=bmt.world_size() if wrapped else 1)
+    trainer.train()
+    trainer.train()
+    return {"history": trainer.state.log_history, "weights": jobs.weights(trainer.model)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_trained_twice(world, tmp_path, size):
+    plain = trained_twice(tmp_path / "plain", False)
+    check_same(world(size)(trained_twice, str(tmp_path / "ours"), True)[0], plain, "grad_norm")
+
+
+def stopped_early(folder, wrapped):
+    given = {
+        "max_steps": 8, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 3.0, "save_total_limit": 1,
+    }  # fmt: skip
+    trainer = jobs.make_trainer(
+        folder, wrapped, given, size=bmt.world_size() if wrapped else 1, eval_dataset=jobs.Rows(seed=9),
+        make_optimizer=fast_sgd, callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=2)],
+    )  # fmt: skip
+    trainer.train()
+    return trainer.state.global_step, trainer.state.best_metric
+
+
+def fast_sgd(model):
+    return sgd(model, 5.0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_early_stopping(world, tmp_path, size):
+    step, metric = stopped_early(tmp_path / "plain", False)
+    assert step < 8
+    for here in world(size)(stopped_early, str(tmp_path / "ours"), True):
+        assert here == (step, pytest.approx(metric, rel=1e-4))
+
+
+def translated(folder, wrapped):
+    """Seq2SeqTrainer generates in evaluation, on every rank as long as the longest."""
+    size = bmt.world_size() if wrapped else 1
+    trainer = jobs.make_trainer(
+        folder, wrapped, {"predict_with_generate": True, "generation_max_length": 9}, size=size, family="t5",
+        cls=transformers.Seq2SeqTrainer, eval_dataset=jobs.Rows(seed=9),
+    )  # fmt: skip
+    return trainer.predict(jobs.Rows(seed=9)).predictions
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_seq2seq_trainer(world, tmp_path, size):
+    plain = translated(tmp_path / "plain", False)
+    for ours in world(size)(translated, str(tmp_path / "ours"), True):
+        assert (ours == plain).all()

@@ -38,7 +38,8 @@ def launcher(name: str, folder) -> list[str]:
     if name == "torchrun":
         return TWO_RANKS
     if name == "torch.distributed.launch":
-        return [sys.executable, "-m", name, "--nproc-per-node", "2", "--master-port", str(free_port())]
+        # --use-env: else it adds an option to the script's command line
+        return [sys.executable, "-m", name, "--use-env", "--nproc-per-node", "2", "--master-port", str(free_port())]
     if name == "accelerate launch":
         return [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--num_machines", "1", *port]
     assert name == "accelerate launch with a file"

@@ -87,7 +87,7 @@ def check_module(model: Any) -> tuple[Any, Any]:
     output = model()
     output.square().sum().backward()
     gradients = [p.gather_gradient() if sharded else p.grad for p in model.parameters()]
-    return output.detach(), gradients
+    return output.detach().cpu(), [gradient.cpu() for gradient in gradients]
 
 
 def run_quick_start(blocks: list[str]) -> None:
@@ -201,7 +201,8 @@ def model_zoo() -> dict[str, types.ModuleType]:
         generator = torch.Generator().manual_seed(world_size * len(split) + rank)
         ids = torch.randint(1, 32, (32, 6), generator=generator)
         ids[::2, 0] = 1
-        rows = [(row, torch.ones(6, dtype=torch.long), (row[0] == 1).long()) for row in ids]
+        ids = ids.to(bmt.current_world().device)  # the model zoo's loader gives batches on the device
+        rows = [(row, torch.ones_like(row), (row[0] == 1).long()) for row in ids]
         return [dict(zip(("input_ids", "attention_mask", "labels"), row)) for row in rows]
 
     def loader(dataset, batch_size, shuffle):

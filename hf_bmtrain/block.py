@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .boundary import enter_backward, leave_backward
 from .precision import uncached_autocast
+from .replay import Replay
 from .sharding import ShardedBuffer
 from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_entries
 from .step import Step
@@ -27,9 +28,15 @@ class BlockState:
     """
 
     def __init__(
-        self, step: Step, buffers: list[ShardedBuffer], slots: list[Slot], use_checkpoint: bool, zero_level: int
+        self,
+        step: Step,
+        buffers: list[ShardedBuffer],
+        slots: list[Slot],
+        replay: Replay,
+        use_checkpoint: bool,
+        zero_level: int,
     ) -> None:
-        self.step, self.buffers, self.slots = step, buffers, slots
+        self.step, self.buffers, self.slots, self.replay = step, buffers, slots, replay
         self.use_checkpoint, self.zero_level = use_checkpoint, zero_level
         self.previous: BlockState | None = None
         self.next: BlockState | None = None
@@ -75,7 +82,8 @@ class BlockState:
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         def run(*args, **kwargs):
             if self.step.in_backward:
-                return self._recompute(layer_forward, args, kwargs)
+                with self.replay.again(moment, (args, kwargs)) as (args, kwargs):
+                    return self._recompute(layer_forward, args, kwargs)
             with self.step.inside():
                 return layer_forward(*args, **kwargs)
 
@@ -83,7 +91,8 @@ class BlockState:
         versions = [tensor._version for tensor in inputs]
         with uncached_autocast():
             if self.use_checkpoint:
-                outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+                with self.replay.first((args, kwargs)) as moment:
+                    outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
             else:
                 outputs = run(*args, **kwargs)
         if versions != [tensor._version for tensor in inputs]:
@@ -225,7 +234,7 @@ def extend(
 ) -> None:
     """Make `layer` a CheckpointBlock over parameters that `shard_places` has sharded."""
     buffers, slots = sharded
-    layer._bmt = BlockState(step, buffers, slots, use_checkpoint, zero_level)  # pyright: ignore
+    layer._bmt = BlockState(step, buffers, slots, Replay(layer), use_checkpoint, zero_level)  # pyright: ignore
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
     patched = layer.__dict__.pop("forward", None)
     layer.__class__ = _extended_class(type(layer))

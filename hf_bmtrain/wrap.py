@@ -52,6 +52,8 @@ def auto_wrap(model: torch.nn.Module, zero_level: int | None = None, use_checkpo
     _place_buffers(model, world)
     _route_recomputation(model, blocks)
     _keep_cache_out(model, blocks)
+    if world.size > 1:
+        _keep_ranks_together(model)
     sharded = f"{type(model).__name__}: {len(blocks)} blocks in {len(lists)} lists, {len(outside)} modules outside"
     _log.info("rank %d: sharded %s, zero_level %d, recompute %s", world.rank, sharded, level, use_checkpoint)
     return model
@@ -167,3 +169,19 @@ def _keep_cache_out(model: torch.nn.Module, blocks: list[Any]) -> None:
         if hasattr(getattr(module, "config", None), "use_cache"):
             if "use_cache" in inspect.signature(module.forward).parameters:
                 module.register_forward_pre_hook(without_cache, with_kwargs=True)
+
+
+def _keep_ranks_together(model: torch.nn.Module) -> None:
+    """A collective runs in every block, so all ranks must call the same ones.
+
+    Layer-drop, which draws on each rank for itself what to skip, is switched off. Generation goes on until every
+    rank is done: transformers does that for modules with this mark.
+    """
+    dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
+    for module in dropping:
+        module.layerdrop = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+    if dropping:
+        names = ", ".join(sorted({type(module).__name__ for module in dropping}))
+        _log.warning("layer-drop is off in %s: each rank would skip other blocks, whose gathers then hang", names)
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # pyright: ignore[reportArgumentType]

@@ -54,26 +54,29 @@ def _line(family: Family, row: Row | str) -> str:
         return f"| {family.name} | {family.model} | | | | | {row} |"
     blocks = " + ".join(map(str, row.blocks)) or "none"
     outputs = ", ".join(row.outputs)
-    return f"| {family.name} | {family.model} | {blocks} | {row.loss:.2f} | {row.gradient:.2f} | {outputs} | {family.note} |"
+    errors = f"{row.loss:.2f} | {row.gradient:.2f}"
+    return f"| {family.name} | {family.model} | {blocks} | {errors} | {outputs} | {family.note} |"
 
 
 def _table(results: dict[str, Row | str], ranks: int) -> str:
     measured = [row for row in results.values() if isinstance(row, Row)]
+    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
     text = f"""`{COMMAND}`
 
 # Families of transformers, sharded
 
 {len(measured)} families on {ranks} ranks with ZeRO-3 and recomputation against one process of plain torch, in float32
-on the CPU (torch {torch.__version__.split("+")[0]}, transformers {transformers.__version__}): two steps of SGD on batches that differ
-between ranks, dropout on where the family has it by default. In every row `state_dict` has the plain model's keys,
-the weights after training are the plain model's, and `save_pretrained` followed by `from_pretrained` gives them back.
+on the CPU ({versions}): two steps of SGD on batches that differ between ranks, dropout on
+where the family has it by default, layer-drop off. In every row `state_dict` has the plain model's keys, the weights
+and buffers after training are the plain model's, and `save_pretrained` followed by `from_pretrained` gives what it
+gives for the plain model.
 
 Blocks: how many in each list that was found. Errors are the largest of all steps in units of what is allowed: 1e-5
 of the loss; 1e-5 of a gradient tensor's largest element plus 2e-6 of the model's. Outputs: the optional ones the
 model offers, equal in training and in evaluation.
 """
     for kind, families in KINDS.items():
-        text += f"\n## {kind}\n\n| family | class | blocks | loss | gradient | outputs | notes |\n|---|---|---|---|---|---|---|\n"
+        text += f"\n## {kind}\n\n| family | class | blocks | loss | gradient | outputs | notes |\n{'|---' * 7}|\n"
         text += "".join(_line(family, results[family.name]) + "\n" for family in families)
     return text
 

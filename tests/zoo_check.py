@@ -7,6 +7,7 @@ largest plus 2e-6 of the model's. Each rank's forward begins from a seed of its 
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from torch.utils import _pytree as pytree
 import hf_bmtrain as bmt
 from hf_bmtrain.wrap import find_block_lists
 from zoo_families import FAMILIES
-from zoo_models import Family, loss_of
+from zoo_models import Family
+from zoo_twin import Twin, compute_loss
 
 STEPS = 2
 LEARNING_RATE = 0.1
@@ -43,57 +45,42 @@ def measure(name: str) -> Row:
     model = family.build()
     blocks = tuple(len(dict.fromkeys(blocks)) for blocks in find_block_lists(model))
     bmt.auto_wrap(model, zero_level=3, use_checkpoint=True)
-    twin = family.build() if bmt.rank() == 0 else None
+    twin = Twin(family, bmt.world_size(), LEARNING_RATE) if bmt.rank() == 0 else None
     loss, gradient = _train(family, model, twin)
     state = model.state_dict()
     if twin is not None:
-        _compare_states(state, twin.state_dict(), rtol=1e-4)
+        _compare_states(state, twin.model.state_dict(), rtol=1e-4)
     outputs = _compare_outputs(family, model, twin)
-    _save_and_load(model, twin, state)
+    _save_and_load(model, twin)
     return Row(blocks, loss, gradient, outputs)
 
 
-def _train(family: Family, model: Any, twin: Any) -> tuple[float, float]:
+def _train(family: Family, model: Any, twin: Twin | None) -> tuple[float, float]:
     rank, size = bmt.rank(), bmt.world_size()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     worst = (0.0, 0.0)
     for step in range(STEPS):
-        mine = _loss(family, model, step * size + rank)
+        mine = compute_loss(family, model, step * size + rank)
         mine.backward()
         losses = bmt.gather_result(mine.detach().view(1))
         gradients = {name: parameter.gather_gradient() for name, parameter in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
         if twin is not None:
-            errors = _reference_step(family, twin, step, losses, gradients)
-            worst = max(worst[0], errors[0]), max(worst[1], errors[1])
+            expected = twin.step([step * size + rank for rank in range(size)])
+            assert torch.isfinite(expected).all(), expected
+            loss = ((losses - expected).abs() / expected.abs()).max().item() / 1e-5
+            worst = max(worst[0], loss), max(worst[1], *gradient_errors(gradients, twin.model).values())
+            twin.update()
     return worst
-
-
-def _loss(family: Family, model: Any, number: int) -> torch.Tensor:
-    torch.manual_seed(number)
-    return loss_of(model(**family.inputs(number)))
-
-
-def _reference_step(family: Family, twin: Any, step: int, losses, gradients) -> tuple[float, float]:
-    """Train the twin on all ranks' batches; the errors of the sharded model's losses and gradients."""
-    optimizer = torch.optim.SGD(twin.parameters(), lr=LEARNING_RATE)
-    size = losses.numel()
-    expected = torch.stack([_loss(family, twin, step * size + rank) for rank in range(size)])
-    expected.mean().backward()
-    assert torch.isfinite(expected).all(), expected
-    loss_error = ((losses - expected).abs() / expected.abs()).max().item() / 1e-5
-    errors = gradient_errors(gradients, twin)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss_error, max(errors.values())
 
 
 def gradient_errors(gradients: dict[str, torch.Tensor | None], twin: torch.nn.Module) -> dict[str, float]:
     """By name, in units of what is allowed; NaN counts as infinite. Where the twin has none ours must be zero."""
     parameters = dict(twin.named_parameters())
     assert gradients.keys() == parameters.keys()
-    largest = max(p.grad.abs().max().item() for p in parameters.values() if p.grad is not None and p.numel())
+    parameters = {name: parameter for name, parameter in parameters.items() if parameter.numel()}
+    largest = max(p.grad.abs().max().item() for p in parameters.values() if p.grad is not None)
     assert largest > 0
     errors = {}
     for name, parameter in parameters.items():
@@ -114,12 +101,12 @@ def _compare_states(state: dict[str, torch.Tensor], expected: dict[str, torch.Te
         torch.testing.assert_close(state[key], value, rtol=rtol, atol=rtol * 1e-2, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def _compare_outputs(family: Family, model: Any, twin: Any) -> tuple[str, ...]:
+def _compare_outputs(family: Family, model: Any, twin: Twin | None) -> tuple[str, ...]:
     """`output_hidden_states` and `output_attentions` in a training and in an evaluating forward."""
     compared = []
     for name in OPTIONAL_OUTPUTS:
         for training in (True, False):
-            expected = None if twin is None else _optional_outputs(family, twin, name, training)
+            expected = None if twin is None else _optional_outputs(family, twin.model, name, training)
             offered = [bool(expected)]
             dist.broadcast_object_list(offered, 0)
             if not offered[0]:
@@ -150,11 +137,12 @@ def _optional_outputs(family: Family, model: Any, name: str, training: bool) -> 
     return {key: pytree.tree_leaves(value) for key, value in values.items() if pytree.tree_leaves(value)}
 
 
-def _save_and_load(model: Any, twin: Any, state: dict[str, torch.Tensor]) -> None:
-    """`save_pretrained` on every rank, rank 0 writes; `from_pretrained` gives the same weights."""
+def _save_and_load(model: Any, twin: Twin | None) -> None:
+    """`save_pretrained` on every rank, rank 0 writes; `from_pretrained` gives what it gives for the plain model."""
     folders = [tempfile.mkdtemp() if twin is not None else None]
     dist.broadcast_object_list(folders, 0)
     model.save_pretrained(folders[0], is_main_process=twin is not None)
+    state = model.state_dict()
     if twin is not None:
-        loaded = type(twin).from_pretrained(folders[0]).state_dict()
-        _compare_states(loaded, state, rtol=0)
+        _compare_states(twin.load(str(folders[0])), twin.saved_and_loaded(state), rtol=0)
+        shutil.rmtree(str(folders[0]))

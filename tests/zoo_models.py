@@ -74,7 +74,9 @@ def loss_of(outputs: Any) -> torch.Tensor:
     if loss is not None:
         return loss.mean()
     values = outputs.values() if hasattr(outputs, "values") else outputs
-    parts = [value.float().square().mean() for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    parts = [
+        value.float().square().mean() for value in values if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
     return torch.stack(parts).sum()
 
 

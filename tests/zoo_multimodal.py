@@ -31,8 +31,15 @@ def with_image(count: int = PATCHES, extra: dict[str, Any] | None = None, images
         ids = torch.cat([torch.full((2, count), IMAGE_TOKEN), ids], 1)
         pixels = torch.randn(2, *images, 3, 16, 16, generator=generator)
         labels = ids.masked_fill(ids == IMAGE_TOKEN, -100)
-        more = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in (extra or {}).items()}
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "labels": labels} | more
+        more = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in (extra or {}).items()
+        }
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": pixels,
+            "labels": labels,
+        } | more
 
     return batch
 
@@ -44,7 +51,11 @@ def flat_patches(width: int, merge: int = 2, side: int = 4):
         plain = with_image(side * side // merge**2)(generator, number)
         pixels = torch.randn(2 * side * side, width, generator=generator)
         types = (plain["input_ids"] == IMAGE_TOKEN).int()
-        return plain | {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]] * 2), "mm_token_type_ids": types}
+        return plain | {
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor([[1, side, side]] * 2),
+            "mm_token_type_ids": types,
+        }
 
     return batch
 
@@ -58,7 +69,9 @@ def _two(name: str, model: str, note: str = "", **config) -> Family:
     return Family(name, model, towers | config, contrasted, note)
 
 
-def _llava(name: str, model: str, note: str = "", batch=None, text="llama", vision="clip_vision_model", **config) -> Family:
+def _llava(
+    name: str, model: str, note: str = "", batch=None, text="llama", vision="clip_vision_model", **config
+) -> Family:
     towers = {
         "text_config": TEXT | {"model_type": text}, "vision_config": VISION | {"model_type": vision},
         "image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "image_seq_length": PATCHES,
@@ -102,16 +115,22 @@ MULTIMODAL = [
     _qwen("qwen2_5_vl", "Qwen2_5_VL", "two lists", {"window_size": 8, "fullatt_block_indexes": [1]}),
     _qwen("qwen3_vl", "Qwen3VL", "two lists", {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
     Family("idefics", "IdeficsForVisionText2Text", TEXT | {
-        "vision_config": {"embed_dim": 32, "image_size": 16, "patch_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vision_config": {"embed_dim": 32, "image_size": 16, "patch_size": 8, "num_hidden_layers": 2,
+           "num_attention_heads": 4,
                           "intermediate_size": 40, "hidden_size": 32},
-        "perceiver_config": {"use_resampler": False}, "additional_vocab_size": 0, "cross_layer_interval": 1, "use_resampler": False,
+        "perceiver_config": {"use_resampler": False}, "additional_vocab_size": 0, "cross_layer_interval": 1,
+           "use_resampler": False,
     }, lambda g, n: causal(g, n) | {"pixel_values": torch.randn(2, 1, 3, 16, 16, generator=g),
-                                    "image_attention_mask": torch.ones(2, 7 + 2 * (n % 2), 1, dtype=torch.long)}, "two lists"),
-    _llava("idefics3", "Idefics3", "two lists", vision="idefics3_vision", scale_factor=2, batch=with_image(1, images=(1,))),
-    _llava("smolvlm", "SmolVLM", "two lists", vision="smolvlm_vision", scale_factor=2, batch=with_image(1, images=(1,))),
+                                    "image_attention_mask": torch.ones(2, 7 + 2 * (n % 2), 1, dtype=torch.long)},
+                                    "two lists"),
+    _llava("idefics3", "Idefics3", "two lists", vision="idefics3_vision", scale_factor=2, batch=with_image(1,
+           images=(1,))),
+    _llava("smolvlm", "SmolVLM", "two lists", vision="smolvlm_vision", scale_factor=2, batch=with_image(1,
+           images=(1,))),
     _llava("internvl", "InternVL", "two lists", text="qwen2", vision="internvl_vision", downsample_ratio=0.5,
            batch=with_image(1)),
-    Family("git", "GitForCausalLM", TEXT | {"vision_config": VISION, "num_image_with_embedding": None}, captions, "two lists"),
+    Family("git", "GitForCausalLM", TEXT | {"vision_config": VISION, "num_image_with_embedding": None}, captions,
+           "two lists"),
     Family("vilt", "ViltModel", TEXT | VISION | {"max_image_length": -1}, only(captions, "labels")),
     Family("blip caption", "BlipForConditionalGeneration",
            {"text_config": TEXT | {"encoder_hidden_size": 32}, "vision_config": VISION, "image_text_hidden_size": 32},

@@ -11,6 +11,10 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }  # fmt: skip
+PROPHETNET = {
+    "num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4, "ngram": 2, "num_buckets": 8, "relative_max_distance": 16,
+}  # fmt: skip
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 
 
@@ -50,7 +54,8 @@ SEQ2SEQ = [
     _t5("mt5", "MT5"),
     _t5("umt5", "UMT5"),
     _t5("longt5", "LongT5", local_radius=3, global_block_size=4),
-    _t5("switch_transformers", "SwitchTransformers", "router loss", num_experts=4, num_sparse_encoder_layers=1,
+    _t5("switch_transformers", "SwitchTransformers", "router loss", num_experts=4, num_decoder_layers=2,
+           num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=1, expert_capacity=8, router_z_loss_coef=0.001),
     _bart("bart", "BartForConditionalGeneration"),
     _bart("mbart", "MBartForConditionalGeneration"),
@@ -65,11 +70,12 @@ SEQ2SEQ = [
     _bart("mvp", "MvpForConditionalGeneration"),
     _bart("led", "LEDForConditionalGeneration", attention_window=4, max_encoder_position_embeddings=64,
           max_decoder_position_embeddings=64),
-    _bart("fsmt", "FSMTForConditionalGeneration", batch=equal_pairs, src_vocab_size=61, tgt_vocab_size=61, langs=["en", "de"]),
+    _bart("fsmt", "FSMTForConditionalGeneration", batch=equal_pairs, src_vocab_size=61, tgt_vocab_size=61,
+           langs=["en", "de"]),
     _bart("nllb_moe", "NllbMoeForConditionalGeneration", "experts", num_experts=4, encoder_sparse_step=2,
           decoder_sparse_step=2, expert_capacity=8, moe_eval_capacity_token_fraction=-1.0),
-    Family("prophetnet", "ProphetNetForConditionalGeneration", without(TEXT | BART, "num_hidden_layers", "encoder_layers", "decoder_layers") | dict(num_encoder_layers=2, num_decoder_layers=2,
-          num_encoder_attention_heads=4, num_decoder_attention_heads=4, ngram=2, num_buckets=8, relative_max_distance=16), pairs),
+    Family("prophetnet", "ProphetNetForConditionalGeneration",
+           without(TEXT | BART, "num_hidden_layers", "encoder_layers", "decoder_layers") | PROPHETNET, pairs),
     _bart("whisper", "WhisperForConditionalGeneration", "speech", batch=speech, num_mel_bins=8, max_source_positions=10,
           max_target_positions=64),
     _bart("speech_to_text", "Speech2TextForConditionalGeneration", "speech", batch=speech_frames_first,

@@ -175,7 +175,7 @@ def _keep_ranks_together(model: torch.nn.Module) -> None:
     """A collective runs in every block, so all ranks must call the same ones.
 
     Layer-drop, which draws on each rank for itself what to skip, is switched off. Generation goes on until every
-    rank is done: transformers does that for modules with this mark.
+    rank is done: transformers does that for modules with this mark, and where `generate` says otherwise it is told.
     """
     dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
     for module in dropping:
@@ -185,3 +185,8 @@ def _keep_ranks_together(model: torch.nn.Module) -> None:
         _log.warning("layer-drop is off in %s: each rank would skip other blocks, whose gathers then hang", names)
     for module in model.modules():
         module._is_fsdp_managed_module = True  # pyright: ignore[reportArgumentType]
+        generate: Any = getattr(module, "generate", None)
+        if callable(generate):
+            synced = inspect.signature(generate).parameters.get("synced_gpus")
+            if synced is not None and synced.default is False:
+                module.generate = functools.partial(generate, synced_gpus=True)  # pyright: ignore

@@ -13,7 +13,7 @@ from .boundary import enter_backward, leave_backward
 from .precision import uncached_autocast
 from .replay import Replay
 from .sharding import ShardedBuffer
-from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_entries
+from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_loads
 from .step import Step
 from .world import current_world
 
@@ -240,19 +240,11 @@ def extend(
     layer.__class__ = _extended_class(type(layer))
     if patched is not None:
         layer._bmt.forward = functools.partial(_with_patched_forward, layer._bmt.forward, patched)  # pyright: ignore
-    by_module: dict[torch.nn.Module, list[Slot]] = {}
-    for slot in slots:
-        by_module.setdefault(slot.module, []).append(slot)
-    for module, own in by_module.items():
-        module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
+    slice_loads(slots)
 
 
 def _with_patched_forward(forward, patched, layer_forward, args, kwargs):
     return forward(patched, args, kwargs)
-
-
-def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
-    slice_entries(slots, state_dict, prefix, metadata, errors)
 
 
 @functools.cache

@@ -27,6 +27,8 @@ LAYERS = [
     "sharding",
     "slot optim.runs",
     "block module optim.norm",
+    "chains admission outside takeover",
+    "adoption",
     "wrap store distributed loss inspect lr_scheduler optim.adam",
     "optim.offload optim.manager nn.* utils.* debug plan",
     "hf.*",

@@ -36,7 +36,7 @@ def admit_parameters(model: torch.nn.Module) -> None:
 
 
 def _admit_parameter(name: str, parameter: torch.nn.Parameter) -> None:
-    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(parameter, torch.nn.UninitializedParameter):
         raise ValueError(f"auto_wrap: '{name}' has no shape yet (a lazy layer): run one forward before wrapping.")
     if parameter.is_meta:
         raise ValueError(

@@ -54,7 +54,7 @@ def keep_ranks_together(model: torch.nn.Module) -> None:
     """
     dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
     for module in dropping:
-        module.layerdrop = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+        module.layerdrop = 0.0  # pyright: ignore
     if dropping:
         names = ", ".join(sorted({type(module).__name__ for module in dropping}))
         _log.warning("layer-drop is off in %s: each rank would skip other blocks, whose gathers then hang", names)

@@ -44,7 +44,7 @@ def generation(family, method):
     """Step, generate, step: tokens, losses and gradients are the plain model's."""
     size, rank = bmt.world_size(), bmt.rank()
     model = bmt.auto_wrap(FAMILIES[family].build())
-    twin = Twin(FAMILIES[family], size, 0.1)
+    twin = Twin(FAMILIES[family], FAMILIES[family].build(), size, 0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         compute_loss(FAMILIES[family], model, step * size + rank).backward()

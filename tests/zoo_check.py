@@ -45,7 +45,7 @@ def measure(name: str) -> Row:
     model = family.build()
     blocks = tuple(len(dict.fromkeys(blocks)) for blocks in find_block_lists(model))
     bmt.auto_wrap(model, zero_level=3, use_checkpoint=True)
-    twin = Twin(family, bmt.world_size(), LEARNING_RATE) if bmt.rank() == 0 else None
+    twin = Twin(family, family.build(), bmt.world_size(), LEARNING_RATE) if bmt.rank() == 0 else None
     loss, gradient = _train(family, model, twin)
     state = model.state_dict()
     if twin is not None:

@@ -13,8 +13,8 @@ from zoo_models import Family, loss_of
 class Twin:
     """Mean of the ranks' losses, gradients of that mean, SGD; buffers (running means) apart for each rank."""
 
-    def __init__(self, family: Family, size: int, learning_rate: float) -> None:
-        self.family, self.model = family, family.build()
+    def __init__(self, family: Family, model: Any, size: int, learning_rate: float) -> None:
+        self.family, self.model = family, model
         for module in self.model.modules():
             if getattr(module, "layerdrop", 0):
                 module.layerdrop = 0.0  # as auto_wrap does
@@ -57,6 +57,11 @@ class Twin:
 
 
 def compute_loss(family: Family, model: Any, number: int) -> torch.Tensor:
-    """The loss of batch `number`, dropout and all other draws from a seed of its own."""
+    """The loss of batch `number`, in the model's dtype; dropout and all other draws come from a seed of its own."""
+    weight = next(model.parameters())
+    batch = family.inputs(number)
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            batch[key] = value.to(weight.device, weight.dtype if value.is_floating_point() else None)
     torch.manual_seed(number)
-    return loss_of(model(**family.inputs(number)))
+    return loss_of(model(**batch))

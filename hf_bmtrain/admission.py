@@ -14,10 +14,11 @@ def admit(model: torch.nn.Module) -> None:
     kind = type(model).__name__
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise ValueError(f"auto_wrap: unwrap {kind} first and pass `.module`; both would reduce.")
-    if hasattr(model, "_orig_mod"):
+    compiled = [name for name, module in model.named_modules() if getattr(module, "_compiled_call_impl", None)]
+    if compiled or hasattr(model, "_orig_mod"):
         raise ValueError(
-            "auto_wrap: torch.compile goes on the layers, after wrapping: pass the model itself (`._orig_mod`), then "
-            "call `layer.compile()` on each layer."
+            f"auto_wrap: {f'{compiled[0]!r}' if compiled else kind} is compiled already: pass the model without "
+            "(`._orig_mod` of one from torch.compile), then call `layer.compile()` on the layers."
         )
     if any(
         type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "_get_fsdp_state")

@@ -82,7 +82,7 @@ class BlockState:
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         def run(*args, **kwargs):
             if self.step.in_backward:
-                with self.replay.again(moment, (args, kwargs)) as (args, kwargs):
+                with self.replay.again(moment, args, kwargs) as (args, kwargs):
                     return self._recompute(layer_forward, args, kwargs)
             with self.step.inside():
                 return layer_forward(*args, **kwargs)
@@ -91,7 +91,7 @@ class BlockState:
         versions = [tensor._version for tensor in inputs]
         with uncached_autocast():
             if self.use_checkpoint:
-                with self.replay.first((args, kwargs)) as moment:
+                with self.replay.first(args, kwargs) as moment:
                     outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
             else:
                 outputs = run(*args, **kwargs)

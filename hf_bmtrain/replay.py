@@ -8,16 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 Buffers = dict[tuple[torch.nn.Module, str], torch.Tensor]
 
 
 class Moment:
-    """What one forward began from: values of the buffers that it changed, and the caches among its inputs."""
+    """What one forward began from: values of the buffers that it changed, and its caches by place or keyword."""
 
-    def __init__(self, training: bool, buffers: Buffers, caches: dict[int, Any]) -> None:
-        self.training, self.buffers, self.caches = training, buffers, caches
+    def __init__(self, buffers: Buffers, caches: dict[int | str, Any]) -> None:
+        self.buffers, self.caches = buffers, caches
 
 
 class Replay:
@@ -34,16 +33,16 @@ class Replay:
         self._changing: dict[bool, set[tuple[torch.nn.Module, str]]] = {}
 
     @contextmanager
-    def first(self, inputs: Any) -> Iterator[Moment]:
-        """`with replay.first(inputs) as moment:` the first forward runs on `inputs` (any pytree)."""
+    def first(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Moment]:
+        """`with replay.first(args, kwargs) as moment:` the first forward runs on these arguments."""
         training = self._layer.training
         known = self._changing.get(training)
         before = {place: self._buffer(place) for place in self._places}
         before = {place: buffer for place, buffer in before.items() if buffer is not None}
         versions = {place: _version(buffer) for place, buffer in before.items()}
         copies = {place: buffer.clone() for place, buffer in before.items() if known is None or place in known}
-        caches = {i: _copy_cache(leaf) for i, leaf in enumerate(pytree.tree_leaves(inputs)) if _is_cache(leaf)}
-        moment = Moment(training, copies, caches)
+        named = [*enumerate(args), *kwargs.items()]
+        moment = Moment(copies, {key: _copy_cache(value) for key, value in named if _is_cache(value)})
         yield moment
         changed = {p for p, b in before.items() if self._buffer(p) is not b or _version(b) != versions[p]}
         if known is None:  # batch norm writes without counting a version
@@ -59,18 +58,15 @@ class Replay:
             moment.buffers = {place: copies[place] for place in changed}
 
     @contextmanager
-    def again(self, moment: Moment, inputs: Any) -> Iterator[Any]:
-        """`with replay.again(moment, inputs) as inputs:` the recomputation; what it changes is forgotten after it."""
+    def again(self, moment: Moment, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+        """`with replay.again(moment, args, kwargs) as (args, kwargs):` the recomputation, without effect."""
         present = {place: self._buffer(place) for place in moment.buffers}
-        if moment.caches:
-            leaves, spec = pytree.tree_flatten(inputs)
-            for index, cache in moment.caches.items():
-                leaves[index] = _copy_cache(cache)
-            inputs = pytree.tree_unflatten(leaves, spec)
+        caches = {key: _copy_cache(cache) for key, cache in moment.caches.items()}
+        args = tuple(caches.pop(position, value) for position, value in enumerate(args))
         for (module, name), value in moment.buffers.items():
             module._buffers[name] = value.clone()
         try:
-            yield inputs
+            yield args, kwargs | caches  # pyright: ignore[reportReturnType]
         finally:
             for (module, name), buffer in present.items():
                 module._buffers[name] = buffer

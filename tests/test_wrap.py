@@ -321,6 +321,8 @@ def refusals():
 
     wrapped = bmt.auto_wrap(Tower())
     compiled = torch.compile(Tower())
+    layer_compiled = Tower()
+    layer_compiled.layers[1].compile()
     lazy = Tower()
     lazy.head = nn.LazyLinear(2)
     with torch.device("meta"):
@@ -329,7 +331,8 @@ def refusals():
         (wrapped, "wrapped already"),
         (nn.ModuleDict({"model": wrapped}), "wrapped already"),
         (nn.DataParallel(Tower()), "unwrap DataParallel"),
-        (compiled, "goes on the layers"),
+        (compiled, "OptimizedModule is compiled already"),
+        (layer_compiled, "'layers.1' is compiled already"),
         (lazy, "'head.weight' has no shape yet"),
         (meta, "meta device"),
         (with_parameter(Quantized(torch.ones(3))), "'layers.1.odd' is a Quantized"),

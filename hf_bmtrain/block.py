@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from .boundary import enter_backward, leave_backward
 from .guard import SelfReducing
 from .precision import uncached_autocast
+from .replay import Replay
 from .sharding import ShardedBuffer
-from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_entries
+from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_loads
 from .step import Step
 from .world import check_zero_level, current_world
 
@@ -29,16 +30,35 @@ class BlockState:
     """
 
     def __init__(
-        self, step: Step, buffers: list[ShardedBuffer], slots: list[Slot], use_checkpoint: bool, zero_level: int
+        self,
+        step: Step,
+        buffers: list[ShardedBuffer],
+        slots: list[Slot],
+        replay: Replay,
+        use_checkpoint: bool,
+        zero_level: int,
     ) -> None:
-        self.step, self.buffers, self.slots = step, buffers, slots
+        self.step, self.buffers, self.slots, self.replay = step, buffers, slots, replay
         self.use_checkpoint, self.zero_level = use_checkpoint, zero_level
         self.previous: BlockState | None = None
         self.next: BlockState | None = None
         self.own_forward: Callable | None = None
+        self.compiled = False
         self._places = [slot.place() for slot in slots]
         self.pending = 0
         self._opened = False
+
+    def add(self, buffers: list[ShardedBuffer], slots: list[Slot], replay: Replay) -> None:
+        """Parameters that came into the layer later, in buffers of their own."""
+        self.buffers += buffers
+        self.slots += slots
+        self._places += [slot.place() for slot in slots]
+        self.replay = replay
+
+    @property
+    def keeps_no_cache(self) -> bool:
+        """Whether a key-value cache must stay out of its training forward."""
+        return self.use_checkpoint or self.compiled
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -81,7 +101,8 @@ class BlockState:
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         def run(*args, **kwargs):
             if self.step.in_backward:
-                return self._recompute(layer_forward, args, kwargs)
+                with self.replay.again(moment, args, kwargs) as (args, kwargs):
+                    return self._recompute(layer_forward, args, kwargs)
             with self.step.inside():
                 return layer_forward(*args, **kwargs)
 
@@ -89,7 +110,8 @@ class BlockState:
         versions = [tensor._version for tensor in inputs]
         with uncached_autocast():
             if self.use_checkpoint:
-                outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+                with self.replay.first(args, kwargs) as moment:
+                    outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
             else:
                 outputs = run(*args, **kwargs)
         if versions != [tensor._version for tensor in inputs]:
@@ -213,8 +235,8 @@ class CheckpointBlock(SelfReducing, torch.nn.Module):
 
     def compile(self, *args, **kwargs) -> None:
         """`torch.compile` the layer's own forward; what gathers and reduces around it stays as it is."""
-        compiled: Any = torch.compile(super(type(self), self).forward, *args, **kwargs)
-        self._bmt.forward = functools.partial(_with_patched_forward, self._bmt.forward, compiled)
+        own: Any = self._bmt.own_forward or super(type(self), self).forward
+        self._bmt.own_forward, self._bmt.compiled = torch.compile(own, *args, **kwargs), True
 
     def _apply(self, fn, recurse: bool = True):
         with hidden(self._bmt.slots, fn):
@@ -233,19 +255,11 @@ def extend(
 ) -> None:
     """Make `layer` a CheckpointBlock over parameters that `shard_places` has sharded."""
     buffers, slots = sharded
-    layer._bmt = BlockState(step, buffers, slots, use_checkpoint, zero_level)  # pyright: ignore
+    layer._bmt = BlockState(step, buffers, slots, Replay(layer), use_checkpoint, zero_level)  # pyright: ignore
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
     layer._bmt.own_forward = layer.__dict__.pop("forward", None)  # pyright: ignore
     layer.__class__ = _extended_class(type(layer))
-    by_module: dict[torch.nn.Module, list[Slot]] = {}
-    for slot in slots:
-        by_module.setdefault(slot.module, []).append(slot)
-    for module, own in by_module.items():
-        module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
-
-
-def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
-    slice_entries(slots, state_dict, prefix, metadata, errors)
+    slice_loads(slots)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ def compile_blocks(blocks: Iterable[CheckpointBlock], backend: str) -> None:
     """
     for block in blocks:
         state = block._bmt
+        state.compiled = True
         if state.own_forward is not None:
             state.own_forward = torch.compile(state.own_forward, backend=backend)
         else:

@@ -57,3 +57,20 @@ def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
     raise RuntimeError(
         f"{name} changes the shape of sharded weights, whose slices would be lost: call it before auto_wrap."
     )
+
+
+def _check(model: torch.nn.Module, args: tuple) -> None:
+    if not torch.is_grad_enabled():
+        return
+    if DistributedDataParallel._active_ddp_module is not None:
+        iter(_Refusal())
+    accelerator.check(current_world().size)
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and type(parameter) is not DistributedParameter:
+                raise RuntimeError(
+                    f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came into "
+                    "the model after auto_wrap: it is not sharded, and nobody averages its gradient over the ranks. "
+                    "Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
+                    "auto_wrap, and leave out FSDP, which replaces them all."
+                )

@@ -61,6 +61,23 @@ class DistributedParameter(torch.nn.Parameter):
         return self.buffer.wholes[self.index].shape
 
     @property
+    def ds_shape(self) -> torch.Size:
+        """`full_shape` under the name by which PEFT asks a sharded parameter for it."""
+        return self.full_shape
+
+    def _refuse_product(self, *args):
+        raise RuntimeError(
+            f"A matrix product with a slice of a parameter of shape {tuple(self.full_shape)}: rank {self.buffer.rank} "
+            f"holds {self.numel()} of its elements in a row. Do it on whole parameters (merging adapters, say): before "
+            "auto_wrap, or with parameter.gather()."
+        )
+
+    matmul = mm = mv = addmm = t = transpose = _refuse_product  # pyright: ignore
+    # an adapter's B @ A, a number for square layers, would be merged
+    __matmul__ = __rmatmul__ = _refuse_product  # pyright: ignore
+    T = mT = property(_refuse_product)  # pyright: ignore
+
+    @property
     def data(self) -> torch.Tensor:
         """The slice as a plain tensor; writes to it are seen as writes to the weights."""
         self.buffer.update.settle()

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from .block import CheckpointBlock, extend
+from .admission import admit
+from .adoption import adopt, holds_additions
+from .block import extend
 from .block_list import TransformerBlockList
+from .chains import choose_chains
 from .compiled import compile_blocks
 from .guard import watch
-from .module import DistributedModule, distribute
+from .outside import place_buffers, shard_outside, shared_parameters
 from .precision import follow_accelerator
 from .slot import Place, find_places, shard_places
+from .takeover import keep_cache_out, keep_ranks_together, route_recomputation
 from .world import World, check_zero_level, current_world
 
 _log = logging.getLogger("hf_bmtrain")
-_LARGE = 1 << 20
-"""Elements from which a parameter outside blocks gets a flat buffer of its own, whole only while it is needed."""
 
 
 def auto_wrap(
@@ -28,6 +28,7 @@ def auto_wrap(
     zero_level: int | None = None,
     use_checkpoint: bool = True,
     compile: bool | str = False,
+    blocks: Iterable[torch.nn.Module] | None = None,
 ) -> torch.nn.Module:
     """Shard `model` over the world, in place, and return it. Collective.
 
@@ -35,149 +36,61 @@ def auto_wrap(
     TransformerBlockLists; everything else reads its parameters through DistributedModule. Classes keep their
     names, `state_dict` its keys, tied weights their tie. The model moves to the rank's device; rank 0's weights
     and buffers are everyone's. `model.parameters()` yields 1-D slices afterwards: make the optimizer from them,
-    and cast the model before wrapping.
+    and cast the model before wrapping. What cannot be sharded is refused with the reason (ValueError).
+
+    A model that was wrapped before and got parameters since, such as adapters, is given to it again: those are
+    sharded too, in the block they lie in.
 
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them; None takes the world's.
     use_checkpoint: recompute each block in backward instead of keeping its activations.
     compile: torch.compile the blocks, with its default backend or the one that is named.
+    blocks: modules of the model to make blocks instead, in the order in which they run; a ModuleList or Sequential
+    stands for its items.
     """
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
-    _refuse(model)
-    lists = find_block_lists(model)
-    blocks = list(dict.fromkeys(block for blocks in lists for block in blocks))
-    inside = {id(module) for block in blocks for module in block.modules()}
+    if holds_additions(model):
+        return adopt(model, world)
+    admit(model)
+    chains, lists = choose_chains(model, blocks)
+    layers = list(dict.fromkeys(block for chain in chains for block in chain))
+    inside = {id(module) for block in layers for module in block.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
-    shared = _shared_parameters(blocks, outside)
+    shared = shared_parameters(layers, outside)
     left: list[Place] = find_places(outside)
-    for block in blocks:
+    for block in layers:
         places = find_places(block.modules())
         left += [place for place in places if id(place[2]) in shared]
         own = [place for place in places if id(place[2]) not in shared]
         extend(block, shard_places(world.step, own, world.device), world.step, use_checkpoint, level)
-    _shard_outside(world, left, outside)
+    shard_outside(world, left, outside)
     for module_list in lists:
-        _link(module_list)
-    _place_buffers(model, world)
-    _route_recomputation(model, blocks)
-    _keep_cache_out(model, blocks, bool(compile))
+        if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class
+            module_list.__class__ = TransformerBlockList
+    for chain in chains:
+        TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
+    place_buffers(model, world)
+    route_recomputation(model, layers)
+    keep_cache_out(model.modules(), layers)
     if compile:
-        compile_blocks(blocks, "inductor" if compile is True else compile)  # pyright: ignore[reportArgumentType]
+        compile_blocks(layers, "inductor" if compile is True else compile)  # pyright: ignore[reportArgumentType]
+    if world.size > 1:
+        keep_ranks_together(model)
     follow_accelerator(model, world.device)
     watch(model)
-    sharded = f"{type(model).__name__}: {len(blocks)} blocks in {len(lists)} lists, {len(outside)} modules outside"
-    _log.info("rank %d: sharded %s, zero_level %d, recompute %s", world.rank, sharded, level, use_checkpoint)
+    _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)
     return model
 
 
 BMTrainModelWrapper = auto_wrap
 
 
-def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """The outermost ModuleLists whose items hold parameters; a list of lists is descended into."""
-    found: list[torch.nn.ModuleList] = []
-
-    def visit(module: torch.nn.Module) -> None:
-        if isinstance(module, torch.nn.ModuleList):
-            items = [item for item in module if any(True for _ in item.parameters())]
-            if items and not any(isinstance(item, torch.nn.ModuleList) for item in items):
-                found.append(module)
-                return
-        for child in module.children():
-            visit(child)
-
-    visit(model)
-    return list(dict.fromkeys(found))
-
-
-def _refuse(model: torch.nn.Module) -> None:
-    if isinstance(model, (DistributedModule, CheckpointBlock)):
-        raise ValueError("auto_wrap: this model is wrapped already.")
-    names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if names:
-        raise ValueError(
-            f"auto_wrap: {len(names)} parameters are on the meta device and have no values (first: {names[0]}). "
-            "Load or initialise the model on CPU before wrapping."
+def _report(model: torch.nn.Module, world: World, sharded: str, level: int) -> None:
+    _log.info("rank %d: sharded %s: %s, zero_level %d", world.rank, type(model).__name__, sharded, level)
+    if sharded.startswith("0 blocks"):
+        _log.warning(
+            "%s has no nn.ModuleList with parameters, so no blocks were found: all of it is gathered for one forward "
+            "and backward. To save memory name the layers: auto_wrap(model, blocks=[...]).",
+            type(model).__name__,
         )
-    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
-        raise ValueError(f"auto_wrap: unwrap {type(model).__name__} first and pass `.module`; both would reduce.")
-
-
-def _shared_parameters(blocks: list[torch.nn.Module], outside: list[torch.nn.Module]) -> set[int]:
-    """The ids of parameters used by two blocks, or by a block and the rest of the model: they live outside."""
-    owners: dict[int, set[int]] = {}
-    for number, block in enumerate(blocks):
-        for _, _, parameter in find_places(block.modules()):
-            owners.setdefault(id(parameter), set()).add(number)
-    for _, _, parameter in find_places(outside):
-        owners.setdefault(id(parameter), set()).add(-1)
-    return {key for key, numbers in owners.items() if len(numbers) > 1}
-
-
-def _shard_outside(world: World, places: list[Place], outside: list[torch.nn.Module]) -> None:
-    small = [place for place in places if place[2].numel() < _LARGE]
-    large: dict[int, list[Place]] = {}
-    for place in places:
-        if place[2].numel() >= _LARGE:
-            large.setdefault(id(place[2]), []).append(place)
-    for group in (small, *large.values()):
-        shard_places(world.step, group, world.device)
-    for module in [*outside, *(module for module, _, _ in places)]:
-        if not isinstance(module, torch.nn.ModuleList) or find_places([module]):
-            distribute(module, world.step)
-
-
-def _link(module_list: torch.nn.ModuleList) -> None:
-    """Make the list a TransformerBlockList where it stands; a subclass of ModuleList keeps its class."""
-    if type(module_list) is torch.nn.ModuleList:
-        module_list.__class__ = TransformerBlockList
-    TransformerBlockList.link(module_list)  # pyright: ignore[reportArgumentType]
-
-
-@torch.no_grad()
-def _place_buffers(model: torch.nn.Module, world: World) -> None:
-    """The module buffers (running means, masks, rotary tables) on the rank's device, with rank 0's values."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            placed = buffer.to(world.device)
-            module._buffers[name] = placed
-            if world.size > 1 and placed.numel():
-                flat = placed.contiguous().view(-1).view(torch.uint8)
-                world.step.gather.broadcast(flat, 0).wait()
-                placed.copy_(flat.view(placed.dtype).view(placed.shape))
-
-
-def _route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
-    """Hugging Face's own recomputation off; asked for later, as Trainer does, it is the blocks' that goes on."""
-    for module in model.modules():
-        for word in ("activation", "gradient"):  # the second is the older name
-            disable = getattr(module, f"{word}_checkpointing_disable", None)
-            if callable(disable):
-                if word == "activation" or not hasattr(module, "activation_checkpointing_disable"):
-                    disable()
-                setattr(module, f"{word}_checkpointing_enable", functools.partial(_set_recompute, blocks, True))
-                setattr(module, f"{word}_checkpointing_disable", functools.partial(_set_recompute, blocks, False))
-
-
-def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
-    """In the place of gradient_checkpointing_enable and _disable; its options are those of torch's checkpoint."""
-    _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
-    for block in blocks:
-        block._bmt.use_checkpoint = on
-
-
-def _keep_cache_out(model: torch.nn.Module, blocks: list[Any], compiled: bool) -> None:
-    """No key-value cache in training: recomputed it would be appended to twice, compiled each layer has its own."""
-
-    def without_cache(module, args, kwargs):
-        if torch.is_grad_enabled() and (compiled or any(block._bmt.use_checkpoint for block in blocks)):
-            kwargs = {**kwargs, "use_cache": False}
-        return args, kwargs
-
-    for module in model.modules():
-        if hasattr(getattr(module, "config", None), "use_cache"):
-            if "use_cache" in inspect.signature(module.forward).parameters:
-                module.register_forward_pre_hook(without_cache, with_kwargs=True)

@@ -18,7 +18,7 @@ HERE = "tests/test_architecture.py"
 
 # A module imports only from lower layers, the earlier lines. A name ending in .* means all of a package.
 LAYERS = [
-    "layout elastic boundary accelerator parallelism ops.launch ops.expect ops.row_loss",
+    "layout elastic boundary accelerator parallelism replay ops.launch ops.expect ops.row_loss",
     "comm packing precision ops.*",
     "peer_memory",
     "peer",
@@ -29,7 +29,8 @@ LAYERS = [
     "sharding",
     "slot guard optim.runs",
     "block module linear_loss optim.norm optim.slabs",
-    "block_list compiled optim.conveyor",
+    "block_list compiled chains admission outside takeover optim.conveyor",
+    "adoption",
     "wrap store gathered config distributed loss inspect lr_scheduler optim.adam optim.host_update optim.checkpoint",
     "optim.offload optim.manager optim.probe optim.whole_state nn.* utils.* debug plan",
     "optim.first_step",

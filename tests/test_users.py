@@ -266,8 +266,21 @@ def write_outside_blocks_in_forward():
             model(ids(0, bmt.rank()))
 
 
+def product_of_slices():
+    """In a row, the elements of a square matrix would multiply to a number and not fail."""
+    model = bmt.auto_wrap(Tower())
+    weight = model.layers[0].linear.weight
+    for product in (
+        lambda: weight @ weight, lambda: torch.ones(3) @ weight, lambda: weight.mm(weight), lambda: weight.T,
+        lambda: weight.t(), lambda: weight.transpose(0, 1), lambda: weight.matmul(weight),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"slice of a parameter of shape \(6, 6\)"):
+            product()
+    assert weight.ds_shape == (WIDTH, WIDTH)
+
+
 CASES = [
-    (data_is_written,), (data_between_a_forward_and_the_next,), (parametrized_head,),
+    (product_of_slices,), (data_is_written,), (data_between_a_forward_and_the_next,), (parametrized_head,),
     (checkpointing_asked_for_later, True), (checkpointing_asked_for_later, False),
     (custom_model, "llama", False), (custom_model, "llama", True), (custom_model, "bert", True),
     (custom_model, "gpt2", False), (late_flag,), (masters_follow_a_load,), (opaque_output,),

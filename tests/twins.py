@@ -84,7 +84,7 @@ def check_twins(
 def check_gradients(model: nn.Module, twin: nn.Module) -> None:
     """Gathered gradients equal the twin's; where the twin has none, ours is None or zero."""
     twins = dict(twin.named_parameters())
-    largest = max(p.grad.abs().max().item() for p in twins.values() if p.grad is not None)
+    largest = max(p.grad.abs().max().item() for p in twins.values() if p.grad is not None and p.numel())
     for name, parameter in model.named_parameters():
         gathered, expected = parameter.gather_gradient(), twins[name].grad
         if expected is None:

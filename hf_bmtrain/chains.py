@@ -1,0 +1,67 @@
+"""Which modules of a model become blocks, and in which order they are expected to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+Chain = list[torch.nn.Module]
+
+
+def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """The outermost ModuleLists whose items hold parameters; a list of lists is descended into."""
+    found: list[torch.nn.ModuleList] = []
+
+    def visit(module: torch.nn.Module) -> None:
+        if isinstance(module, torch.nn.ModuleList):
+            items = [item for item in module if any(True for _ in item.parameters())]
+            if items and not any(isinstance(item, torch.nn.ModuleList) for item in items):
+                found.append(module)
+                return
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return list(dict.fromkeys(found))
+
+
+def choose_chains(
+    model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None
+) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
+    """The blocks, in chains that run one after another, and the ModuleLists among them.
+
+    blocks: what a user asked for, None for what `find_block_lists` finds. A ModuleList or Sequential stands for its
+    items, a chain; the other modules make one chain more. ValueError where one is not part of the model, or lies
+    in another.
+    """
+    if blocks is None:
+        lists = find_block_lists(model)
+        return [list(dict.fromkeys(found)) for found in lists], lists
+    if isinstance(blocks, torch.nn.Module) and not isinstance(blocks, (torch.nn.ModuleList, torch.nn.Sequential)):
+        raise ValueError(f"blocks= takes modules of the model in a list, not one {type(blocks).__name__}.")
+    asked = [blocks] if isinstance(blocks, torch.nn.Module) else list(blocks)
+    lists = [item for item in asked if isinstance(item, torch.nn.ModuleList)]
+    chains = [
+        list(dict.fromkeys(item)) for item in asked if isinstance(item, (torch.nn.ModuleList, torch.nn.Sequential))
+    ]
+    single = [item for item in asked if not isinstance(item, (torch.nn.ModuleList, torch.nn.Sequential))]
+    chains += [list(dict.fromkeys(single))] if single else []
+    _check_asked(model, [block for chain in chains for block in chain])
+    return chains, lists
+
+
+def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for block in blocks:
+        if not isinstance(block, torch.nn.Module) or not names.get(block):
+            raise ValueError(
+                f"blocks= names a {type(block).__name__} that is no part of this {type(model).__name__}: pass modules "
+                "of the model itself, such as model.encoder.layers (a ModuleList stands for its items)."
+            )
+        for inner in block.modules():
+            if inner is not block and inner in blocks:
+                raise ValueError(
+                    f"blocks= names '{names[inner]}' and also '{names[block]}', which holds it: a parameter belongs to "
+                    "one block. Name one of the two."
+                )

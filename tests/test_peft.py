@@ -1,0 +1,221 @@
+"""Adapters of PEFT, put into a model before or after it is wrapped, against PEFT on the plain model."""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_bmtrain as bmt
+from twins import check_gradients
+from zoo_families import FAMILIES
+from zoo_twin import compute_loss
+
+peft = pytest.importorskip("peft")
+
+
+def lora(targets, **options):
+    """Adapters with random values: the usual zeros would give half of them no gradient."""
+    options = {"r": 4, "lora_dropout": 0.1, "init_lora_weights": False} | options
+    return peft.LoraConfig(target_modules=targets, **options)
+
+
+CONFIGS = {
+    "llama": ("llama", lambda: lora(["q_proj", "down_proj"])),
+    "gpt2": ("gpt2", lambda: lora(["c_attn", "c_fc"], fan_in_fan_out=True)),
+    "t5": ("t5", lambda: lora(["q", "wo"])),
+    "everywhere": ("llama", lambda: lora(["embed_tokens", "v_proj", "lm_head"])),
+    "all-linear": ("qwen2", lambda: lora("all-linear", task_type="CAUSAL_LM")),
+    "mixture": ("mixtral", lambda: lora(["q_proj", "o_proj"], modules_to_save=["gate"])),
+    "saved head": ("bert classifier", lambda: lora(["query"], modules_to_save=["classifier"])),
+    "saved embeddings": ("llama", lambda: lora(["v_proj"], modules_to_save=["embed_tokens"])),
+    "biases": ("gpt2", lambda: lora(["c_attn"], bias="all", fan_in_fan_out=True)),
+    "dora": ("llama", lambda: lora(["q_proj"], use_dora=True)),
+    "prompts": ("llama", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+}
+AFTER = ("llama", "gpt2", "t5", "everywhere", "all-linear", "prompts")
+
+
+def plain(name):
+    """PEFT on the plain model; every call gives the same weights."""
+    family, config = CONFIGS[name]
+    base = FAMILIES[family].build()
+    torch.manual_seed(2)
+    return peft.get_peft_model(base, config()).train()
+
+
+def sharded(name, after):
+    """The model to train, and its plain twin."""
+    twin = plain(name)
+    if not after:
+        return bmt.auto_wrap(plain(name)), twin
+    family, config = CONFIGS[name]
+    torch.manual_seed(bmt.rank())  # adapters differ between ranks: rank 0's count
+    model = bmt.auto_wrap(peft.get_peft_model(bmt.auto_wrap(FAMILIES[family].build()), config()).train())
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def train(name, model, twin, steps=2, prepare=None):
+    """SGD on both; losses and gradients are equal at each step."""
+    family, size, rank = FAMILIES[CONFIGS[name][0]], bmt.world_size(), bmt.rank()
+    for step in range(steps):
+        if prepare is not None:
+            prepare(step, model)
+            prepare(step, twin)
+        mine = compute_loss(family, model, step * size + rank)
+        mine.backward()
+        expected = [compute_loss(family, twin, step * size + other) for other in range(size)]
+        torch.stack(expected).mean().backward()
+        torch.testing.assert_close(mine, expected[rank], rtol=1e-5, atol=0)
+        check_gradients(model, twin)
+        for either in (model, twin):
+            torch.optim.SGD([p for p in either.parameters() if p.requires_grad], lr=0.1).step()
+            either.zero_grad()
+
+
+def adapters(name, after):
+    """Trained like PEFT's; the frozen base is neither reduced nor given a gradient or an optimizer's state."""
+    model, twin = sharded(name, after)
+    names = [n for n, _ in model.named_parameters()]
+    assert names == [n for n, _ in twin.named_parameters()]
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in twin.parameters()]
+    assert model.get_nb_trainable_parameters()[0] < sum(p.numel() for p in twin.parameters()) / 2
+    train(name, model, twin)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
+    compute_loss(FAMILIES[CONFIGS[name][0]], model, bmt.rank()).backward()
+    optimizer.step()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            assert not optimizer.state.get(parameter)
+            assert parameter.buffer.gradient.shard is None, "a frozen buffer was reduced"
+            assert parameter.buffer.gradient._full is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("name", "after"), [*((name, False) for name in CONFIGS), *((name, True) for name in AFTER)])
+def test_adapters(world, size, name, after):
+    world(size)(adapters, name, after)
+
+
+def fused_experts():
+    """PEFT parametrizes fused experts inside their forward, which looks like a write: refused."""
+    config = lora(["q_proj"], target_parameters=["mlp.experts.down_proj"], lora_dropout=0.0)
+    model = bmt.auto_wrap(peft.get_peft_model(FAMILIES["mixtral"].build(), config).train())
+    with pytest.raises(RuntimeError, match="modified a sharded parameter"):
+        compute_loss(FAMILIES["mixtral"], model, 0)
+
+
+def test_fused_experts(world):
+    world(2)(fused_experts)
+
+
+def in_their_block(after):
+    """Adapters lie in a buffer of their block and are gathered with it; outside, in one outside."""
+    model, _ = sharded("llama", after)
+    for layer in model.base_model.model.model.layers:
+        assert isinstance(layer, bmt.CheckpointBlock)
+        own = {parameter.buffer for parameter in layer.parameters()}
+        assert own == set(layer._bmt.buffers)
+        assert [buffer.trainable for buffer in layer._bmt.buffers] == [False, True]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_in_their_block(world, after):
+    world(2)(in_their_block, after)
+
+
+def checkpoint(name):
+    """The adapter alone is saved; PEFT loads it into a plain model, and a sharded one takes its state."""
+    model, twin = sharded(name, False)
+    train(name, model, twin, steps=1)
+    folders = [tempfile.mkdtemp() if bmt.rank() == 0 else None]
+    dist.broadcast_object_list(folders, 0)
+    model.save_pretrained(folders[0], is_main_process=bmt.rank() == 0)
+    bmt.synchronize()
+    loaded = peft.PeftModel.from_pretrained(FAMILIES[CONFIGS[name][0]].build(), folders[0])
+    state = peft.get_peft_model_state_dict(twin)
+    assert 0 < len(state) < len(twin.state_dict())
+    for key, value in peft.get_peft_model_state_dict(loaded).items():
+        torch.testing.assert_close(value, state[key], rtol=1e-5, atol=1e-7, msg=key)
+    other = bmt.auto_wrap(plain(name))
+    peft.set_peft_model_state_dict(other, state)
+    for key, value in peft.get_peft_model_state_dict(other).items():
+        torch.testing.assert_close(value, state[key], rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize("name", ["llama", "everywhere", "saved head", "prompts"])
+def test_checkpoint(world, name):
+    world(2)(checkpoint, name)
+
+
+def freezing():
+    """Parts of the base are thawed and adapters frozen between epochs."""
+
+    def prepare(step, model):
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.requires_grad_(step > 0)
+            if "layers.0" in name and "lora_" in name:
+                parameter.requires_grad_(step != 1)
+            if "layers.1" in name and "mlp" in name:
+                parameter.requires_grad_(step == 2)
+
+    train("llama", *sharded("llama", False), steps=4, prepare=prepare)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_freezing(world, size):
+    world(size)(freezing)
+
+
+def merging():
+    """Merging slices would be wrong: refused, and nothing is changed. Switching adapters off needs no weights."""
+    model, twin = sharded("llama", False)
+    before = model.state_dict()
+    for merge in (model.merge_adapter, lambda: model.merge_and_unload()):
+        with pytest.raises(RuntimeError, match="slice"):
+            merge()
+    after = model.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    family = FAMILIES["llama"]
+    with model.disable_adapter(), twin.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(compute_loss(family, model, 0), compute_loss(family, twin, 0))
+    merged = twin.merge_and_unload().eval()
+    again = bmt.auto_wrap(copy.deepcopy(merged)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compute_loss(family, again, 0), compute_loss(family, merged, 0))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_merging(world, size):
+    world(size)(merging)
+
+
+def unloading():
+    """Adapters taken out again: the base is trained on as it was."""
+    model, twin = sharded("llama", False)
+    train("llama", model, twin, steps=1)
+    bases = [either.unload().requires_grad_(True) for either in (model, twin)]
+    assert isinstance(bases[0].model.layers[0].self_attn.q_proj, torch.nn.Linear)
+    assert list(bases[0].state_dict()) == list(bases[1].state_dict())
+    train("llama", *bases)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_unloading(world, size):
+    world(size)(unloading)
+
+
+def generated():
+    model, twin = sharded("llama", False)
+    prompt = FAMILIES["llama"].inputs(0)["input_ids"]
+    options = {"input_ids": prompt, "max_new_tokens": 5 + bmt.rank(), "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.eval().generate(**options), twin.eval().generate(**options))
+
+
+def test_generation(world):
+    world(2)(generated)

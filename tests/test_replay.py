@@ -1,0 +1,130 @@
+"""A layer that changes state in its forward is recomputed as if it had not."""
+
+import pytest
+import torch
+from torch import nn
+
+import hf_bmtrain as bmt
+from twins import WIDTH, Layer, Tower, check_gradients, ids
+
+
+class Ranged(Layer):
+    """Its output depends on a running range, which it replaces (as activation quantisation does)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("peak", torch.ones(()))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x, shift=None):
+        if self.training:
+            self.peak = 0.5 * self.peak + 0.5 * x.detach().abs().max()
+        return super().forward(self.norm(x) / self.peak, shift)
+
+
+class Late(Layer):
+    """Begins to write its buffer in the second forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.count = 0
+
+    def forward(self, x, shift=None):
+        self.count += 1
+        if self.count > 1:
+            self.calls.add_(1)
+        return super().forward(x, shift)
+
+
+def tower(layer):
+    model = Tower()
+    for index in range(len(model.layers)):
+        torch.manual_seed(index)
+        model.layers[index] = layer()
+    return model.train()
+
+
+def buffers(retain):
+    """Gradients and buffers are the plain model's, after each of two backwards through one graph too."""
+    model, twin = bmt.auto_wrap(tower(Ranged)), tower(Ranged)
+    for step in range(3):
+        for either in (model, twin):
+            loss = either(ids(step, 0))
+            if retain:
+                loss.backward(retain_graph=True)
+            loss.backward()
+        check_gradients(model, twin)
+        for (name, mine), (_, plain) in zip(model.named_buffers(), twin.named_buffers()):
+            torch.testing.assert_close(mine, plain, msg=name)
+        for either in (model, twin):
+            either.zero_grad()
+    assert model.layers[0].norm.num_batches_tracked == 3
+    model.eval()
+    torch.testing.assert_close(model(ids(9, 0)), twin.eval()(ids(9, 0)))
+
+
+def unexpected():
+    model = bmt.auto_wrap(tower(Late))
+    model(ids(0, 0))
+    with pytest.raises(RuntimeError, match=r"changed its buffers \['calls'\]"):
+        model(ids(1, 0))
+
+
+class Cache:
+    """Grows by what each layer adds, as transformers' does."""
+
+    def __init__(self):
+        self.rows = []
+        self.inner = None
+
+    def update(self, index, value):
+        self.rows = [*self.rows, value] if index == len(self.rows) else self.rows
+        if index < len(self.rows) and self.rows[index] is not value:
+            self.rows = [torch.cat([row, value]) if i == index else row for i, row in enumerate(self.rows)]
+        return self.rows[index]
+
+    def get_seq_length(self):
+        return len(self.rows)
+
+
+class Attending(Layer):
+    def forward(self, x, cache, index):
+        return super().forward(x) + cache.update(index, self.linear(x)).square().mean(0)
+
+
+class Decoder(Tower):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attending() for _ in range(3)])
+
+    def forward(self, ids, cache):
+        x = self.embedding(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cache=cache, index=index) if index % 2 else layer(x, cache, index)
+        return self.head(x).square().mean()
+
+
+def cache():
+    """A cache given to recomputed blocks is appended to once, and holds what it held in the forward."""
+    torch.manual_seed(3)
+    model = Decoder()
+    twin = Decoder()
+    twin.load_state_dict(model.state_dict())
+    bmt.auto_wrap(model)
+    mine, plain = Cache(), Cache()
+    model(ids(0, 0), mine).backward()
+    twin(ids(0, 0), plain).backward()
+    check_gradients(model, twin)
+    assert [row.shape for row in mine.rows] == [row.shape for row in plain.rows]
+    assert mine.rows[0].shape == (4, 3, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [(buffers, False), (buffers, True), (unexpected,), (cache,)],
+    ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_replay(world, size, case):
+    world(size)(*case)  # every rank has the same batch, so the twin of each is the truth

@@ -1,0 +1,85 @@
+"""Every family of the zoo against plain torch: `PYTHONPATH=.:tests python tests/zoo.py` writes tests/ZOO.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from ranks import Ranks
+from zoo_check import Row, measure
+from zoo_families import FAMILIES, KINDS
+from zoo_models import Family
+
+COMMAND = "PYTHONPATH=.:tests python tests/zoo.py"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", help="print these only, and write nothing")
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    ranks = Ranks(arguments.ranks)
+    results: dict[str, Row | str] = {}
+    for name in arguments.families or FAMILIES:
+        begin = time.monotonic()
+        results[name] = _run(ranks, FAMILIES[name])
+        print(f"{_line(FAMILIES[name], results[name])} {time.monotonic() - begin:.1f} s", flush=True)
+    ranks.stop()
+    failed = [name for name, row in results.items() if isinstance(row, str) or max(row.loss, row.gradient) > 1]
+    failed = [name for name in failed if not FAMILIES[name].missing]
+    if not arguments.families:
+        (Path(__file__).parent / "ZOO.md").write_text(_table(results, arguments.ranks))
+    print(f"{len(results)} families, not right: {failed or 'none'}")
+    return int(bool(failed))
+
+
+def _run(ranks: Ranks, family: Family) -> Row | str:
+    """The row, or why there is none."""
+    if family.missing:
+        return f"this transformers has no {family.missing}"
+    try:
+        return ranks(measure, family.name)[0]
+    except AssertionError as error:
+        print(error, file=sys.stderr, flush=True)
+        return "FAILED " + str(error).strip().splitlines()[-1]
+
+
+def _line(family: Family, row: Row | str) -> str:
+    if isinstance(row, str):
+        return f"| {family.name} | {family.model} | | | | | {row} |"
+    blocks = " + ".join(map(str, row.blocks)) or "none"
+    outputs = ", ".join(row.outputs)
+    errors = f"{row.loss:.2f} | {row.gradient:.2f}"
+    return f"| {family.name} | {family.model} | {blocks} | {errors} | {outputs} | {family.note} |"
+
+
+def _table(results: dict[str, Row | str], ranks: int) -> str:
+    measured = [row for row in results.values() if isinstance(row, Row)]
+    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    text = f"""`{COMMAND}`
+
+# Families of transformers, sharded
+
+{len(measured)} families on {ranks} ranks with ZeRO-3 and recomputation against one process of plain torch, in float32
+on the CPU ({versions}): two steps of SGD on batches that differ between ranks, dropout on
+where the family has it by default, layer-drop off. In every row `state_dict` has the plain model's keys, the weights
+and buffers after training are the plain model's, and `save_pretrained` followed by `from_pretrained` gives what it
+gives for the plain model.
+
+Blocks: how many in each list that was found. Errors are the largest of all steps in units of what is allowed: 1e-5
+of the loss; 1e-5 of a gradient tensor's largest element plus 2e-6 of the model's. Outputs: the optional ones the
+model offers, equal in training and in evaluation.
+"""
+    for kind, families in KINDS.items():
+        text += f"\n## {kind}\n\n| family | class | blocks | loss | gradient | outputs | notes |\n{'|---' * 7}|\n"
+        text += "".join(_line(family, results[family.name]) + "\n" for family in families)
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""The families of the zoo, by kind and by name."""
+
+from __future__ import annotations
+
+from zoo_decoders import DECODERS
+from zoo_encoders import ENCODERS
+from zoo_models import Family
+from zoo_multimodal import MULTIMODAL
+from zoo_seq2seq import SEQ2SEQ
+from zoo_vision import VISION
+
+KINDS = {
+    "Decoders": DECODERS, "Encoders": ENCODERS, "Encoder-decoders": SEQ2SEQ, "Vision and sound": VISION,
+    "Text and images": MULTIMODAL,
+}  # fmt: skip
+FAMILIES: dict[str, Family] = {family.name: family for families in KINDS.values() for family in families}

@@ -48,7 +48,7 @@ def watch(model: torch.nn.Module) -> None:
     model.register_forward_pre_hook(_check)
     for module in model.modules():
         if hasattr(module, "resize_token_embeddings"):
-            module.resize_token_embeddings = _refuse_resizing
+            setattr(module, "resize_token_embeddings", _refuse_resizing)  # noqa: B010
 
 
 def _refuse_resizing(*args, **kwargs) -> NoReturn:

@@ -50,9 +50,7 @@ def main() -> None:
 def train(job: Job, options: argparse.Namespace, accelerator: Accelerator) -> Report:
     """Train the job's model, which is wrapped in place; returns what was measured."""
     rows_a_step = options.batch_size * accelerator.num_processes
-    batches, _ = training_batches(
-        job.train_rows, job.tokenizer, rows_a_step, rank=0, world_size=1, seed=options.seed
-    )
+    batches, _ = training_batches(job.train_rows, job.tokenizer, rows_a_step, rank=0, world_size=1, seed=options.seed)
     evaluated = validation_batches(job.validation_rows, job.tokenizer, rows_a_step, rank=0, world_size=1)
     weights = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
     model = bmt.auto_wrap(

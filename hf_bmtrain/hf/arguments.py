@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from .. import accelerator
 from ..sharding import DistributedParameter
 from ..world import current_world
 
+_log = logging.getLogger("hf_bmtrain")
 _OLDEST_ACCELERATE = (1, 14)
 
 
@@ -55,6 +57,17 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
         )
     accelerator.check(current_world().size)
     _check_precision(args, {parameter.dtype for parameter in model.parameters()})
+
+
+def warn_of_missing_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One warning where half-precision weights are updated without a float32 copy."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if dtypes & {torch.float16, torch.bfloat16} and type(optimizer).__module__.split(".")[0] != "hf_bmtrain":
+        _log.warning(
+            "%s updates half-precision weights without a float32 copy: small updates are lost. Use "
+            "bmt.optim.AdamOptimizer, which keeps one, or float32 weights with bf16=True.",
+            type(optimizer).__name__,
+        )
 
 
 def _check_precision(args: TrainingArguments, dtypes: set[torch.dtype]) -> None:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..block import CheckpointBlock
 from ..optim import AdamOptimizer
-from .arguments import check_arguments, check_model
+from .arguments import check_arguments, check_model, warn_of_missing_masters
 from .optimizer_files import OptimizerFiles
 from .speed import Speedometer, count_parameters
 from .staging import StagedWeights
@@ -63,6 +63,7 @@ class BMTrainCallback(TrainerCallback):
         check_model(model)
         self._adopt(model)
         self._close()
+        warn_of_missing_masters(model, _inner(optimizer))
         self._optimizer_files = OptimizerFiles(_inner(optimizer))
         resumed = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
         self._optimizer_files.load(resumed, self._folder(args, state))

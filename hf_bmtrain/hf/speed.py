@@ -60,7 +60,7 @@ class Speedometer:
         world.step.reduce.all_reduce(totals).wait()
         memory = torch.tensor([_peak_memory(world.device)], dtype=torch.float64, device=world.device)
         world.step.reduce.all_reduce(memory, maximum=True).wait()
-        now = time.perf_counter()
+        now = time.perf_counter() if self._paused is None else self._paused
         seconds = max(now - self._since, 1e-9)
         self._since, self._counts = now, torch.zeros_like(self._counts)
         samples, tokens, flops = totals.tolist()

@@ -13,6 +13,7 @@ import hf_bmtrain as bmt
 from tiny_models import build
 
 SIZES = [1, 2]
+MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
 
 
 def run(folder, given, options, resume=None):
@@ -37,8 +38,8 @@ def check_opens(folder, weights, family="llama"):
         assert torch.equal(value, weights[name]), name
 
 
-@pytest.mark.parametrize("make_optimizer", [bmt_adam, torch_adam, None])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("make_optimizer", [bmt_adam, torch_adam, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_resume_is_exact(world, tmp_path, size, make_optimizer):
     """Dropout on, schedule running: the losses after a resume are those of the run that went on."""
     options = {"make_optimizer": make_optimizer, "dropout": 0.1}
@@ -96,7 +97,7 @@ def test_one_ranks_checkpoint_goes_on_with_two_ranks(world, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_best_model_and_limit(world, tmp_path, size, strategy):
     """The best checkpoint is kept and loaded, as a plain Trainer in one process finds it."""
     given = {
@@ -122,7 +123,7 @@ def large_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=3.0)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt2", "t5"])
+@pytest.mark.parametrize("family", ["mixtral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "t5"))])
 def test_resume_of_weights_that_the_hub_names_otherwise(world, tmp_path, family):
     """Checkpoints hold the model's own names, so that Trainer reads every tensor back; what is published, the hub's."""
     options = {"family": family, "tied": family != "mixtral", "make_optimizer": bmt_adam}

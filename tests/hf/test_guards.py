@@ -214,12 +214,33 @@ def accelerate_that_sees_other_ranks_or_shards_itself():
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def half_weights_without_masters(folder):
+    import logging
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("hf_bmtrain").addHandler(handler)
+    for make_optimizer in (jobs.sgd, jobs.bmt_adam):
+        model = bmt.auto_wrap(build("llama").to(torch.bfloat16))
+        trainer = transformers.Trainer(
+            model=model, args=jobs.arguments(folder, max_steps=1), train_dataset=jobs.Rows(),
+            optimizers=(make_optimizer(model), None), callbacks=[bmt.hf.BMTrainCallback()],
+        )  # fmt: skip
+        trainer.train()
+    logging.getLogger("hf_bmtrain").removeHandler(handler)
+    warnings = [record.getMessage() for record in records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and warnings[0].startswith("SGD updates half-precision weights without a float32 copy")
+
+
 CASES = [
     optimizer_from_before, our_optimizer_from_before_beside_new_parameters, two_optimizers,
     optimizers_that_take_turns, replaced_parameter, resized_embeddings, retied_weights, data_parallel, cast,
     accelerate_that_sees_other_ranks_or_shards_itself,
 ]  # fmt: skip
-IN_A_FOLDER = [optimizer_from_before_in_trainer, refused_arguments, model_without_wrapping]
+IN_A_FOLDER = [
+    optimizer_from_before_in_trainer, refused_arguments, model_without_wrapping, half_weights_without_masters
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

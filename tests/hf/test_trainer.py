@@ -11,6 +11,7 @@ from jobs import bmt_adam, check_same, losses, sgd, torch_adam, train, train_ddp
 import hf_bmtrain as bmt
 
 SIZES = [1, 2]
+MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
 ARGUMENTS = {
     "plain": {},
     "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
@@ -32,7 +33,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_arguments(world, tmp_path, size, name):
     given = ARGUMENTS[name]
     if "train_sampling_strategy" in given and "train_sampling_strategy" not in dir(transformers.TrainingArguments):
@@ -44,7 +45,7 @@ def test_arguments(world, tmp_path, size, name):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("gpt2", True), ("bert", False), ("t5", True), ("mixtral", False)])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_families(world, tmp_path, size, family, tied):
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     options = {"family": family, "tied": tied}
@@ -68,7 +69,7 @@ def test_tokens_averaged_on_each_rank(world, tmp_path):
     assert not math.isclose(losses(plain["history"])[0][0], losses(together["history"])[0][0], rel_tol=2e-5)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_optimizers(world, tmp_path, size):
     """Trainer's own choice, ours, and one of torch's by class and arguments."""
     given = {"learning_rate": 1e-3, "adam_epsilon": 1e-6, "weight_decay": 0.01, "max_steps": 4}
@@ -209,7 +210,7 @@ def compiled(folder, wrapped):
     return {"history": trainer.state.log_history, "weights": jobs.weights(trainer.model)}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_torch_compile(world, tmp_path, size):
     plain = train(tmp_path / "plain", False, {})
     ours = world(size)(compiled, str(tmp_path / "ours"), True)[0]
@@ -226,7 +227,7 @@ def noisy(folder):
     return [{"history": run.state.log_history, "weights": jobs.weights(run.model)} for run in runs]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_neftune(world, tmp_path, size):
     plain = train(tmp_path / "plain", False, {"neftune_noise_alpha": 5})
     silent, ours = world(size)(noisy, str(tmp_path / "ours"))[0]
@@ -249,7 +250,7 @@ def made_by_model_init(folder, wrapped):
     return runs
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_model_init(world, tmp_path, size):
     plain = made_by_model_init(tmp_path / "plain", False)
     for run, expected in zip(world(size)(made_by_model_init, str(tmp_path / "ours"), True)[0], plain):
@@ -263,7 +264,7 @@ def trained_twice(folder, wrapped):
     return {"history": trainer.state.log_history, "weights": jobs.weights(trainer.model)}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_trained_twice(world, tmp_path, size):
     plain = trained_twice(tmp_path / "plain", False)
     check_same(world(size)(trained_twice, str(tmp_path / "ours"), True)[0], plain, "grad_norm")
@@ -286,7 +287,7 @@ def fast_sgd(model):
     return sgd(model, 5.0)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_early_stopping(world, tmp_path, size):
     step, metric = stopped_early(tmp_path / "plain", False)
     assert step < 8
@@ -304,7 +305,7 @@ def translated(folder, wrapped):
     return trainer.predict(jobs.Rows(seed=9)).predictions
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_seq2seq_trainer(world, tmp_path, size):
     plain = translated(tmp_path / "plain", False)
     for ours in world(size)(translated, str(tmp_path / "ours"), True):

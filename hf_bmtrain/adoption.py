@@ -45,7 +45,7 @@ def adopt(model: torch.nn.Module, world: World) -> torch.nn.Module:
     place_buffers(model, world)
     keep_cache_out(fresh, blocks)
     if world.size > 1:
-        keep_ranks_together(model)
+        keep_ranks_together(model, blocks)
     _log.info("rank %d: sharded %d new parameters in blocks and %d outside", world.rank, count, len(left))
     return model
 

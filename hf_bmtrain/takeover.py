@@ -46,7 +46,7 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Sequence[Any]) ->
                 module.register_forward_pre_hook(without_cache, with_kwargs=True)
 
 
-def keep_ranks_together(model: torch.nn.Module) -> None:
+def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
     """A collective runs in every block, so all ranks must call the same ones.
 
     Layer-drop, which draws on each rank for itself what to skip, is switched off. Generation goes on until every
@@ -58,8 +58,10 @@ def keep_ranks_together(model: torch.nn.Module) -> None:
     if dropping:
         names = ", ".join(sorted({type(module).__name__ for module in dropping}))
         _log.warning("layer-drop is off in %s: each rank would skip other blocks, whose gathers then hang", names)
+    inside = {module for block in blocks for module in block.modules()}  # torch.compile gives the mark a meaning
     for module in model.modules():
-        module._is_fsdp_managed_module = True  # pyright: ignore[reportArgumentType]
+        if module not in inside:
+            module._is_fsdp_managed_module = True  # pyright: ignore[reportArgumentType]
         generate: Any = getattr(module, "generate", None)
         if callable(generate):
             synced = inspect.signature(generate).parameters.get("synced_gpus")

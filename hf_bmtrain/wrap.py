@@ -76,7 +76,7 @@ def auto_wrap(
     if compile:
         compile_blocks(layers, "inductor" if compile is True else compile)  # pyright: ignore[reportArgumentType]
     if world.size > 1:
-        keep_ranks_together(model)
+        keep_ranks_together(model, layers)
     follow_accelerator(model, world.device)
     watch(model)
     _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)

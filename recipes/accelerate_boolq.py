@@ -52,7 +52,7 @@ def train(job: Job, options: argparse.Namespace, accelerator: Accelerator) -> Re
     rows_a_step = options.batch_size * accelerator.num_processes
     batches, _ = training_batches(job.train_rows, job.tokenizer, rows_a_step, rank=0, world_size=1, seed=options.seed)
     evaluated = validation_batches(job.validation_rows, job.tokenizer, rows_a_step, rank=0, world_size=1)
-    weights = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
+    weights: Any = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
     model = bmt.auto_wrap(
         job.model.to(weights), zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint
     )
@@ -71,8 +71,8 @@ def train(job: Job, options: argparse.Namespace, accelerator: Accelerator) -> Re
         for batch in bar:
             loss = model(**batch).loss
             accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            mean = accelerator.reduce(loss.detach().float(), reduction="mean")
+            norm: Any = accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            mean: Any = accelerator.reduce(loss.detach().float(), reduction="mean")
             report.curve.add(epoch, mean, norm, scheduler.get_last_lr()[0])
             optimizer.step()
             scheduler.step()

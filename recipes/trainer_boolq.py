@@ -51,7 +51,7 @@ def main() -> None:
 
 def make_trainer(job: Job, options: argparse.Namespace, report: Report) -> Trainer:
     """Wrap the job's model in place, and everything into a Trainer."""
-    weights = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
+    weights: Any = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
     model = bmt.auto_wrap(
         job.model.to(weights), zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint
     )

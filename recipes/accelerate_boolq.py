@@ -8,6 +8,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration

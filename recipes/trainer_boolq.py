@@ -8,6 +8,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from boolq_job import Job, prepare

@@ -34,6 +34,19 @@ class Slot:
         self.module._parameters[self.name] = None
 
 
+def slice_loads(slots: Iterable[Slot]) -> None:
+    """From now on a state dict that is loaded into the slots' modules gives each its part."""
+    by_module: dict[torch.nn.Module, list[Slot]] = {}
+    for slot in slots:
+        by_module.setdefault(slot.module, []).append(slot)
+    for module, own in by_module.items():
+        module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
+
+
+def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+    slice_entries(slots, state_dict, prefix, metadata, errors)
+
+
 Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 
 
@@ -150,16 +163,3 @@ def slice_entries(slots: Iterable[Slot], state_dict: dict, prefix: str, metadata
         except ValueError as error:
             errors.append(f"{key}: {error}. Is this the state dict of another model?")
             state_dict[key] = piece.detach()
-
-
-def slice_loads(slots: Iterable[Slot]) -> None:
-    """From now on a state dict that is loaded into the slots' modules gives each its part."""
-    by_module: dict[torch.nn.Module, list[Slot]] = {}
-    for slot in slots:
-        by_module.setdefault(slot.module, []).append(slot)
-    for module, own in by_module.items():
-        module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
-
-
-def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
-    slice_entries(slots, state_dict, prefix, metadata, errors)

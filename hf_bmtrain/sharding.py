@@ -172,11 +172,13 @@ class ShardedBuffer:
     # -- making -------------------------------------------------------------------------------------------------
 
     def _make_whole(self, index: int, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        offset, shape = self.layout.offsets[index], parameter.shape
+        return torch.nn.Parameter(self._view(index, parameter.shape), requires_grad=parameter.requires_grad)
+
+    def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
+        offset = self.layout.offsets[index]
         if self._full is not None:
-            return torch.nn.Parameter(self._full.view(offset, shape), requires_grad=parameter.requires_grad)
-        view = self.shard[offset : offset + shape.numel()].view(shape)
-        return torch.nn.Parameter(view, requires_grad=parameter.requires_grad)
+            return self._full.view(offset, shape)
+        return self.shard[offset : offset + shape.numel()].view(shape)
 
     def _make_slice(self, index: int, parameter: torch.nn.Parameter) -> DistributedParameter:
         place = self.piece(index)
@@ -256,7 +258,8 @@ class ShardedBuffer:
         return any(piece.requires_grad for piece in self.slices)
 
     def check_unwritten(self) -> None:
-        """Raise where a forward wrote into a whole parameter: the write would vanish with it."""
+        """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it."""
+        self._check_uncast()
         if self._full is None:
             return
         written = [*(whole for whole in self.wholes if whole._version), *self.reads.written()]
@@ -266,6 +269,20 @@ class ShardedBuffer:
                 f"The forward modified a sharded parameter in place (shapes {shapes}); with {self._lane.size} ranks "
                 "the change would be lost. Keep such state in a buffer (register_buffer), or exclude this module."
             )
+
+    def _check_uncast(self) -> None:
+        cast = [index for index, whole in enumerate(self.wholes) if whole.dtype != self.shard.dtype]
+        if not cast:
+            return
+        kinds = {(self.wholes[index].shape, self.wholes[index].dtype) for index in cast}
+        for index in cast:
+            self.wholes[index].data = self._view(index, self.wholes[index].shape)
+        shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
+        raise RuntimeError(
+            f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}: the "
+            "copies would not follow the optimizer. Cast that module so before auto_wrap (a router that computes in "
+            "float32, say), or the activations in its forward."
+        )
 
     @contextmanager
     def whole_now(self) -> Iterator[None]:

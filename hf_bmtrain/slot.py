@@ -43,6 +43,19 @@ class Slot:
         self.module._parameters[self.name] = None
 
 
+def slice_loads(slots: Iterable[Slot]) -> None:
+    """From now on a state dict that is loaded into the slots' modules gives each its part."""
+    by_module: dict[torch.nn.Module, list[Slot]] = {}
+    for slot in slots:
+        by_module.setdefault(slot.module, []).append(slot)
+    for module, own in by_module.items():
+        module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
+
+
+def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+    slice_entries(slots, state_dict, prefix, metadata, errors)
+
+
 Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 
 
@@ -180,15 +193,3 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
             part = piece.detach()
         state_dict[key] = part.as_subclass(_Part)
 
-
-def slice_loads(slots: Iterable[Slot]) -> None:
-    """From now on a state dict that is loaded into the slots' modules gives each its part."""
-    by_module: dict[torch.nn.Module, list[Slot]] = {}
-    for slot in slots:
-        by_module.setdefault(slot.module, []).append(slot)
-    for module, own in by_module.items():
-        module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
-
-
-def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
-    slice_entries(slots, state_dict, prefix, metadata, errors)

@@ -270,6 +270,35 @@ def weight_modified_in_forward(options):
             model(ids(0, 0))
 
 
+class Casting(Layer):
+    """As some routers do: from its first forward on, a part computes in another dtype."""
+
+    def forward(self, x, shift=None):
+        self.linear = self.linear.to(torch.float64)
+        return super().forward(x.double(), shift).to(x.dtype)
+
+
+def weight_cast_in_forward(options):
+    """The cast copy would never follow the optimizer."""
+    model = Tower()
+    model.layers[1] = Casting()
+    bmt.auto_wrap(model, **options)
+    before = model.state_dict()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cast .*torch.float32 to torch.float64"):
+            model(ids(0, 0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+    def cast_before():
+        model = Tower()
+        model.layers[1] = Casting()
+        model.layers[1].linear.double()
+        return model
+
+    check_twins(cast_before, plain_loss, **options)
+
+
 def weights_written_between_forwards(options):
     """A block left whole, or gathered ahead, must not serve old weights."""
     model, twin = bmt.auto_wrap(Tower(), **options), Tower()
@@ -351,7 +380,7 @@ CASES = [
     forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
     weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest, unused_parameter,
     gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,
-    weight_modified_in_forward, weights_written_between_forwards, kwargs_with_gradients, tied_over_blocks,
+    weight_modified_in_forward, weight_cast_in_forward, weights_written_between_forwards, kwargs_with_gradients, tied_over_blocks,
     autocast_outside, block_keeps_its_identity,
 ]  # fmt: skip
 

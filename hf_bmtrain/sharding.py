@@ -16,11 +16,12 @@ from .elastic import Elastic
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
 from .reads import Reads
+from .refusals import Refusals
 from .step import Step
 from .world import current_world
 
 
-class DistributedParameter(torch.nn.Parameter):
+class DistributedParameter(Refusals, torch.nn.Parameter):
     """This rank's 1-D slice of one parameter: what optimizers see, `model.parameters()` yields and `.grad` fits.
 
     `DistributedParameter(data)` shards `data` (any shape; rank 0's values count) over the current world, as in
@@ -65,18 +66,6 @@ class DistributedParameter(torch.nn.Parameter):
         """`full_shape` under the name by which PEFT asks a sharded parameter for it."""
         return self.full_shape
 
-    def _refuse_product(self, *args):
-        raise RuntimeError(
-            f"A matrix product with a slice of a parameter of shape {tuple(self.full_shape)}: rank {self.buffer.rank} "
-            f"holds {self.numel()} of its elements in a row. Do it on whole parameters (merging adapters, say): before "
-            "auto_wrap, or with parameter.gather()."
-        )
-
-    matmul = mm = mv = addmm = t = transpose = _refuse_product  # pyright: ignore
-    # an adapter's B @ A, a number for square layers, would be merged
-    __matmul__ = __rmatmul__ = _refuse_product  # pyright: ignore
-    T = mT = property(_refuse_product)  # pyright: ignore
-
     @property
     def data(self) -> torch.Tensor:
         """The slice as a plain tensor; writes to it are seen as writes to the weights."""
@@ -118,20 +107,9 @@ class DistributedParameter(torch.nn.Parameter):
         self._gradient_hooks[handle.id] = hook
         return handle
 
-    def register_hook(self, hook):
-        raise RuntimeError(
-            "A tensor hook on a sharded parameter would never fire: its gradient arrives from the reduction, not "
-            "from autograd. Use register_post_accumulate_grad_hook, which sees the averaged gradient in `.grad`."
-        )
-
     def run_gradient_hooks(self) -> None:
         for hook in list(self._gradient_hooks.values()):
             hook(self)
-
-    def __deepcopy__(self, memo):
-        raise RuntimeError(
-            "A sharded model cannot be deep-copied: copy the model before auto_wrap, or load state_dict() into another."
-        )
 
     def __reduce_ex__(self, protocol):
         return self.detach().clone().__reduce_ex__(protocol)

@@ -192,4 +192,3 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
             errors.append(f"{key}: {error}. Is this the state dict of another model?")
             part = piece.detach()
         state_dict[key] = part.as_subclass(_Part)
-

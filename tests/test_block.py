@@ -380,8 +380,8 @@ CASES = [
     forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
     weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest, unused_parameter,
     gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,
-    weight_modified_in_forward, weight_cast_in_forward, weights_written_between_forwards, kwargs_with_gradients, tied_over_blocks,
-    autocast_outside, block_keeps_its_identity,
+    weight_modified_in_forward, weight_cast_in_forward, weights_written_between_forwards,
+    kwargs_with_gradients, tied_over_blocks, autocast_outside, block_keeps_its_identity,
 ]  # fmt: skip
 
 

@@ -5,13 +5,13 @@ import pytest
 from parity import Cell, cells, measure
 
 ALWAYS = {1: lambda cell: True, 2: lambda cell: True, 3: lambda cell: cell.zero_level == 3}
-"""Three ranks on ZeRO-2 run with the slow cases."""
+"""Three ranks on ZeRO-2 run with the full table only."""
 
 
 def _parameters():
     for size in (1, 2, 3):
         for cell in cells(size):
-            marks = () if ALWAYS[size](cell) else (pytest.mark.slow,)
+            marks = () if ALWAYS[size](cell) else (pytest.mark.full,)
             yield pytest.param(size, cell, id=f"{size}-{cell.label()}", marks=marks)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from hf_bmtrain.ops.grad_norm import Segments
 from hf_bmtrain.segment_norms import SegmentNorms
 from hf_bmtrain.world import current_world
 from twins import Tower, ids
@@ -77,7 +78,7 @@ def test_collectives_are_few(world, size):
 def test_a_non_finite_element_makes_its_own_segment_non_finite():
     flat = torch.ones(10)
     flat[4] = float("nan")
-    norms = SegmentNorms(flat, [0, 3, 3, 6, 10], mock.Mock())
+    norms = SegmentNorms(flat, Segments([0, 3, 3, 6, 10], "cpu"), mock.Mock())
     assert [norms[i].item() == norms[i].item() for i in range(4)] == [True, True, False, True]
     assert norms[1] == 0
     assert norms.lane.all_reduce.call_count == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ SlicedState = dict[ShardedBuffer, dict[int, torch.Tensor]]
 
 def sharded_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """This rank's own part, copied; it fits the same rank of an equally large world."""
-    state = optimizer.state_dict()
+    state = _own_state(optimizer)
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
 
@@ -25,7 +26,7 @@ def whole_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any
 
     `sliced` names the tensors that are laid out like the parameters; the others are whole on every rank.
     """
-    state = optimizer.state_dict()
+    state = _own_state(optimizer)
     parameters = _by_key(optimizer, state)
     sliced = sorted({
         name for key, values in state["state"].items() for name, value in values.items()
@@ -48,6 +49,13 @@ def whole_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any
             for index, value in _gather(world, buffer, pieces).items():
                 whole[keys[buffer, index]][name] = value
     return {**state, "state": whole if world.rank == 0 else {}, "sliced": sliced}
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """This rank's slices, also while an Accelerator runs, for which `state_dict` gives whole tensors."""
+    gathering = getattr(optimizer, "whole_state", None)
+    with nullcontext() if gathering is None else gathering.local():
+        return optimizer.state_dict()
 
 
 def load_sharded(optimizer: torch.optim.Optimizer, state: dict[str, Any], world: World) -> None:

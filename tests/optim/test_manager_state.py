@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import hf_bmtrain as bmt
+from ranks import Ranks
 from twins import Tower, ids
 
 OPTIMIZERS = {
@@ -97,3 +99,16 @@ def refused():
 @pytest.mark.parametrize("size", [1, 2])
 def test_refused(world, size):
     world(size)(refused)
+
+
+def beside_an_accelerator(folder):
+    """While one lives, an optimizer's own state_dict is whole; the manager's parts stay parts."""
+    Accelerator(cpu=True)
+    first_half("ours", torch.bfloat16, True, folder)
+    first_half("ours", torch.bfloat16, False, folder)
+
+
+def test_beside_an_accelerator(tmp_path):
+    ranks = Ranks(2)
+    ranks(beside_an_accelerator, str(tmp_path))
+    ranks.stop()

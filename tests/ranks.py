@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import sys
 import time
 import traceback
 from typing import Any
@@ -84,6 +85,15 @@ def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, out
             outbox.put((rank, True, function(*arguments)))
         except BaseException:
             outbox.put((rank, False, traceback.format_exc()))
+        _forget_accelerator()
+
+
+def _forget_accelerator() -> None:
+    """An Accelerator's precision would reach the models of the next case."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
 
 
 def _free_port() -> int:

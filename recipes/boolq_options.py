@@ -52,7 +52,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        line = " ".join(str(error).split())
+        sys.stderr.write(f"error: {line}\n")  # in one piece, or the lines of several ranks run into each other
         sys.exit(2)
 
 

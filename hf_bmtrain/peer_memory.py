@@ -114,7 +114,7 @@ class CudaMemory:
         with torch.cuda.device(self._device):
             try:
                 address = self._runtime.malloc(nbytes)
-            except Exception:
+            except self._runtime.CUDARuntimeError:
                 torch.cuda.empty_cache()  # what torch's pool keeps unused is not there for others
                 address = self._runtime.malloc(nbytes)
             handle = bytes(self._runtime.ipcGetMemHandle(address))

@@ -32,13 +32,13 @@ class Shim:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.library = cache(self._library)
+        self._compiled = cache(self._compile)
         self.launches: list[str] = []
 
     def kernel(self, variant: Variant, name: str, device: torch.device):
         self.launches.append(name)
         signature = variant.signature(name)
-        run = getattr(self.library(variant), f"run_{name}")
+        run = getattr(self._compiled(variant), f"run_{name}")
         cluster = int(dict(variant.macros).get("CLUSTER", 1))
 
         def call(grid: int, block: int, *values, shared_memory: int = 0) -> None:
@@ -52,7 +52,7 @@ class Shim:
 
         return call
 
-    def _library(self, variant: Variant) -> ctypes.CDLL:
+    def _compile(self, variant: Variant) -> ctypes.CDLL:
         folder = self.folder / variant.digest(0, (0, 0))
         folder.mkdir()
         for name, text in variant.headers.items():

@@ -10,8 +10,10 @@ import importlib.machinery
 import re
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
@@ -245,11 +247,15 @@ def main(document: str, number: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     blocks = programs(Path(document))[int(number)]
     text = "".join(blocks)
-    (run_bert if "model_center" in text else run_gpt if "GPT(" in text else run_quick_start)(blocks)
+    run = run_bert if "model_center" in text else run_gpt if "GPT(" in text else run_quick_start
+    with nullcontext() if torch.cuda.is_available() else mock.patch.object(torch.Tensor, "cuda", stay_on_cpu):
+        run(blocks)
+
+
+def stay_on_cpu(tensor: Any, *args: object, **kwargs: object) -> Any:
+    return tensor
 
 
 if __name__ == "__main__":

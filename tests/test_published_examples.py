@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import hf_bmtrain as bmt
 from published import ROOT, programs, read_blocks
 
 FOLDER = Path(os.environ.get("HF_BMTRAIN_PUBLISHED", ROOT.parent / "shared" / "published"))
@@ -57,8 +56,6 @@ def run(command: list[str], **options) -> str:
 @pytest.mark.parametrize(("document", "number"), PROGRAMS, ids=lambda value: getattr(value, "name", value))
 def test_program(document, number, size):
     text = "".join(programs(document)[number])
-    if "AdamOffloadOptimizer" in text and not hasattr(bmt.optim, "AdamOffloadOptimizer"):
-        pytest.skip("waits for bmt.optim.AdamOffloadOptimizer")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if size == 2 else []
     said = run([sys.executable, *launcher, str(ROOT / "tests" / "published.py"), str(document), str(number)])
     if "accuracy" in text:

@@ -40,7 +40,7 @@ class OptimizerFiles:
         self._handle.remove()
 
     def announce(self, folder: str) -> None:
-        """A checkpoint in `folder` is about to be written: until `save`, state_dict() is the marked stub."""
+        """A checkpoint in `folder` is about to be written: until `save`, state_dict() is the mark without state."""
         if current_world().size > 1:
             self._mark = {"id": f"{self._run}-{Path(folder).name}", "folder": os.path.abspath(folder)}
             self._mark["ranks"] = current_world().size
@@ -66,7 +66,7 @@ class OptimizerFiles:
         current_world().assemble("the optimizer's files of a checkpoint")
 
     def load(self, *folders: str | None) -> None:
-        """After Trainer has loaded a marked stub: load this rank's file, from where it was saved or `folders`."""
+        """After Trainer has loaded a mark: load this rank's file, from where it was saved or `folders`."""
         mark = self._optimizer.param_groups[0].pop(_MARK, None)
         if mark is None:
             return

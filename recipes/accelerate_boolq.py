@@ -7,17 +7,15 @@
 """
 
 import argparse
-import sys
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from boolq_batches import training_batches, validation_batches
-from boolq_job import Job, prepare
-from boolq_model import quiet_transformers
-from boolq_options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, choose_dtype, one_line_errors, parse_options
+from boolq_job import Job
+from boolq_options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
 from boolq_report import Report, score
-from finetune_bert_boolq import check_equal_on_all_ranks, use_embedded
+from boolq_start import prepare_on_all_ranks
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -27,22 +25,14 @@ import hf_bmtrain as bmt
 def main() -> None:
     options = parse_options()
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    job = prepare_on_all_ranks(options)
     device = bmt.current_world().device
-    quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
-    with one_line_errors():
-        embedded = use_embedded(options, device)
-        job = prepare(options, bmt.world_size(), embedded=embedded)
-        check_equal_on_all_ranks(job)
-    if embedded:
-        torch.set_num_threads(1)
-    choose_dtype(options, device)
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision="fp16" if options.dtype == "float16" else "no",
         dataloader_config=DataLoaderConfiguration(split_batches=True),  # loaders make the batches of all processes
         step_scheduler_with_optimizer=True,
     )
-    accelerator.print(f"{job.describe()}, {options.dtype}, {accelerator.num_processes} x {device.type}")
     report = train(job, options, accelerator)
     save(job, report, options, accelerator)
     accelerator.end_training()

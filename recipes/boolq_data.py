@@ -109,9 +109,7 @@ def to_example(row: Mapping[str, Any], label_key: str, place: str) -> Example:
         if not isinstance(row[key], str) or not row[key].strip():
             raise ValueError(f"{place}: {key!r} must be a text, found {shortened(row[key])}; repair the line")
     if not isinstance(row[label_key], bool):
-        raise ValueError(
-            f"{place}: {label_key!r} must be true or false, found {shortened(row[label_key])}; repair it"
-        )
+        raise ValueError(f"{place}: {label_key!r} must be true or false, found {shortened(row[label_key])}; repair it")
     return Example(row["question"], row["passage"], row[label_key])
 
 

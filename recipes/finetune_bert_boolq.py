@@ -8,24 +8,14 @@ this file read the questions, get the model and write the results.
 """
 
 import argparse
-import sys
 
 import torch
 from boolq_batches import in_order, training_batches, validation_batches
-from boolq_job import DEFAULT_MODEL, Job, prepare
-from boolq_model import quiet_transformers
-from boolq_options import (
-    FIRST_LOSS_SCALE,
-    MAX_GRAD_NORM,
-    WARMUP_SHARE,
-    WEIGHT_DECAY,
-    choose_dtype,
-    one_line_errors,
-    parse_options,
-)
+from boolq_job import Job
+from boolq_options import FIRST_LOSS_SCALE, MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
 from boolq_report import Report, score
+from boolq_start import prepare_on_all_ranks
 from curve import Curve
-from hub import why_unavailable
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -35,39 +25,10 @@ import hf_bmtrain as bmt
 def main() -> None:
     options = parse_options()
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    job = prepare_on_all_ranks(options)
     device = bmt.current_world().device
-    quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
-    with one_line_errors():
-        embedded = use_embedded(options, device)
-        job = prepare(options, bmt.world_size(), embedded=embedded)
-        check_equal_on_all_ranks(job)
-    if embedded:
-        torch.set_num_threads(
-            1
-        )  # steps this small lose more by waiting for a busy core than a second one gains
-    choose_dtype(options, device)
-    bmt.print_rank(f"{job.describe()}, {options.dtype}, {bmt.world_size()} x {device.type}")
     report = train(job, options, device)
     save(job, report, options)
-
-
-def use_embedded(options: argparse.Namespace, device: torch.device) -> bool:
-    """Whether to train the embedded default: nothing is asked for, and there is no GPU or no hub."""
-    if options.model or options.data:
-        return False
-    reason = None
-    if bmt.rank() == 0:
-        reason = why_unavailable(DEFAULT_MODEL) if device.type == "cuda" else "no GPU"
-    # What rank 0 finds holds for all
-    embedded = bool(bmt.gather_result(torch.tensor([reason is not None], dtype=torch.uint8))[0])
-    if embedded:
-        bmt.print_rank(f"No --model, no --data, and {reason}: a small new BERT learns generated questions.")
-    return embedded
-
-
-def check_equal_on_all_ranks(job: Job) -> None:
-    if len(bmt.gather_result(torch.tensor([job.fingerprint()])).unique()) > 1:
-        raise ValueError("the ranks have read different rows: give all of them the same --data and --model")
 
 
 def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from boolq_options import at_least, positive
+from command_line import add_engine_options, at_least, positive
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -26,11 +26,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=1e-2, help="decoupled (%(default)s)")
     add("--max-grad-norm", type=positive, default=1.0, help="clip the gradient's norm (%(default)s)")
     add("--loss-scale", type=positive, default=1024.0, help="the first, for fp16 (%(default)s)")
-    add("--zero-level", type=int, choices=(2, 3), default=3, help="3 also shards the weights (%(default)s)")
-    add("--no-checkpoint", action="store_true", help="keep activations instead of recomputing them")
-    precision = parser.add_mutually_exclusive_group()
-    for flag, dtype in (("--fp16", "float16"), ("--bf16", "bfloat16"), ("--fp32", "float32")):
-        precision.add_argument(flag, action="store_const", const=dtype, dest="dtype", help=f"weights in {dtype}")
+    add_engine_options(parser)
     add("--load", type=Path, help="start from this checkpoint of the same sizes")
     add("--seed", type=at_least(0), default=0, help="of weights, data order and stories (%(default)s)")
     add("--output", type=Path, default=Path("outputs/gpt2"), help="folder for the results (%(default)s)")

@@ -12,7 +12,7 @@ import time
 
 import torch
 from boolq_job import check_output
-from boolq_options import choose_dtype, one_line_errors
+from command_line import choose_dtype, one_line_errors
 from curve import Curve, versions
 from gpt2_data import Rows, cut, endless_batches, generate_text, read_text, train_tokenizer
 from gpt2_model import GPT

@@ -11,11 +11,10 @@ import sys
 from typing import Any
 
 import torch
-from boolq_job import Job, prepare
-from boolq_model import quiet_transformers
-from boolq_options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, choose_dtype, one_line_errors, parse_options
+from boolq_job import Job
+from boolq_options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
 from boolq_report import Report, score
-from finetune_bert_boolq import check_equal_on_all_ranks, use_embedded
+from boolq_start import prepare_on_all_ranks
 from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
@@ -32,16 +31,8 @@ import hf_bmtrain as bmt
 def main() -> None:
     options = parse_options()
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    job = prepare_on_all_ranks(options)
     device = bmt.current_world().device
-    quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
-    with one_line_errors():
-        embedded = use_embedded(options, device)
-        job = prepare(options, bmt.world_size(), embedded=embedded)
-        check_equal_on_all_ranks(job)
-    if embedded:
-        torch.set_num_threads(1)
-    choose_dtype(options, device)
-    bmt.print_rank(f"{job.describe()}, {options.dtype}, {bmt.world_size()} x {device.type}")
     report = Report(options, job.describe(), device, bmt.world_size())
     trainer = make_trainer(job, options, report)
     trainer.train()

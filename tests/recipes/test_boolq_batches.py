@@ -20,12 +20,7 @@ def tokenizer():
 def numbered(count: int) -> Rows:
     """Rows that can be told apart by their first token, of two lengths."""
     lengths = [1 + row % 2 for row in range(count)]
-    return Rows(
-        [
-            {"input_ids": [row] * n, "attention_mask": [1] * n, "labels": n - 1}
-            for row, n in enumerate(lengths)
-        ]
-    )
+    return Rows([{"input_ids": [row] * n, "attention_mask": [1] * n, "labels": n - 1} for row, n in enumerate(lengths)])
 
 
 def firsts(batch) -> list[int]:

@@ -61,9 +61,7 @@ def test_a_broken_folder_is_one_line(tmp_path):
 
 
 def test_a_seed_draws_the_new_classifier_and_a_saved_one_is_kept(tmp_path):
-    config = BertConfig(
-        num_labels=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
-    )
+    config = BertConfig(num_labels=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
     BertForSequenceClassification(config).to(torch.bfloat16).save_pretrained(tmp_path)
     drawn = [load_model(str(tmp_path), seed, dropout=None) for seed in (1, 1, 2)]
     weights = [model.classifier.weight for model in drawn]

@@ -57,9 +57,7 @@ def test_metrics_and_plot_are_written(tmp_path: Path):
     report = Report(options, "a job", torch.device("cpu"), world_size=3)
     report.curve.add(1, torch.tensor(0.25, dtype=torch.bfloat16), torch.tensor(1.0), lr=0.5)
     report.curve.read()
-    line = report.add_epoch(
-        1, score(torch.tensor([1, 0]), torch.tensor([1, 0])), training=2.0, evaluation=0.5
-    )
+    line = report.add_epoch(1, score(torch.tensor([1, 0]), torch.tensor([1, 0])), training=2.0, evaluation=0.5)
     assert "loss 0.2500, accuracy 1.0000, balanced 1.0000 (majority 0.5000)" in line
     report.write(options.output)
     metrics = json.loads((options.output / "metrics.json").read_text())

@@ -62,9 +62,7 @@ def test_the_folder_opens_and_answers_as_measured(small, two_ranks):
     "launcher", [pytest.param(PYTHON, id="1"), pytest.param(TWO_RANKS, id="2", marks=pytest.mark.slow)]
 )
 def test_a_mistake_is_one_line_and_status_2(small, launcher, tmp_path):
-    done = run(
-        launcher, RECIPE, "--model", small / "model", "--data", small / "nowhere", "--output", tmp_path
-    )
+    done = run(launcher, RECIPE, "--model", small / "model", "--data", small / "nowhere", "--output", tmp_path)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors
     assert set(errors) == {errors[0]}

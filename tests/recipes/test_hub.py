@@ -41,9 +41,7 @@ def test_a_hub_that_is_down(endpoint):
     endpoint.shutdown()
     endpoint.server_close()
     assert hub.why_unavailable("some-model").startswith("no hub (http://127.0.0.1:")
-    with pytest.raises(
-        ValueError, match=r"--model x is no folder here, .* HF_HUB_OFFLINE=1 to use the local cache"
-    ):
+    with pytest.raises(ValueError, match=r"--model x is no folder here, .* HF_HUB_OFFLINE=1 to use the local cache"):
         hub.check_hub("--model x")
 
 

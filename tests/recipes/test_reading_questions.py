@@ -59,9 +59,7 @@ def test_a_passage_tells_two_facts_with_nothing_in_common(questions):
     for example in questions.validation:
         facts = [sentence.split() for sentence in example.passage.strip(".").split(". ")]
         assert len(facts) == 2
-        assert not set(facts[0]) & set(facts[1]) - {"the", "in"} - {
-            v for verbs in VERBS.values() for v in verbs
-        }
+        assert not set(facts[0]) & set(facts[1]) - {"the", "in"} - {v for verbs in VERBS.values() for v in verbs}
         assert {facts[0][5], facts[1][5]} <= set(THINGS)
 
 

@@ -81,7 +81,8 @@ class PeerCommunicator:
         self._exchange(None)  # all have mapped
         self._memory.unlink(handle)
         self._made += 1
-        self._shared[self._made] = _Shared(shard, sources, handle, alive, settle)
+        note: Any = shard
+        note.shared = self._shared[self._made] = _Shared(shard, sources, handle, alive, settle)
         return shard
 
     def _free_dropped(self) -> None:
@@ -106,7 +107,7 @@ class PeerCommunicator:
     # -- gathers ------------------------------------------------------------------------------------------------
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        shared = self._find(shard)
+        shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
             return self._below.all_gather(whole, shard)
         if shared.changed:
@@ -118,12 +119,6 @@ class PeerCommunicator:
         sources = [own if source is None else source for source in shared.sources]
         return self._memory.pull([(parts[rank], sources[rank]) for rank in order])
 
-    def _find(self, shard: torch.Tensor) -> _Shared | None:
-        for shared in self._shared.values():
-            if shared.shard() is shard:
-                return shared
-        return None
-
     def _publish(self) -> None:
         """Let everyone read what everyone has written."""
         living = [(shared, shared.shard()) for shared in self._shared.values()]
@@ -132,7 +127,7 @@ class PeerCommunicator:
             raise RuntimeError(
                 f"rank {self.rank}: weights were written after a forward that no backward has followed; a slower rank "
                 "may have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, "
-                "or use init_distributed(gather='nccl')."
+                "or use init_distributed(gather='collective')."
             )
         for shared, _ in changed:
             shared.settle()

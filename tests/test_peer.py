@@ -1,6 +1,7 @@
 """Gathers by pulling: the engine's own cases, unequal forwards, and what must not be read half written."""
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import hf_bmtrain as bmt
 import test_block
 import test_reads
 import test_users
+from hf_bmtrain.lanes import GATHERS
 from hf_bmtrain.peer import PeerCommunicator
 from parity import cells, measure
 from ranks import Ranks
@@ -72,8 +74,9 @@ def write_after_a_forward():
     model(ids(0, 0)).detach()
     with torch.no_grad():
         model.head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="half written"):
+    with pytest.raises(RuntimeError, match="half written") as refusal:
         model(ids(0, 0))
+    assert re.search(r"gather='(\w+)'", str(refusal.value)).group(1) in GATHERS  # what it advises exists
     bmt.synchronize()
     twin = Tower()
     with torch.no_grad():

@@ -25,8 +25,9 @@ class BlockState:
     Its parameters are whole exactly while forward or backward runs in it; the block that ran last stays whole
     until another one opens, and the neighbour is gathered ahead. own_forward: runs in the place of the forward of the
     layer's class (one set on the instance, a compiled one). `pending` counts forwards whose backward is to
-    come, so that a block used several times is reduced once, when its gradient is complete. The count decides
-    and not the presence of gradients, because it is the same on every rank.
+    come, so that a block used several times is reduced once, when its gradient is complete; `_unreduced` says that
+    backward has entered the block since. These decide and not the presence of gradients, because they are the same
+    on every rank.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class BlockState:
         self.compiled = False
         self._places = [slot.place() for slot in slots]
         self.pending = 0
+        self._unreduced = False
         self._opened = False
 
     def add(self, buffers: list[ShardedBuffer], slots: list[Slot], replay: Replay) -> None:
@@ -162,6 +164,7 @@ class BlockState:
                 "The weights of a block changed between its forward and its backward (an optimizer step or a load "
                 "came between them); its gradients would be wrong. Run forward again."
             )
+        self._unreduced = True
         ahead = self.previous
         self._open(ahead if ahead is not None and ahead.pending > 0 else None)
 
@@ -178,8 +181,8 @@ class BlockState:
     def flush_backward(self) -> None:
         """The end of backward, for a block whose inputs needed no gradient or whose calls are not all done."""
         self._show_slices()
-        if self.pending > 0:
-            self.pending = 0
+        self.pending = 0
+        if self._unreduced:
             self._reduce()
         self.release()
         if any(whole.grad is not None for buffer in self.buffers for whole in buffer.wholes):
@@ -189,13 +192,14 @@ class BlockState:
             )
 
     def abandon_backward(self) -> None:
-        self.pending = 0
+        self.pending, self._unreduced = 0, False
         self._show_slices()
         self.release()
         for buffer in self.buffers:
             buffer.gradient.drop()
 
     def _reduce(self) -> None:
+        self._unreduced = False
         self.step.take_gradient_slot([buffer.gradient for buffer in self.buffers if buffer.trainable])
 
 

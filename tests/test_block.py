@@ -1,6 +1,7 @@
 """Blocks in unusual uses: each equals a plain twin, or raises."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -96,6 +97,20 @@ def two_graphs_two_backwards(options):
         (twin(ids(0, other)) / size).backward()
         (twin(ids(1, other)) / size).backward()
     check_gradients(model, twin)
+
+
+def graph_walked_twice(options):
+    """retain_graph: also where the first block's inputs need no gradient, and where a block is called twice."""
+    for frozen, plan in itertools.product((False, True), (None, [0, 0, 1], [1, 2, 1])):
+        model, twin = bmt.auto_wrap(Tower(), **options), Tower()
+        for either in (model, twin):
+            either.embedding.requires_grad_(not frozen)
+        loss = model(ids(0, bmt.rank()), plan)
+        plain = torch.stack([twin(ids(0, other), plan) for other in range(bmt.world_size())]).mean()
+        for either in (loss, plain):
+            either.backward(retain_graph=True)
+            either.backward()
+        check_gradients(model, twin)
 
 
 def weights_changed_before_backward(options):
@@ -377,7 +392,7 @@ def block_keeps_its_identity(options):
 
 CASES = [
     tower, block_called_twice, block_skipped, last_block_skipped, frozen_block, block_without_parameters, unfreezing,
-    forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
+    forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards, graph_walked_twice,
     weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest, unused_parameter,
     gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,
     weight_modified_in_forward, weight_cast_in_forward, weights_written_between_forwards,

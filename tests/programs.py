@@ -1,82 +1,124 @@
-"""Random programs of what users do around training, run sharded beside a plain twin: `Program(seed).run(folder)`.
+"""Random programs of what users do around training, run sharded beside a plain twin.
 
-Weights are float64 and the optimizer is SGD with momentum, so that what differs is a fault and not rounding. All
-ranks draw the same program; the twin computes the loss of every rank's rows.
+`PYTHONPATH=. python tests/programs.py --ranks 2 --seeds 0:1000` looks for one that goes wrong. Weights are float64 and
+the optimizer is SGD with momentum, so that what differs is a fault and not rounding. All ranks draw the same program;
+the twin computes the loss of every rank's rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 import hf_bmtrain as bmt
+from hf_bmtrain import outside
+from tiny_models import VOCABULARY, build
 from twins import Tower, ids
 
 LENGTH = 12  # actions
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+CLOSE = {"rtol": 1e-8, "atol": 1e-11}
+PLANS = (None, None, None, [0, 1, 2, 1], [2, 0], [0, 0, 0], [1])
+
+
+class TiedTower(Tower):
+    """The head reads the embedding's weight; plans as in a Tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(self.embedding.embedding_dim, self.embedding.num_embeddings)
+        self.head.weight = self.embedding.weight
+
+
+class Language(nn.Module):
+    """A tiny model of transformers, called like a Tower; it has no plans. (Llama computes norms in float32.)"""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.model: Any = build(family, tied=True)
+        self.model.config.use_cache = False
+
+    def forward(self, tokens: torch.Tensor, plan: list[int] | None = None) -> torch.Tensor:
+        return self.model(input_ids=tokens % VOCABULARY).logits.square().mean()
+
+
+MODELS = (Tower, Tower, TiedTower, lambda: Language("gpt2"), lambda: Language("bert"))
 
 
 class Program:
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.wrap = {"zero_level": self.random.choice([2, 3]), "use_checkpoint": self.random.choice([False, True])}
-        self.model, self.twin = bmt.auto_wrap(Tower().double(), **self.wrap), Tower().double()
-        self.optimizers = [self.new_optimizer(either) for either in (self.model, self.twin)]
+    """One program. Every method that changes something does it to `model` and to `twin`."""
+
+    def __init__(self, seed: int, folder: str) -> None:
+        self.random, self.folder = random.Random(seed), Path(folder)
+        make = self.random.choice(MODELS)
+        own_buffers = self.random.choice([1, outside._LARGE])
+        self.options = {"zero_level": self.random.choice([2, 3]), "use_checkpoint": self.random.choice([False, True])}
+        with mock.patch.object(outside, "_LARGE", own_buffers):
+            self.model = bmt.auto_wrap(make().double(), **self.options)
+        self.twin = make().double()
+        self.names = [name for name, _ in self.twin.named_parameters()]
+        self.scale = self.random.choice([None, 2.0**10])
+        self.new_optimizers()
         self.batches = 0
-        self.done: list[str] = []
+        self.done = [type(self.twin).__name__, f"own buffers from {own_buffers}", f"loss scale {self.scale}"]
 
-    def new_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-    def run(self, folder: str) -> list[str]:
+    def run(self) -> None:
         """Execute the program; what differs raises, with what was done until then. Collective."""
         actions = [
             self.train, self.train, self.train, self.add_up, self.evaluate, self.drop_a_forward, self.fail, self.freeze,
-            self.thaw, self.rate, self.write_whole, self.write_slices, self.reload, lambda: self.files(folder),
-            self.resume, self.clear_one, self.edit_gradients, self.new_optimizers, self.modes,
+            self.thaw, self.rate, self.write_whole, self.write_slices, self.reload, self.files, self.resume,
+            self.clear_one, self.edit_gradients, self.new_optimizers, self.modes, self.gradients_of_inputs,
         ]  # fmt: skip
         for _ in range(LENGTH):
             action = self.random.choice(actions)
-            self.done.append(getattr(action, "__name__", "files"))
+            self.done.append(action.__name__)
             try:
                 action()
                 self.compare()
-            except BaseException as error:
-                error.add_note(f"{self.wrap}: {', '.join(self.done)}") if hasattr(error, "add_note") else None
-                raise
-        return self.done
+            except Exception as error:
+                raise AssertionError(f"{self.options}: {', '.join(self.done)}: {error}") from error
+
+    @property
+    def both(self) -> tuple[nn.Module, nn.Module]:
+        return self.model, self.twin
 
     # -- training -----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         for _ in range(self.random.choice([1, 1, 2])):
             self.backward()
-        if self.random.random() < 0.5:
-            norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (self.model, self.twin)]
+        if self.scale is None and self.random.random() < 0.5:  # the manager's own clipping computes in float32
+            norms = [nn.utils.clip_grad_norm_(either.parameters(), 0.05) for either in self.both]
             torch.testing.assert_close(*norms, **CLOSE)
+        self.manager.step()
+        self.plain.step()
         to_none = self.random.choice([True, True, False])
-        for optimizer in self.optimizers:
-            optimizer.step()
+        for optimizer in (self.optimizer, self.plain):
             optimizer.zero_grad(set_to_none=to_none)
 
     def add_up(self) -> None:
         self.backward()
 
     def backward(self) -> None:
-        plan = self.random.choice([None, None, None, [0, 1, 2, 1], [2, 0], [0, 0, 0], [1]])
-        twice = self.random.random() < 0.15
+        plan = self.random.choice(PLANS)
+        walks = self.random.choice([1, 1, 1, 1, 2])
         step, size, rank = self.next_batch(), bmt.world_size(), bmt.rank()
         mine = self.model(ids(step, rank), plan)
         losses = torch.stack([self.twin(ids(step, other), plan) for other in range(size)])
         torch.testing.assert_close(mine, losses[rank], **CLOSE)
         if not mine.requires_grad:
             return
-        if twice:
-            mine.backward(retain_graph=True)
+        for _ in range(walks - 1):
+            (mine * (self.scale or 1.0)).backward(retain_graph=True)
             losses.mean().backward(retain_graph=True)
-        mine.backward()
+        self.manager.backward(mine)
         losses.mean().backward()
         whole = dict(self.model.named_parameters())
         for name, parameter in self.twin.named_parameters():
@@ -93,25 +135,38 @@ class Program:
                 step = self.next_batch()
                 torch.testing.assert_close(self.model(ids(step, 0)), self.twin(ids(step, 0)), **CLOSE)
 
+    def gradients_of_inputs(self) -> None:
+        """A hook on the embedding's output sees this rank's gradient, in a backward of its own."""
+        seen = []
+        for either in self.both:
+            embedding = next(module for module in either.modules() if isinstance(module, nn.Embedding))
+            handle = embedding.register_forward_hook(lambda module, inputs, output: seen.append(output))
+            loss = either(ids(7, bmt.rank()))
+            handle.remove()
+            if seen[-1].requires_grad:
+                (seen[-1],) = torch.autograd.grad(loss, seen[-1])
+        torch.testing.assert_close(*seen, **CLOSE)
+        self.manager.zero_grad()
+        self.plain.zero_grad()
+
     def drop_a_forward(self) -> None:
         self.model(ids(0, bmt.rank()))
 
     def fail(self) -> None:
         """A forward, or a backward, that raises midway on every rank."""
-        if self.random.random() < 0.5:
-            try:
-                self.model(ids(0, bmt.rank()), [0, 9])
-            except IndexError:
+        if self.random.random() < 0.5 and isinstance(self.twin, Tower):
+            expected, call = IndexError, lambda: self.model(ids(0, bmt.rank()), [0, 9])
+        else:
+            output = self.model(ids(0, bmt.rank()))
+            if not output.requires_grad:
                 return
-            raise AssertionError("the plan has no such layer")
-        output = self.model(ids(0, bmt.rank()), [0, 1])
-        if output.requires_grad:
-            output.register_hook(_raise)
-            try:
-                output.backward()
-            except ZeroDivisionError:
-                return
-            raise AssertionError("the hook was not called")
+            output.register_hook(lambda gradient: 1 // 0)
+            expected, call = ZeroDivisionError, output.backward
+        try:
+            call()
+        except expected:
+            return
+        raise AssertionError(f"no {expected.__name__}")
 
     # -- changes between steps ----------------------------------------------------------------------------------
 
@@ -122,88 +177,114 @@ class Program:
         self.set_requires_grad(True)
 
     def set_requires_grad(self, value: bool) -> None:
-        names = [name for name, _ in self.twin.named_parameters()]
-        prefix = self.random.choice(["embedding", "layers.0", "layers.1.linear", "head", self.random.choice(names)])
-        for either in (self.model, self.twin):
+        name = self.random.choice(self.names)
+        prefix = self.random.choice([name, name.rpartition(".")[0], name.split(".weight")[0]])
+        for either in self.both:
             for name, parameter in either.named_parameters():
                 if name.startswith(prefix):
                     parameter.requires_grad_(value)
-                    if not value:
-                        parameter.grad = None
+                    parameter.grad = parameter.grad if value else None
 
     def rate(self) -> None:
         rate = self.random.choice([0.01, 0.1])
-        for optimizer in self.optimizers:
+        for optimizer in (self.optimizer, self.plain):
             optimizer.param_groups[0]["lr"] = rate
 
     def modes(self) -> None:
         training = self.random.choice([True, False])
-        for either in (self.model, self.twin):
+        for either in self.both:
             either.train(training)
 
     def write_whole(self) -> None:
+        names = self.random.sample(self.names, 3)
         with bmt.gathered(self.model, modify=True), torch.no_grad():
-            if bmt.rank() == 0:
-                self.model.layers[1].linear.weight.mul_(0.9)
-                self.model.embedding.weight.add_(0.01)
+            for name in names if bmt.rank() == 0 else ():
+                self.model.get_parameter(name).mul_(0.9)
         with torch.no_grad():
-            self.twin.layers[1].linear.weight.mul_(0.9)
-            self.twin.embedding.weight.add_(0.01)
+            for name in names:
+                self.twin.get_parameter(name).mul_(0.9)
 
     def write_slices(self) -> None:
-        for either in (self.model, self.twin):
+        for either in self.both:
             for parameter in either.parameters():
                 parameter.data.mul_(0.95)
 
     def reload(self) -> None:
-        state = {key: value * 0.9 for key, value in self.twin.state_dict().items()}
-        for either in (self.model, self.twin):
+        state = {
+            key: value * 0.9 if value.is_floating_point() else value for key, value in self.twin.state_dict().items()
+        }
+        for either in self.both:
             either.load_state_dict(state)
 
-    def files(self, folder: str) -> None:
-        path = Path(folder) / f"model.{self.random.choice(['pt', 'safetensors'])}"
+    def files(self) -> None:
+        path = self.folder / f"model.{self.random.choice(['pt', 'safetensors'])}"
         bmt.save(self.model, path)
         for parameter in self.model.parameters():
             parameter.data.zero_()
         bmt.load(self.model, path)
 
     def resume(self) -> None:
-        """The optimizer's state goes through a state dict, into the old or a new optimizer."""
-        for number, model in enumerate((self.model, self.twin)):
-            state = self.optimizers[number].state_dict()
-            self.optimizers[number] = self.new_optimizer(model)
-            self.optimizers[number].load_state_dict(state)
+        """The optimizers' state goes through a state dict into new ones."""
+        states = [optimizer.state_dict() for optimizer in (self.optimizer, self.plain)]
+        self.new_optimizers()
+        for optimizer, state in zip((self.optimizer, self.plain), states):
+            optimizer.load_state_dict(state)
 
     def new_optimizers(self) -> None:
-        self.optimizers = [self.new_optimizer(either) for either in (self.model, self.twin)]
+        self.optimizer, self.plain = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in self.both)
+        self.manager = bmt.optim.OptimManager(loss_scale=self.scale)
+        self.manager.add_optimizer(self.optimizer)
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def clear_one(self) -> None:
-        name = self.random.choice([name for name, _ in self.twin.named_parameters()])
-        for either in (self.model, self.twin):
-            dict(either.named_parameters())[name].grad = None
+        name = self.random.choice(self.names)
+        for either in self.both:
+            either.get_parameter(name).grad = None
 
     def edit_gradients(self) -> None:
-        for either in (self.model, self.twin):
+        for either in self.both:
             for parameter in either.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
 
     def compare(self) -> None:
-        """Weights and gradients are the twin's."""
-        twins = dict(self.twin.named_parameters())
+        """Weights and gradients are the twin's; the gradients but for the loss scale."""
         for name, parameter in self.model.named_parameters():
-            torch.testing.assert_close(parameter.gather(), twins[name].data, **CLOSE, msg=lambda m: f"{name}: {m}")
-            mine, expected = parameter.gather_gradient(), twins[name].grad
-            assert (mine is None) == (expected is None), f"{name}: gradient {mine} for {expected}"
+            plain = self.twin.get_parameter(name)
+            torch.testing.assert_close(parameter.gather(), plain.data, **CLOSE, msg=f"{name} differs: {{}}".format)
+            mine = parameter.gather_gradient()
+            assert (mine is None) == (plain.grad is None), f"{name}: gradient {mine} for {plain.grad}"
             if mine is not None:
-                torch.testing.assert_close(mine, expected, **CLOSE, msg=lambda m: f"gradient of {name}: {m}")
+                message = f"the gradient of {name} differs: {{}}".format
+                torch.testing.assert_close(mine / (self.scale or 1.0), plain.grad, **CLOSE, msg=message)
 
 
-def _raise(gradient: torch.Tensor) -> None:
-    raise ZeroDivisionError
+def run(seed: int, folder: str) -> None:
+    Program(seed, folder).run()
 
 
-def run(seed: int, folder: str) -> list[str]:
-    return Program(seed).run(folder)
+def main() -> int:
+    from ranks import Ranks
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", default="0:100", help="FIRST:END (%(default)s)")
+    parser.add_argument("--gather", choices=("auto", "peer"), default="auto")
+    options = parser.parse_args()
+    first, end = map(int, options.seeds.split(":"))
+    world, wrong = Ranks(options.ranks, gather=options.gather), 0
+    for seed in range(first, end):
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                world(run, seed, folder)
+        except AssertionError as error:
+            wrong += 1
+            print(f"seed {seed}: {error}"[-2000:], flush=True)
+    world.stop()
+    print(f"{end - first} programs, {wrong} wrong")
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -392,9 +392,9 @@ def block_keeps_its_identity(options):
 
 CASES = [
     tower, block_called_twice, block_skipped, last_block_skipped, frozen_block, block_without_parameters, unfreezing,
-    forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards, graph_walked_twice,
-    weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest, unused_parameter,
-    gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,
+    forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
+    graph_walked_twice, weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest,
+    unused_parameter, gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,
     weight_modified_in_forward, weight_cast_in_forward, weights_written_between_forwards,
     kwargs_with_gradients, tied_over_blocks, autocast_outside, block_keeps_its_identity,
 ]  # fmt: skip

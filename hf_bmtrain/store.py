@@ -31,7 +31,7 @@ class Saving:
 
     def _write(self, state: OrderedDict, path: Path) -> None:
         try:
-            _write(state, path)
+            write_atomically(state, path)
         except BaseException as error:
             self._error = error
             raise  # threading's hook tells it, should nobody wait
@@ -66,7 +66,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     problem = None
     if world.rank == 0:
         try:
-            _write(state, path)
+            write_atomically(state, path)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
     world.raise_everywhere(f"save: {path} could not be written, an earlier file is untouched", problem)
@@ -114,8 +114,8 @@ def _collect(model: torch.nn.Module, keep: bool) -> OrderedDict:
     return destination.plain()
 
 
-def _write(state: OrderedDict, path: Path) -> None:
-    """Beside `path` first, then in its place."""
+def write_atomically(state: dict, path: Path) -> None:
+    """Write `state` beside `path` first, then in its place: there is never half a file. Not collective."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         if path.suffix == _SAFETENSORS:
@@ -138,7 +138,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _each_once(state: OrderedDict) -> dict[str, torch.Tensor]:
+def _each_once(state: dict) -> dict[str, torch.Tensor]:
     """safetensors refuses tensors that share memory: of tied ones the first key stays, as Hugging Face does it."""
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}

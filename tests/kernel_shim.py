@@ -43,9 +43,7 @@ class Shim:
 
         def call(grid: int, block: int, *values, shared_memory: int = 0) -> None:
             packed = launch.pack(name, signature, values, torch.device("cpu"))
-            typed = [
-                ctypes.c_void_p(p) if a.pointer else _C_TYPES[a.c_type](p) for a, p in zip(signature, packed)
-            ]
+            typed = [ctypes.c_void_p(p) if a.pointer else _C_TYPES[a.c_type](p) for a, p in zip(signature, packed)]
             error = run(grid, block, cluster, shared_memory, *typed)
             assert error != 1, f"{name}: a barrier is not reached by all"
             assert error == 0, f"{name}: an access is not aligned"

@@ -11,6 +11,8 @@ import time
 import traceback
 from typing import Any
 
+import torch.distributed as dist
+
 _SECONDS = 90
 
 
@@ -54,7 +56,9 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._outbox = context.Queue()
         self._inboxes = [context.Queue() for _ in range(self.size)]
-        port = _free_port()
+        # As torchrun's, the store is the parent's: a port that is looked for and then given away may be taken.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
         for rank in range(self.size):
             arguments = (rank, self.size, self._device, self._gather, port, self._inboxes[rank], self._outbox)
             process = context.Process(target=_serve, args=arguments, daemon=True)
@@ -71,7 +75,8 @@ class Ranks:
 def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, outbox) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"), HF_HUB_OFFLINE="1",
+        TORCHELASTIC_USE_AGENT_STORE="True", HF_BMTRAIN_POISON="1", HF_HUB_OFFLINE="1",
+        ACCELERATE_USE_CPU=str(device == "cpu"),
     )  # fmt: skip
     import torch
 
@@ -96,7 +101,8 @@ def _forget_accelerator() -> None:
         state.GradientState._reset_state()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """For launchers that must be told one; another process may take it meanwhile."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]

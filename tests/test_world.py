@@ -49,9 +49,9 @@ dist.destroy_process_group()
 
 
 def test_joins_a_process_group_that_is_up():
-    from ranks import _free_port
+    from ranks import free_port
 
-    port = _free_port()
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", JOINS.format(port=port, rank=rank)],

@@ -77,7 +77,8 @@ class BMTrainCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        assert self._weights is not None
+        assert self._weights is not None and self._optimizer_files is not None
+        self._optimizer_files.withdraw()
         self._weights.gather(checkpoint=False)  # for trainer.save_model(), which rank 0 enters alone
         self._close()
 
@@ -108,24 +109,27 @@ class BMTrainCallback(TrainerCallback):
             self._report = {**self._speed.read(), **_loss_scale(optimizer)}
         if control.should_evaluate or control.should_save:
             self._speed.pause()
-        if control.should_save:
+        if control.should_save and not control.should_evaluate:
             self._stage(args, state)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
-        if self._optimizer_files is not None and args.save_strategy == "best" and _is_best(args, state, metrics or {}):
+        if self._optimizer_files is None:
+            return  # an evaluation outside training
+        best = args.save_strategy == "best"
+        if _is_best(args, state, metrics or {}) if best else control.should_save:
             self._stage(args, state)
 
     def _stage(self, args: TrainingArguments, state: TrainerState) -> None:
         assert self._weights is not None and self._optimizer_files is not None
         self._weights.gather(checkpoint=True)
         if not args.save_only_model:
-            self._optimizer_files.announce(self._folder(args, state))
+            self._optimizer_files.save(self._folder(args, state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._optimizer_files is not None and self._weights is not None:
-            self._optimizer_files.save()
+            self._optimizer_files.keep()
             self._weights.drop()
 
     @staticmethod

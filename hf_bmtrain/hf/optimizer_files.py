@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..optim import first_step
+from ..store import write_atomically
 from ..world import current_world
 
 _MARK = "hf_bmtrain"
@@ -20,8 +22,9 @@ class OptimizerFiles:
     """Saves and loads the slices of `optimizer`, any that is element-wise, rank by rank.
 
     Trainer writes `optimizer.pt` on rank 0 alone. With several ranks it holds the parameter groups and a mark that
-    names the checkpoint; the state lies in `optimizer_rank<r>.pt`. Trainer loads the former as it always does,
-    `load` the latter after it. With one rank Trainer's file holds everything.
+    names the checkpoint; the state lies in `optimizer_rank<r>.pt`. These are written before Trainer writes anything,
+    because it deletes older checkpoints when it is done: at any time one is whole. Trainer loads `optimizer.pt` as
+    it always does, `load` the state after it. With one rank Trainer's file holds everything.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -39,14 +42,41 @@ class OptimizerFiles:
     def close(self) -> None:
         self._handle.remove()
 
-    def announce(self, folder: str) -> None:
-        """A checkpoint in `folder` is about to be written: until `save`, state_dict() is the mark without state."""
-        if current_world().size > 1:
-            self._mark = {"id": f"{self._run}-{Path(folder).name}", "folder": os.path.abspath(folder)}
-            self._mark["ranks"] = current_world().size
+    def save(self, folder: str) -> None:
+        """Write this rank's file of the checkpoint `folder`, which Trainer is about to write. Collective.
+
+        It is complete on all ranks when this returns. From here to `keep` or `withdraw`, state_dict() is the mark
+        without state. RuntimeError on every rank where one cannot write.
+        """
+        world = current_world()
+        if world.size == 1 or self._mark is not None:
+            return
+        mark = {"id": f"{self._run}-{Path(folder).name}", "folder": os.path.abspath(folder), "ranks": world.size}
+        with self._whole_state.local():
+            state = self._optimizer.state_dict()
+        problem = None
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_atomically({"id": mark["id"], "state_dict": state}, _file(folder))
+        except (OSError, RuntimeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        self._mark = mark
+        if problem is not None:
+            self.withdraw()
+        world.raise_everywhere(f"The optimizer's state of checkpoint {folder} could not be written", problem)
+
+    def keep(self) -> None:
+        """Trainer has written the rest."""
+        self._mark = None
 
     def withdraw(self) -> None:
-        self._mark = None
+        """Where Trainer has not written the checkpoint after all, what `save` wrote goes."""
+        if self._mark is None:
+            return
+        folder, self._mark = self._mark["folder"], None
+        _file(folder).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other ranks' files are there, or the folder is gone
+            os.rmdir(folder)
 
     def _leave_out_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict | None:
         if self._mark is None:
@@ -54,16 +84,6 @@ class OptimizerFiles:
         groups = [dict(group) for group in state_dict["param_groups"]]
         groups[0][_MARK] = dict(self._mark)
         return {"state": {}, "param_groups": groups}
-
-    def save(self) -> None:
-        """Write this rank's file into the announced checkpoint. Collective: it is complete when this returns."""
-        if self._mark is None:
-            return
-        mark, self._mark = self._mark, None
-        with self._whole_state.local():
-            state = self._optimizer.state_dict()
-        torch.save({"id": mark["id"], "state_dict": state}, _file(mark["folder"]))
-        current_world().assemble("the optimizer's files of a checkpoint")
 
     def load(self, *folders: str | None) -> None:
         """After Trainer has loaded a mark: load this rank's file, from where it was saved or `folders`."""

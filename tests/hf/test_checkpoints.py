@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import jobs
 import pytest
@@ -10,6 +11,7 @@ import transformers
 from jobs import bmt_adam, losses, torch_adam
 
 import hf_bmtrain as bmt
+from hf_bmtrain.hf import optimizer_files
 from tiny_models import build
 
 SIZES = [1, 2]
@@ -66,6 +68,86 @@ def test_resume_is_exact(world, tmp_path, size, make_optimizer):
     (folder / "checkpoint-4").rename(moved)
     again = world(size)(run, str(tmp_path / "again"), given, options, str(moved))
     assert losses(again[0]["history"]) == losses(whole[0]["history"])
+
+
+class Killed(Exception):
+    pass
+
+
+class DiesOnceSaved(transformers.Trainer):
+    """Killed at step 4, where Trainer has written its files and deleted older checkpoints."""
+
+    def _save_checkpoint(self, *args, **kwargs):
+        super()._save_checkpoint(*args, **kwargs)
+        if self.state.global_step == 4:
+            raise Killed
+
+
+class DiesInEvaluation(transformers.Trainer):
+    def evaluate(self, *args, **kwargs):
+        if self.state.global_step == 4:
+            raise Killed
+        return super().evaluate(*args, **kwargs)
+
+
+def killed(folder, given, options):
+    with pytest.raises(Killed):
+        run(folder, given, options)
+
+
+@pytest.mark.parametrize(("cls", "left"), [(DiesOnceSaved, "checkpoint-4"), (DiesInEvaluation, "checkpoint-2")])
+def test_one_checkpoint_is_whole_at_any_time(world, tmp_path, cls, left):
+    """With save_total_limit=1: the older one goes when all of the newer one, every rank's file too, is there."""
+    options = {"make_optimizer": bmt_adam, "eval_dataset": jobs.Rows(seed=3)}
+    given = {
+        "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "eval_strategy": "steps",
+        "eval_steps": 2, "learning_rate": 1e-3,
+    }  # fmt: skip
+    whole = world(2)(run, str(tmp_path / "whole"), given, options)
+    world(2)(killed, str(tmp_path / "run"), given, {**options, "cls": cls})
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [left]
+    resumed = world(2)(run, str(tmp_path / "run"), given, options, True)
+    assert losses(resumed[0]["history"], "grad_norm") == losses(whole[0]["history"], "grad_norm")
+
+
+class ChangesItsMind(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 2
+
+
+def not_saved_after_all(folder):
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), make_optimizer=bmt_adam)
+    trainer.add_callback(ChangesItsMind())  # after BMTrainCallback, which has prepared step 4 by then
+    trainer.train()
+    bmt.synchronize()
+
+
+def test_a_save_that_does_not_come_leaves_nothing(world, tmp_path):
+    world(2)(not_saved_after_all, str(tmp_path))
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def full_disk_on_one_rank(folder):
+    """Every rank hears of it before Trainer writes, and so before it deletes what is older."""
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), make_optimizer=bmt_adam)
+    write = optimizer_files.write_atomically
+
+    def full(state, path):
+        if "checkpoint-4" in str(path) and bmt.rank() == 1:
+            raise OSError(28, "No space left on device")
+        write(state, path)
+
+    with mock.patch.object(optimizer_files, "write_atomically", full):
+        with pytest.raises(RuntimeError, match=r"checkpoint-4 could not be written.*rank 1: .*No space left"):
+            trainer.train()
+
+
+def test_a_full_disk_is_told_everywhere(world, tmp_path):
+    world(2)(full_disk_on_one_rank, str(tmp_path))
+    assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
+    assert not (tmp_path / "checkpoint-4" / "optimizer_rank1.pt").exists()
 
 
 def resume_errors(folder, given, options, resume, match):

@@ -1,7 +1,6 @@
 """The BoolQ job through Trainer and through Accelerate, under every launcher, against plain torch."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -9,6 +8,8 @@ import pytest
 import torch
 from small_job import PYTHON, ROOT, TWO_RANKS, check_same_curves, run, train
 from transformers import AutoModelForSequenceClassification
+
+from ranks import free_port
 
 RECIPES = {name: ROOT / "recipes" / f"{name}_boolq.py" for name in ("trainer", "accelerate")}
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -24,12 +25,6 @@ rdzv_backend: static
 same_network: true
 use_cpu: false
 """
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def launcher(name: str, folder) -> list[str]:

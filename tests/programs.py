@@ -1,8 +1,9 @@
 """Random programs of what users do around training, run sharded beside a plain twin.
 
 `PYTHONPATH=. python tests/programs.py --ranks 2 --seeds 0:1000` looks for one that goes wrong. Weights are float64 and
-the optimizer is SGD with momentum, so that what differs is a fault and not rounding. All ranks draw the same program;
-the twin computes the loss of every rank's rows.
+the optimizer is SGD with momentum, so that what differs is a fault and not rounding; or they are float32, under
+AdamOptimizer and OptimManager's clipping. All ranks draw the same program; the twin computes the loss of every rank's
+rows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tiny_models import VOCABULARY, build
 from twins import Tower, ids
 
 LENGTH = 12  # actions
-CLOSE = {"rtol": 1e-8, "atol": 1e-11}
+CLOSE = {torch.float64: {"rtol": 1e-8, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 3e-6}}
 PLANS = (None, None, None, [0, 1, 2, 1], [2, 0], [0, 0, 0], [1])
 
 
@@ -60,9 +61,11 @@ class Program:
         make = self.random.choice(MODELS)
         own_buffers = self.random.choice([1, outside._LARGE])
         self.options = {"zero_level": self.random.choice([2, 3]), "use_checkpoint": self.random.choice([False, True])}
+        dtype = self.random.choice([torch.float64, torch.float64, torch.float32])
+        self.adam, self.close = dtype == torch.float32, CLOSE[dtype]
         with mock.patch.object(outside, "_LARGE", own_buffers):
-            self.model = bmt.auto_wrap(make().double(), **self.options)
-        self.twin = make().double()
+            self.model = bmt.auto_wrap(make().to(dtype), **self.options)
+        self.twin = make().to(dtype)
         self.names = [name for name, _ in self.twin.named_parameters()]
         self.scale = self.random.choice([None, 2.0**10])
         self.new_optimizers()
@@ -94,14 +97,25 @@ class Program:
     def train(self) -> None:
         for _ in range(self.random.choice([1, 1, 2])):
             self.backward()
-        if self.scale is None and self.random.random() < 0.5:  # the manager's own clipping computes in float32
-            norms = [nn.utils.clip_grad_norm_(either.parameters(), 0.05) for either in self.both]
-            torch.testing.assert_close(*norms, **CLOSE)
+        if self.random.random() < 0.5:
+            self.clip()
         self.manager.step()
         self.plain.step()
         to_none = self.random.choice([True, True, False])
         for optimizer in (self.optimizer, self.plain):
             optimizer.zero_grad(set_to_none=to_none)
+
+    def clip(self) -> None:
+        plain = nn.utils.clip_grad_norm_(self.twin.parameters(), 0.05)
+        if self.adam:
+            mine = self.manager.clip_grad_norm(self.optimizer.param_groups, 0.05)
+        else:  # the manager computes in float32
+            for parameter in self.model.parameters() if self.scale else ():
+                parameter.grad = None if parameter.grad is None else parameter.grad / self.scale
+            mine = nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+            for parameter in self.model.parameters() if self.scale else ():
+                parameter.grad = None if parameter.grad is None else parameter.grad * self.scale
+        torch.testing.assert_close(mine, plain, **self.close)
 
     def add_up(self) -> None:
         self.backward()
@@ -112,7 +126,7 @@ class Program:
         step, size, rank = self.next_batch(), bmt.world_size(), bmt.rank()
         mine = self.model(ids(step, rank), plan)
         losses = torch.stack([self.twin(ids(step, other), plan) for other in range(size)])
-        torch.testing.assert_close(mine, losses[rank], **CLOSE)
+        torch.testing.assert_close(mine, losses[rank], **self.close)
         if not mine.requires_grad:
             return
         for _ in range(walks - 1):
@@ -133,7 +147,7 @@ class Program:
         with torch.no_grad():
             for _ in range(self.random.choice([1, 3])):
                 step = self.next_batch()
-                torch.testing.assert_close(self.model(ids(step, 0)), self.twin(ids(step, 0)), **CLOSE)
+                torch.testing.assert_close(self.model(ids(step, 0)), self.twin(ids(step, 0)), **self.close)
 
     def gradients_of_inputs(self) -> None:
         """A hook on the embedding's output sees this rank's gradient, in a backward of its own."""
@@ -145,7 +159,7 @@ class Program:
             handle.remove()
             if seen[-1].requires_grad:
                 (seen[-1],) = torch.autograd.grad(loss, seen[-1])
-        torch.testing.assert_close(*seen, **CLOSE)
+        torch.testing.assert_close(*seen, **self.close)
         self.manager.zero_grad()
         self.plain.zero_grad()
 
@@ -231,7 +245,13 @@ class Program:
             optimizer.load_state_dict(state)
 
     def new_optimizers(self) -> None:
-        self.optimizer, self.plain = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in self.both)
+        if self.adam:
+            make = self.random.choice([bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer])
+            settings = {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.1}  # a large eps, or rounding moves weights
+            self.optimizer = make(self.model.parameters(), **settings)
+            self.plain = torch.optim.AdamW(self.twin.parameters(), **settings)
+        else:
+            self.optimizer, self.plain = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in self.both)
         self.manager = bmt.optim.OptimManager(loss_scale=self.scale)
         self.manager.add_optimizer(self.optimizer)
 
@@ -252,12 +272,12 @@ class Program:
         """Weights and gradients are the twin's; the gradients but for the loss scale."""
         for name, parameter in self.model.named_parameters():
             plain = self.twin.get_parameter(name)
-            torch.testing.assert_close(parameter.gather(), plain.data, **CLOSE, msg=f"{name} differs: {{}}".format)
+            torch.testing.assert_close(parameter.gather(), plain.data, **self.close, msg=f"{name} differs: {{}}".format)
             mine = parameter.gather_gradient()
             assert (mine is None) == (plain.grad is None), f"{name}: gradient {mine} for {plain.grad}"
             if mine is not None:
                 message = f"the gradient of {name} differs: {{}}".format
-                torch.testing.assert_close(mine / (self.scale or 1.0), plain.grad, **CLOSE, msg=message)
+                torch.testing.assert_close(mine / (self.scale or 1.0), plain.grad, **self.close, msg=message)
 
 
 def run(seed: int, folder: str) -> None:

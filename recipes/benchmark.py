@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from benchmark_engines import ENGINES, start
 from benchmark_models import NAMED, make_config
+from benchmark_table import plot, read_reports, table
 from benchmark_trace import profile_step
 
 import hf_bmtrain as bmt
@@ -47,7 +48,10 @@ def main() -> None:
         )
     if bmt.rank() == 0:
         write(report, options.output)
-        print(table(options.output, report["job"]), flush=True)
+        reports = read_reports(options.output, report["job"])
+        print(f"{report['job']}\n{table(reports)}", flush=True)
+        if options.plot:
+            plot(reports, report["job"], options.plot)
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -62,6 +66,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--compile", action="store_true", help="torch.compile every layer")
     add("--warmup", type=int, default=3, help="steps that are not timed (%(default)s)")
     add("--steps", type=int, default=8, help="steps that are timed (%(default)s)")
+    add("--plot", type=Path, help="write a bar chart of all runs of this job there (.png, .svg)")
     add("--profile", type=Path, help="write a Chrome trace of one step there")
     add("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the results (%(default)s)")
     return parser.parse_args(arguments)
@@ -125,23 +130,6 @@ def write(report: dict, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{report['job']} {report['engine']}".replace(" ", "_").replace("/", "_")
     (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-
-
-def table(folder: Path, job: str) -> str:
-    """All runs of `job` in `folder`, the fastest first."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    lines = [job, f"{'engine':20s}{'ms':>9s}{'spread':>16s}{'TFLOP/s':>9s}{'of GEMM':>9s}{'peak GB':>9s}  losses"]
-    for r in sorted((r for r in reports if r["job"] == job), key=lambda r: r["ms"]):
-        spread = "{:.1f}-{:.1f}".format(*r["spread_ms"])
-        share = r["TFLOPs"] / r["gemm_TFLOPs"] if "gemm_TFLOPs" in r else float("nan")
-        losses = " ".join(f"{loss:.4f}" for loss in r["losses"][:: max(1, len(r["losses"]) // 4)])
-        lines.append(
-            f"{r['engine']:20s}{r['ms']:9.1f}{spread:>16s}{r['TFLOPs']:9.0f}{share:9.0%}"
-            f"{r.get('peak_GB', float('nan')):9.1f}  {losses}"
-        )
-        if r.get("milliseconds"):
-            lines.append("    " + ", ".join(f"{name} {value:g}" for name, value in r["milliseconds"].items()))
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

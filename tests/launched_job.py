@@ -11,12 +11,9 @@ from twins import Tower, ids
 STEPS = 3  # on the same rows, so that the loss falls
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("result")
-    parser.add_argument("--gather", default="auto")
-    options = parser.parse_args()
-    bmt.init_distributed(seed=0, timeout=60, gather=options.gather)
+def train(options: dict[str, str]) -> None:
+    """Rank 0 writes the losses, and (rank, local rank) of everyone, to options["result"]."""
+    bmt.init_distributed(seed=0, timeout=60, gather=options.get("gather", "auto"))
     model = bmt.auto_wrap(Tower())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
@@ -29,7 +26,7 @@ def main() -> None:
     world = bmt.current_world()
     places = world.gather_objects((world.rank, world.local_rank))
     if bmt.rank() == 0:
-        with open(options.result, "w") as file:
+        with open(options["result"], "w") as file:
             json.dump({"losses": losses, "places": places}, file)
 
 
@@ -48,4 +45,7 @@ def plain_losses(size: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("result")
+    parser.add_argument("--gather", default="auto")
+    train(vars(parser.parse_args()))

@@ -127,6 +127,27 @@ def test_one_host(folder, on, size):
     check(folder, [start(folder, command, **variables)], [[rank, rank] for rank in range(size)])
 
 
+RAY = """
+import ray
+from launched_job import train
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+ray.init(num_cpus=2, include_dashboard=False)
+scaling = ScalingConfig(num_workers=2)
+TorchTrainer(train, train_loop_config={"result": "FOLDER/result.json"}, scaling_config=scaling).fit()
+"""
+
+
+@pytest.mark.full
+def test_ray(folder):
+    """The function given to Ray Train's TorchTrainer is the script; Ray has made the process group."""
+    pytest.importorskip("ray")
+    (folder / "ray_train.py").write_text(RAY.replace("FOLDER", str(folder)))
+    started = start(folder, "python ray_train.py", HOME=str(folder), RAY_AUTH_MODE="disabled")
+    check(folder, [started], [[0, 0], [1, 1]])
+
+
 # -- two hosts ------------------------------------------------------------------------------------------------
 
 ADDRESSES = "10.213.7.1", "10.213.7.2"
@@ -169,7 +190,7 @@ def hosts():
 
 
 def start_hosts(folder, hosts, options: str = "") -> list[subprocess.Popen[str]]:
-    command = COMMANDS["2 hosts"].replace("HOST", ADDRESSES[0]).replace("--nproc-per-node 4", "--nproc-per-node 2")
+    command = COMMANDS["2 hosts"].replace("HOST", ADDRESSES[0]).replace("--nproc-per-node 4", "--nproc-per-node 1")
     command += options
     return [
         start(folder, command.replace("-rank R", f"-rank {number}"), host, GLOO_SOCKET_IFNAME=WIRE)
@@ -178,7 +199,7 @@ def start_hosts(folder, hosts, options: str = "") -> list[subprocess.Popen[str]]
 
 
 def test_two_hosts(folder, hosts):
-    check(folder, start_hosts(folder, hosts), [[0, 0], [1, 1], [2, 0], [3, 1]])
+    check(folder, start_hosts(folder, hosts), [[0, 0], [1, 0]])
 
 
 @pytest.mark.full

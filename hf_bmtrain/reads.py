@@ -139,6 +139,8 @@ class Reads:
         self.unwatched = unwatched
         if unwatched or self._saved:
             self._source.gather()
+        if unwatched:
+            self._source.wait()  # nobody asks again
 
     def flush_backward(self) -> None:
         self.release()

@@ -125,9 +125,9 @@ def equal_to_plain_torch(make, tied):
     check_twins(lambda: make(tied), loss)
 
 
-def accumulated_and_interleaved(tied):
-    """Two forwards before the first backward, then a backward through both at once."""
-    model, twin = bmt.auto_wrap(Language(tied)), Language(tied)
+def accumulated_and_interleaved(make, tied):
+    """Two forwards before the first backward, then a backward through both at once; others between free the weights."""
+    model, twin = bmt.auto_wrap(make(tied)), make(tied)
     size, rank = bmt.world_size(), bmt.rank()
     for together in (False, True):
         losses = [loss(model, step, rank) for step in (0, 1)]
@@ -172,7 +172,7 @@ def read_in_the_parent(tied):
 
 MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
 CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
-CASES += [(accumulated_and_interleaved, tied) for tied in (False, True)]
+CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
 CASES += [(backward_twice,), (saved_activation_modified,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 

@@ -59,6 +59,17 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
     _check_precision(args, {parameter.dtype for parameter in model.parameters()})
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """RuntimeError where all that `optimizer` holds are frozen slices."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if held and all(isinstance(p, DistributedParameter) and not p.requires_grad for p in held):
+        raise RuntimeError(
+            f"All {len(held)} parameters that {type(optimizer).__name__} holds are frozen, so nothing would be "
+            "trained: adapters were put into the model after the optimizer was made (peft_config=, say). Leave it to "
+            "the trainer (optim= or optimizer_cls_and_kwargs=), or put the adapters in before you make it."
+        )
+
+
 def warn_of_missing_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """One warning where half-precision weights are updated without a float32 copy."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}

@@ -9,9 +9,11 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..adoption import holds_additions
 from ..block import CheckpointBlock
 from ..optim import AdamOptimizer
-from .arguments import check_arguments, check_model, warn_of_missing_masters
+from ..wrap import auto_wrap
+from .arguments import check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .optimizer_files import OptimizerFiles
 from .speed import Speedometer, count_parameters
 from .staging import StagedWeights
@@ -41,12 +43,14 @@ class BMTrainCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        check_model(model)
-        check_arguments(args, model)
-        self._adopt(model)
+        if holds_additions(model):  # adapters that the trainer itself put in (TRL's peft_config=)
+            auto_wrap(model)
+        self._adopt(args, model)
 
-    def _adopt(self, model: Any) -> None:
+    def _adopt(self, args: TrainingArguments, model: Any) -> None:
+        check_model(model)
         if self._weights is None or self._weights.model is not model:
+            check_arguments(args, model)
             self._weights = StagedWeights(model)
             if hasattr(model, "num_parameters"):  # Trainer's total_flos: a slice would count as the whole
                 model.num_parameters = functools.partial(count_parameters, model)
@@ -60,9 +64,9 @@ class BMTrainCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        check_model(model)
-        self._adopt(model)
+        self._adopt(args, model)
         self._close()
+        check_optimizer(_inner(optimizer))
         warn_of_missing_masters(model, _inner(optimizer))
         self._optimizer_files = OptimizerFiles(_inner(optimizer))
         resumed = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None

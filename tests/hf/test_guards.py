@@ -169,6 +169,11 @@ def refused_arguments(folder):
     for given, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             jobs.make_trainer(folder, True, given, size=bmt.world_size())
+        ready = jobs.make_trainer(folder, False, given, make_optimizer=None, size=bmt.world_size())
+        bmt.auto_wrap(ready.model)
+        ready.add_callback(bmt.hf.BMTrainCallback())
+        with pytest.raises(ValueError, match=message):
+            ready.train()
     model = bmt.auto_wrap(build("llama"))
     check = arguments.check_arguments
     for name, value in [("fsdp", True), ("deepspeed", "zero3.json"), ("parallelism_config", object())]:

@@ -1,7 +1,5 @@
 """The BoolQ job through Trainer and through Accelerate, under every launcher, against plain torch."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -104,30 +102,3 @@ def test_an_accelerator_that_does_not_see_the_other_ranks(tmp_path):
     done = run(TWO_RANKS, script, ACCELERATE_USE_CPU="false")
     assert done.returncode != 0
     assert "Accelerate sees 1 process(es), hf_bmtrain 2" in done.stderr
-
-
-def test_slurms_variables(small, plain, tmp_path):
-    """srun starts the processes itself; its variables, mapped as the README says, are all they need."""
-    port = str(free_port())
-    command = [
-        "bash", "-c",
-        'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID exec "$@"', "slurm",
-        sys.executable, str(RECIPES["trainer"]), "--model", str(small / "model"), "--data", str(small / "data"),
-        "--epochs", "2", "--lr", "3e-3", "--dropout", "0", "--batch-size", "8", "--output", str(small / "slurm"),
-    ]  # fmt: skip
-    common = os.environ | {
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SLURM_NTASKS": "2",
-    }  # fmt: skip
-    tasks = [
-        subprocess.Popen(
-            command, env=common | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
-            stderr=subprocess.PIPE, text=True,
-        )
-        for task in range(2)
-    ]  # fmt: skip
-    errors = [task.communicate(timeout=300)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], errors
-    import json
-
-    check(json.loads((small / "slurm" / "metrics.json").read_text()), plain, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .accelerator import mixed_precision
 
+_log = logging.getLogger("hf_bmtrain")
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -30,13 +32,17 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     """Run `model`'s forward under the mixed precision that an Accelerator or Trainer was made with.
 
     Accelerate does this itself for the models it prepares, but takes a sharded one as prepared. As there, what
-    the forward returns in half precision becomes float32. Without an Accelerator nothing changes.
+    the forward returns in half precision becomes float32. Without an Accelerator nothing changes. fp16 on the CPU,
+    where Accelerate has no loss scale, is float32, as there; a warning says so.
     """
     forward = model.forward
 
     @functools.wraps(forward)
     def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
         precision = mixed_precision()
+        if precision == "fp16" and device.type == "cpu":
+            _warn_of_float32()
+            precision = "no"
         if precision == "no":
             return forward(*args, **kwargs)
         if precision not in _HALF:
@@ -48,6 +54,11 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
         return pytree.tree_map_only(torch.Tensor, _widen, outputs)
 
     model.forward = forward_in_mixed_precision
+
+
+@functools.cache
+def _warn_of_float32() -> None:
+    _log.warning("mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.")
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:

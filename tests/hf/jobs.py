@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import hf_bmtrain as bmt
 from tiny_models import VOCABULARY, build
 
 ROWS, LENGTH = 24, 7
+transformers.utils.logging.disable_progress_bar()
+gc.freeze()  # Trainer collects garbage at every start: half a second for what was imported, most of a small job
 
 
 class Rows(torch.utils.data.Dataset):
@@ -83,7 +86,9 @@ def make_trainer(
         options["callbacks"] = [*options.get("callbacks", []), bmt.hf.BMTrainCallback()]
     optimizer = None if make_optimizer is None else make_optimizer(model)
     options.setdefault("train_dataset", Rows())
-    return cls(model=model, args=args, optimizers=(optimizer, None), **options)
+    trainer = cls(model=model, args=args, optimizers=(optimizer, None), **options)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
 
 
 def train(folder: str | Path, wrapped: bool, given: dict[str, Any], **options: Any) -> dict[str, Any]:

@@ -1,49 +1,14 @@
 """An unmodified Trainer around a sharded model, against itself around a plain one in one process."""
 
-import math
-
 import jobs
 import pytest
-import torch
 import transformers
-from jobs import bmt_adam, check_same, losses, sgd, torch_adam, train, train_ddp, train_sharded
+from jobs import check_same, losses, sgd, train, train_ddp, train_sharded
 
 import hf_bmtrain as bmt
 
 SIZES = [1, 2]
 MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
-ARGUMENTS = {
-    "plain": {},
-    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-    "accumulation with a rest": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 4},
-    "clipping": {"max_grad_norm": 0.3},
-    "clipping what was accumulated": {
-        "max_grad_norm": 0.3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2
-    },
-    "no clipping": {"max_grad_norm": 0.0},
-    "warm-up and decline": {"warmup_steps": 2, "lr_scheduler_type": "linear", "max_steps": 5},
-    "cosine": {"lr_scheduler_type": "cosine", "max_steps": 5},
-    "label smoothing": {"label_smoothing_factor": 0.2},
-    "recomputation": {"gradient_checkpointing": True},
-    "logging every other step": {"logging_steps": 2, "max_steps": 4},
-    "grouped by length": (
-        {"train_sampling_strategy": "group_by_length"}
-        if hasattr(transformers.TrainingArguments, "train_sampling_strategy")
-        else {"group_by_length": True}  # as the first of transformers 5 name it
-    ),
-    "data seed": {"data_seed": 11},
-    "epochs": {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("size", MOSTLY_TWO)
-def test_arguments(world, tmp_path, size, name):
-    given = ARGUMENTS[name]
-    options = {"use_checkpoint": "recomputation" not in name}
-    plain = train(tmp_path / "plain", False, given)
-    for ours in world(size)(train_sharded, str(tmp_path / "ours"), given, options):
-        check_same(ours, plain, "grad_norm", "learning_rate")
 
 
 @pytest.mark.parametrize(("family", "tied"), [("gpt2", True), ("bert", False), ("t5", True), ("mixtral", False)])
@@ -59,89 +24,6 @@ def test_families(world, tmp_path, size, family, tied):
         plain = world(size)(train_ddp, str(tmp_path / "plain"), given, options)[0]
     for ours in world(size)(train_sharded, str(tmp_path / "ours"), given, options):
         check_same(ours, plain, "grad_norm")
-
-
-def test_tokens_averaged_on_each_rank(world, tmp_path):
-    """average_tokens_across_devices=False: as Trainer's own DistributedDataParallel."""
-    given = {"average_tokens_across_devices": False}
-    plain = world(2)(train_ddp, str(tmp_path / "plain"), given, {})[0]
-    ours = world(2)(train_sharded, str(tmp_path / "ours"), given, {})[0]
-    check_same(ours, plain, "grad_norm")
-    together = train(tmp_path / "together", False, {})
-    assert not math.isclose(losses(plain["history"])[0][0], losses(together["history"])[0][0], rel_tol=2e-5)
-
-
-@pytest.mark.parametrize("size", MOSTLY_TWO)
-def test_optimizers(world, tmp_path, size):
-    """Trainer's own choice, ours, and one of torch's by class and arguments."""
-    given = {"learning_rate": 1e-3, "adam_epsilon": 1e-6, "weight_decay": 0.01, "max_steps": 4}
-    cases = [
-        ({"make_optimizer": None}, {"make_optimizer": None}),
-        ({"make_optimizer": bmt_adam}, {"make_optimizer": torch_adam}),
-        *[
-            ({"make_optimizer": None, "optimizer_cls_and_kwargs": (cls, {"lr": 1e-2, "eps": 1e-3})},) * 2
-            for cls in (torch.optim.RMSprop, torch.optim.Adagrad)
-        ],
-    ]
-    for mine, theirs in cases:
-        plain = train(tmp_path / "plain", False, given, **theirs)
-        ours = world(size)(train_sharded, str(tmp_path / "ours"), given, mine)[0]
-        check_same(ours, plain, "grad_norm", tolerance=3e-5)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_bf16(world, tmp_path, size):
-    """Autocast takes effect, in evaluation too: the numbers before the first update are those of plain bf16."""
-    given = {"bf16": True, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
-    options = {"eval_dataset": jobs.Rows(seed=8)}
-    plain, wide = (train(tmp_path / "plain", False, {**given, "bf16": half}, **options) for half in (True, False))
-    ours = world(size)(train_sharded, str(tmp_path / "ours"), given, options)[0]
-    for name in ("loss", "eval_loss"):
-        mine, half, full = (
-            next(entry[name] for entry in run["history"] if name in entry) for run in (ours, plain, wide)
-        )
-        assert abs(mine - half) < 0.2 * abs(half - full), name
-    for (mine,), (half,) in zip(losses(ours["history"]), losses(plain["history"])):
-        assert mine == pytest.approx(half, abs=2e-4)
-    assert all(value.dtype == torch.float32 for value in ours["weights"].values())
-
-
-def accuracy(prediction):
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-
-def evaluated(folder, wrapped, size):
-    """Evaluated before any training (by a Trainer of its own: stock Trainer would leave out DDP afterwards), during it
-    and after it."""
-    rows = jobs.Rows(size=21, seed=8)  # no multiple of the batch
-    given = {"eval_strategy": "steps", "eval_steps": 2}
-    options = {"size": size, "eval_dataset": rows, "compute_metrics": accuracy}
-    first = jobs.make_trainer(folder, wrapped, given, **options).evaluate()
-    trainer = jobs.make_trainer(folder, wrapped, given, **options)
-    trainer.train()
-    predicted = trainer.predict(rows)
-    evals = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    return {"first": first, "evals": evals, "logits": predicted.predictions, "metrics": predicted.metrics}
-
-
-def evaluated_on_ranks(folder, wrapped):
-    return evaluated(folder, wrapped, bmt.world_size())
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_evaluation_and_prediction(world, tmp_path, size):
-    """Losses as Trainer alone has them on as many ranks (means of batches, so they depend on the batch's size)."""
-    alone = evaluated(tmp_path / "alone", False, 1)
-    plain = world(size)(evaluated_on_ranks, str(tmp_path / "plain"), False)[0] if size > 1 else alone
-    for ours in world(size)(evaluated_on_ranks, str(tmp_path / "ours"), True):
-        assert len(ours["evals"]) == len(plain["evals"]) == 2
-        pairs = [(ours["first"], plain["first"]), *zip(ours["evals"], plain["evals"])]
-        for here, there in pairs:
-            assert here["eval_loss"] == pytest.approx(there["eval_loss"], rel=1e-5)
-            assert here["eval_accuracy"] == pytest.approx(there["eval_accuracy"], abs=1e-9)
-        assert ours["metrics"]["test_loss"] == pytest.approx(plain["metrics"]["test_loss"], rel=1e-5)
-        assert ours["logits"].shape == plain["logits"].shape == (21, jobs.LENGTH, jobs.VOCABULARY)
-        assert abs(ours["logits"] - alone["logits"]).max() < 1e-5
 
 
 def reported(folder):
@@ -194,50 +76,6 @@ def test_reports(world, tmp_path, size):
         assert here == pytest.approx(there, rel=1e-5)
 
 
-def compiled(folder, wrapped):
-    """Blocks compile (with a backend that needs no compiler here), and the numbers stay."""
-    import os
-
-    import torch._dynamo
-
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    given = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    try:
-        trainer = jobs.make_trainer(folder, wrapped, given, size=bmt.world_size())
-        trainer.train()
-    finally:
-        for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
-            del os.environ[name]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
-    return {"history": trainer.state.log_history, "weights": jobs.weights(trainer.model)}
-
-
-@pytest.mark.parametrize("size", MOSTLY_TWO)
-def test_torch_compile(world, tmp_path, size):
-    plain = train(tmp_path / "plain", False, {})
-    ours = world(size)(compiled, str(tmp_path / "ours"), True)[0]
-    check_same(ours, plain, "grad_norm")
-
-
-def noisy(folder):
-    """Neftune's noise is added to embeddings that are gathered; after training the hook is gone."""
-    runs = []
-    for given in ({}, {"neftune_noise_alpha": 5}):
-        runs.append(jobs.make_trainer(folder, True, given, size=bmt.world_size()))
-        runs[-1].train()
-    assert not runs[1].model.get_input_embeddings()._forward_hooks
-    return [{"history": run.state.log_history, "weights": jobs.weights(run.model)} for run in runs]
-
-
-@pytest.mark.parametrize("size", MOSTLY_TWO)
-def test_neftune(world, tmp_path, size):
-    plain = train(tmp_path / "plain", False, {"neftune_noise_alpha": 5})
-    silent, ours = world(size)(noisy, str(tmp_path / "ours"))[0]
-    if size == 1:
-        check_same(ours, plain, "grad_norm")
-    assert losses(ours["history"]) != losses(silent["history"])
-
-
 def made_by_model_init(folder, wrapped):
     """A new model for every train(); the first one's optimizer and files are left behind."""
     size = bmt.world_size() if wrapped else 1
@@ -270,31 +108,6 @@ def trained_twice(folder, wrapped):
 def test_trained_twice(world, tmp_path, size):
     plain = trained_twice(tmp_path / "plain", False)
     check_same(world(size)(trained_twice, str(tmp_path / "ours"), True)[0], plain, "grad_norm")
-
-
-def stopped_early(folder, wrapped):
-    given = {
-        "max_steps": 8, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
-        "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 3.0, "save_total_limit": 1,
-    }  # fmt: skip
-    trainer = jobs.make_trainer(
-        folder, wrapped, given, size=bmt.world_size() if wrapped else 1, eval_dataset=jobs.Rows(seed=9),
-        make_optimizer=fast_sgd, callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=2)],
-    )  # fmt: skip
-    trainer.train()
-    return trainer.state.global_step, trainer.state.best_metric
-
-
-def fast_sgd(model):
-    return sgd(model, 5.0)
-
-
-@pytest.mark.parametrize("size", MOSTLY_TWO)
-def test_early_stopping(world, tmp_path, size):
-    step, metric = stopped_early(tmp_path / "plain", False)
-    assert step < 8
-    for here in world(size)(stopped_early, str(tmp_path / "ours"), True):
-        assert here == (step, pytest.approx(metric, rel=1e-4))
 
 
 def translated(folder, wrapped):

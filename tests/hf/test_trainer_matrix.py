@@ -1,0 +1,57 @@
+"""Cells of the Trainer matrix; `python tests/hf/trainer_matrix.py` prints all with their errors."""
+
+import math
+
+import pytest
+import torch
+from trainer_matrix import Errors, Matrix, cells, difference
+
+
+@pytest.fixture(scope="module")
+def matrix(world):
+    return Matrix(world)
+
+
+def marked(cell):
+    return pytest.param(cell, id=cell.label(), marks=[pytest.mark.slow] if cell.row == "torch_compile" else [])
+
+
+@pytest.mark.parametrize("cell", map(marked, cells()))
+def test_trainer_matrix(matrix, tmp_path, cell):
+    errors = matrix.measure(cell, tmp_path)
+    assert errors.worst <= 1, errors
+
+
+def run(**changes):
+    result = {
+        "weights": {"a": torch.ones(3), "b": torch.full((2,), 0.01)},
+        "logged": [{"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1}],
+        "state": (4, None, ["checkpoint-2/model.safetensors"]),
+    }
+    return {**result, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "column", "error"),
+    [
+        ({"weights": {"a": torch.ones(3), "b": torch.tensor([0.01, 0.0100001])}}, "weights", 10),
+        ({"weights": {"a": torch.ones(3), "b": torch.tensor([0.01, math.nan])}}, "weights", math.inf),
+        ({"logged": [{"loss": 2.0002, "grad_norm": 1.0, "learning_rate": 0.1}]}, "loss", 2),
+        ({"logged": [{"loss": 2.0, "grad_norm": math.nan, "learning_rate": 0.1}]}, "grad_norm", math.inf),
+        ({"logged": [{"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.10001}]}, "other", 2),
+        ({"logged": [{"loss": 2.0, "grad_norm": 1.0}]}, "other", math.inf),
+        ({"logged": []}, "other", math.inf),
+        ({"state": (3, None, ["checkpoint-2/model.safetensors"])}, "other", math.inf),
+        ({"state": (4, None, [])}, "other", math.inf),
+    ],
+)
+def test_a_difference_is_seen(changes, column, error):
+    assert max(difference(run(), run(), 1e-6).values()) == 0
+    found = difference(run(**changes), run(), 1e-6)
+    assert found.pop(column) == pytest.approx(error, rel=0.01)
+    assert not any(found.values())
+
+
+def test_a_row_without_effect_shows_nothing():
+    assert Errors(effect=5.0).worst == 2
+    assert Errors(resume=math.inf).worst == math.inf

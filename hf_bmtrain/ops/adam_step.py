@@ -9,7 +9,7 @@ import torch
 from .adam import HYPER, RECORD, adam_prepare, adam_update
 
 Hyper = Sequence["float | torch.Tensor"]
-"""lr, beta1, beta2, eps, weight_decay of one parameter group; numbers or scalar tensors."""
+"""One parameter group's values for the columns of HYPER; numbers or scalar tensors."""
 
 
 class KernelSteps:
@@ -118,13 +118,15 @@ class TorchSteps:
     ) -> None:
         if self.skip or master.numel() == 0:
             return
-        lr, beta1, beta2, eps, weight_decay = self._rows[run]
+        lr, beta1, beta2, eps, weight_decay, hold_steps = self._rows[run]
+        taken = self.counts[run]
         wide = grad.float()
         if self._grad_scale is not None:
             wide = wide / self._grad_scale  # not by the fused operation, which would write it into the gradient
         torch._fused_adamw_(
-            [master], [wide], [exp_avg], [exp_avg_sq], [], [self.counts[run]],
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            [master], [wide], [exp_avg], [exp_avg_sq], [], [taken],
+            lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+            amsgrad=False, maximize=False,
         )  # fmt: skip
         torch.autograd.graph.increment_version(master)  # the operation does not count its writes itself
         if weight is not None:

@@ -41,6 +41,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        hold_steps: int = 0,
+        *,
         exp_avg_dtype: torch.dtype = torch.float32,
         update_on: str = "device",
     ) -> None:
@@ -48,7 +50,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             raise ValueError(f"update_on must be 'device' or 'host', not {update_on!r}")
         if update_on == "host" and exp_avg_dtype != torch.float32:
             raise ValueError(f"update_on='host' is torch's AdamW, whose exp_avg is float32, not {exp_avg_dtype}")
-        super().__init__(params, lr, betas, eps, weight_decay, exp_avg_dtype)
+        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, exp_avg_dtype=exp_avg_dtype)
         self._on_host = update_on == "host"
         self._places: dict[Run, Place] = {}
         self._chunks: list[Chunk] = []

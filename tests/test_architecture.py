@@ -27,7 +27,7 @@ LAYERS = [
     "world gradient",
     "reads",
     "sharding",
-    "slot guard optim.runs",
+    "slot guard optim.runs optim.delta",
     "block module linear_loss optim.norm optim.slabs",
     "block_list compiled chains admission outside takeover optim.conveyor",
     "adoption",

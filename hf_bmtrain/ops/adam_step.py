@@ -8,7 +8,10 @@ import torch
 
 from .adam import HYPER, RECORD, adam_prepare, adam_update
 
-Hyper = Sequence["float | torch.Tensor"]
+Number = float | torch.Tensor
+"""A number, or a tensor of one."""
+
+Hyper = Sequence[Number]
 """One parameter group's values for the columns of HYPER; numbers or scalar tensors."""
 
 
@@ -78,6 +81,11 @@ class KernelSteps:
         """Update run number `run`, or a part of it, in place: the contract of `adam_update`. `grad` is only read."""
         adam_update(grad, master, exp_avg, exp_avg_sq, weight, self._records[run], index_base)
 
+    def numbers(self, run: int) -> tuple[Number, ...]:
+        """This step's 1/scale, beta1, beta2, eps, weight_decay and step count of run number `run`."""
+        _, beta1, beta2, eps, weight_decay, _ = self._hyper[run].unbind()
+        return self._records[run, RECORD.index("grad_scale")], beta1, beta2, eps, weight_decay, self.counts[run]
+
     def _on_device(self, value: float | torch.Tensor) -> bool:
         return isinstance(value, torch.Tensor) and value.device == self._hyper.device
 
@@ -131,6 +139,11 @@ class TorchSteps:
         torch.autograd.graph.increment_version(master)  # the operation does not count its writes itself
         if weight is not None:
             weight.copy_(master)
+
+    def numbers(self, run: int) -> tuple[Number, ...]:
+        _, beta1, beta2, eps, weight_decay, _ = self._rows[run]
+        inverse_scale = 1.0 if self._grad_scale is None else 1 / self._grad_scale
+        return inverse_scale, beta1, beta2, eps, weight_decay, float(self.counts[run])
 
 
 def kernels_serve(device: torch.device) -> bool:

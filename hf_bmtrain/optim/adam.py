@@ -159,7 +159,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         for number, state in enumerate(self._states):
-            self._steps.update(
+            self._update_range(
                 number,
                 state.run.gradient(),
                 state.master,
@@ -168,6 +168,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                 state.weight,
                 state.index_base,
             )
+
+    def _update_range(self, run: int, grad, master, exp_avg, exp_avg_sq, weight, index_base: int) -> None:
+        self._steps.update(run, grad, master, exp_avg, exp_avg_sq, weight, index_base)
 
     def _heed_writes(self, state: RunState) -> None:
         state.heed_writes()

@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..ops.adam_step import Hyper, KernelSteps, TorchSteps, adam_steps
+from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps
 from ..sharding import DistributedParameter
+from .run_state import RunState
 from .runs import Run, neighbours
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(eq=False)
-class RunState:
-    """What the optimizer keeps of one run.
-
-    master, exp_avg_sq: float32 (n,); master is the weights themselves where those are float32. exp_avg: float32 or
-    bfloat16 (n,). step: float32 (), steps taken. index_base: the number of element 0 among all of the optimizer's,
-    the same for any number of ranks. version: of the weights, when the optimizer last wrote them.
-    """
-
-    run: Run
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    step: torch.Tensor
-    index_base: int
-    version: int = -1
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """The half-precision weights that are the master's rounding, None where there are none."""
-        return None if self.master is self.run.weights else self.run.weights
-
-    @property
-    def stale(self) -> bool:
-        """Whether someone else has written half-precision weights (a load, an average) since the last step."""
-        return self.weight is not None and self.version not in (-1, self.run.weights._version)
-
-    def heed_writes(self) -> None:
-        """The master follows the weights where they are no longer its rounding."""
-        weights = self.run.weights.to(self.master.device)
-        unchanged = weights == self.master.to(weights.dtype)
-        self.master.copy_(torch.where(unchanged, self.master, weights.float()))
-
-    def views(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """One parameter's part, under the names of torch's AdamW."""
-        part = slice(self.run.begin(parameter), self.run.begin(parameter) + parameter.numel())
-        views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
-        return views if self.weight is None else {**views, "master": self.master[part]}
 
 
 class AdamOptimizer(torch.optim.Optimizer):
@@ -159,18 +119,10 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         for number, state in enumerate(self._states):
-            self._update_range(
-                number,
-                state.run.gradient(),
-                state.master,
-                state.exp_avg,
-                state.exp_avg_sq,
-                state.weight,
-                state.index_base,
-            )
+            self._update_elements(number, state.elements())
 
-    def _update_range(self, run: int, grad, master, exp_avg, exp_avg_sq, weight, index_base: int) -> None:
-        self._steps.update(run, grad, master, exp_avg, exp_avg_sq, weight, index_base)
+    def _update_elements(self, run: int, elements: Elements) -> None:
+        self._steps.update(run, elements)
 
     def _heed_writes(self, state: RunState) -> None:
         state.heed_writes()

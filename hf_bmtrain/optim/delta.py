@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ops.adam_step import KernelSteps, TorchSteps
+from ..ops.adam_step import Elements, KernelSteps, TorchSteps
 from ..sharding import DistributedParameter
 from ..world import current_world
 
@@ -41,24 +41,16 @@ class DeltaRecord:
         """Before the first `add` of a step, whose arithmetic is done on `device`."""
         self._sums = torch.zeros(2, 2, dtype=torch.float64, device=device)
 
-    def add(
-        self,
-        sliced: bool,
-        steps: KernelSteps | TorchSteps,
-        run: int,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-    ) -> None:
-        """Count elements of run number `run`, which `steps` is about to update."""
+    def add(self, steps: KernelSteps | TorchSteps, run: int, elements: Elements, sliced: bool) -> None:
+        """Count elements of run number `run`, of slices or not, which `steps` is about to update."""
         inverse_scale, beta1, beta2, eps, weight_decay, t = steps.numbers(run)
-        for start in range(0, master.numel(), _PIECE):
+        e = elements
+        for start in range(0, e.master.numel(), _PIECE):
             part = slice(start, start + _PIECE)
-            g, m, v = grad[part].float() * inverse_scale, exp_avg[part].float(), exp_avg_sq[part]
+            g, m, v = e.grad[part].float() * inverse_scale, e.exp_avg[part].float(), e.exp_avg_sq[part]
             m = m + (g - m) * (1 - beta1)
             v = v * beta2 + g * g * (1 - beta2)
-            delta = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + weight_decay * master[part]
+            delta = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + weight_decay * e.master[part]
             self._sums[int(sliced)] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
 
     def end(self, parameters: Sequence[torch.nn.Parameter], found_inf: torch.Tensor | None) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..ops.adam_step import TorchSteps
+from ..ops.adam_step import Elements, TorchSteps
 from ..ops.streams import has_own_memory
-from .adam import AdamOptimizer, RunState
+from .adam import AdamOptimizer
+from .chunk_update import ChunkUpdate
 from .conveyor import Conveyor
 from .delta import DeltaRecord
 from .host_update import HostUpdate
+from .run_state import RunState
 from .runs import Run
-from .slabs import Chunk, Part, Place, allocate_slabs, cut
+from .slabs import Chunk, Place, allocate_slabs, cut
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -116,9 +118,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             return super()._update()
         if isinstance(self._steps, TorchSteps) and self._steps.skip:
             return
-        gradients = [state.run.gradient() for state in self._states]
-        weights = [state.run.weights for state in self._states]
-        tickets = self._mover.carry(self._chunks, gradients, weights, self._update_part)
+        tickets = self._mover.carry(ChunkUpdate(self._chunks, self._states, self._update_elements))
         unguarded = None
         for chunk, ticket in zip(self._chunks, tickets):
             for part in chunk.parts:
@@ -130,15 +130,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if unguarded is not None:
             unguarded.wait()  # nobody waits before ordinary parameters are read
 
-    def _update_part(self, part: Part, gradient, master, exp_avg, exp_avg_sq, weight) -> None:
-        base = self._states[part.run].index_base + part.of_run.start
-        self._update_range(part.run, gradient, master, exp_avg, exp_avg_sq, weight, base)
-
-    def _update_range(self, run: int, grad, master, exp_avg, exp_avg_sq, weight, index_base: int) -> None:
+    def _update_elements(self, run: int, elements: Elements) -> None:
         if self._delta is not None:
-            sliced = self._states[run].run.buffer is not None
-            self._delta.add(sliced, self._steps, run, grad, master, exp_avg, exp_avg_sq)
-        super()._update_range(run, grad, master, exp_avg, exp_avg_sq, weight, index_base)
+            self._delta.add(self._steps, run, elements, self._states[run].run.buffer is not None)
+        super()._update_elements(run, elements)
 
     def _heed_writes(self, state: RunState) -> None:
         self._finish()

@@ -147,6 +147,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         runs = [state.run for state in self._states]
         self._places = {run: self._places[run] for run in runs if run in self._places}
         if not self._places:
+            self._chunks, self._mover = [], None
             return
         bases = [state.index_base for state in self._states]
         self._chunks = cut(runs, self._places, sorted(range(len(runs)), key=bases.__getitem__))

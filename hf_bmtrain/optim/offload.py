@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -43,23 +44,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        hold_steps: int = 0,
-        record_delta: bool = False,
-        *,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        update_on: str = "device",
+        self, params: Iterable, *settings: Any, record_delta: bool = False, update_on: str = "device", **options: Any
     ) -> None:
+        """settings, options: AdamOptimizer's: lr, betas, eps, weight_decay, hold_steps, exp_avg_dtype."""
+        super().__init__(params, *settings, **options)
         if update_on not in ("device", "host"):
             raise ValueError(f"update_on must be 'device' or 'host', not {update_on!r}")
-        if update_on == "host" and exp_avg_dtype != torch.float32:
-            raise ValueError(f"update_on='host' is torch's AdamW, whose exp_avg is float32, not {exp_avg_dtype}")
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, exp_avg_dtype=exp_avg_dtype)
+        if update_on == "host" and self._exp_avg_dtype != torch.float32:
+            raise ValueError(f"update_on='host' is torch's AdamW, whose exp_avg is float32, not {self._exp_avg_dtype}")
         self._on_host = update_on == "host"
         self._delta = DeltaRecord() if record_delta else None
         self._places: dict[Run, Place] = {}

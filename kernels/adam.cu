@@ -20,23 +20,25 @@ struct Record {  // one run's numbers for this step, in the order of `adam.RECOR
     float unused;
 };
 
-// One thread a run. hyper: [lr, beta1, beta2, eps, weight_decay] a run. The gradients are to be divided by
-// grad_scale[0]; a step with found_inf[0] != 0 is skipped and does not count.
+// One thread a run. hyper: [lr, beta1, beta2, eps, weight_decay, hold_steps] a run. The gradients are to be
+// divided by grad_scale[0]; a step with found_inf[0] != 0 is skipped and does not count. The first hold_steps
+// steps have learning rate 0: they update the moments and leave the master as it is.
 extern "C" __global__ void adam_prepare(const float* grad_scale, const float* found_inf, const double* hyper,
                                         int runs, float* steps, float* records) {
     int run = blockIdx.x * blockDim.x + threadIdx.x;
     if (run >= runs) return;
     bool skip = found_inf[0] != 0.0f;
-    const double* h = hyper + 5 * run;
+    const double* h = hyper + 6 * run;
     float step = steps[run] + (skip ? 0.0f : 1.0f);
     steps[run] = step;
+    double lr = step > h[5] ? h[0] : 0.0;
     Record r;
     r.skip = skip;
     r.grad_scale = (float)(1.0 / grad_scale[0]);
-    r.decay = (float)(1.0 - h[0] * h[4]);
+    r.decay = (float)(1.0 - lr * h[4]);
     r.beta1 = (float)h[1], r.one_minus_beta1 = (float)(1.0 - h[1]);
     r.beta2 = (float)h[2], r.one_minus_beta2 = (float)(1.0 - h[2]);
-    r.step_size = (float)(h[0] / (1.0 - pow(h[1], (double)step)));
+    r.step_size = (float)(lr / (1.0 - pow(h[1], (double)step)));
     r.inverse_root = (float)(1.0 / sqrt(1.0 - pow(h[2], (double)step)));
     r.eps = (float)h[3];
     r.seed = (unsigned)step;

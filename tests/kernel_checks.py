@@ -70,16 +70,18 @@ def check_segments(place: Place, dtype: torch.dtype, offsets: list[int]) -> None
 
 def check_prepare(place: Place, flag: float) -> None:
     grad_scale, found_inf = place(torch.tensor([1024.0 * 4])), place(torch.tensor([flag]))
-    hyper = place(torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.1], [2e-3, 0.8, 0.95, 1e-6, 0.0]], dtype=torch.float64))
-    steps = place(torch.tensor([6.0, 0.0]))
-    records = place(torch.full((2, len(adam.RECORD)), torch.nan))
+    rows = [[1e-3, 0.9, 0.999, 1e-8, 0.1, 6], [2e-3, 0.8, 0.95, 1e-6, 0.0, 0], [1e-3, 0.9, 0.99, 1e-8, 0.1, 7]]
+    hyper = place(torch.tensor(rows, dtype=torch.float64))
+    steps = place(torch.tensor([6.0, 0.0, 6.0]))
+    records = place(torch.full((3, len(adam.RECORD)), torch.nan))
     adam.adam_prepare(grad_scale, found_inf, hyper, steps, records)
-    step = [6, 0] if flag else [7, 1]
+    step = [6, 0, 6] if flag else [7, 1, 7]
     assert steps.tolist() == step
     if flag:
-        assert records[:, 0].tolist() == [1.0, 1.0]
+        assert records[:, 0].tolist() == [1.0, 1.0, 1.0]
         return
-    for row, (lr, b1, b2, eps, wd), t in zip(records.cpu(), hyper.tolist(), step):
+    for row, (lr, b1, b2, eps, wd, hold), t in zip(records.cpu(), hyper.tolist(), step):
+        lr = lr if t > hold else 0.0
         expected = [
             0,
             1 / 4096,
@@ -98,7 +100,7 @@ def check_prepare(place: Place, flag: float) -> None:
 
 def record(place: Place, step: int = 3, skip: bool = False) -> torch.Tensor:
     """A prepared record: clip factor 1/4, loss scale 2."""
-    hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1]], dtype=torch.float64)
+    hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 0]], dtype=torch.float64)
     records = torch.zeros(1, len(adam.RECORD))
     adam.prepare_reference(torch.tensor([8.0]), torch.tensor([float(skip)]), hyper, torch.tensor([step - 1.0]), records)
     return place(records)[0]

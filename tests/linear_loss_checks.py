@@ -173,3 +173,30 @@ def check_a_loss_scale_saves_small_gradients(device) -> None:
     for leaf, truth in zip(leaves, truths):
         error = (leaf.grad.double() - truth.grad).abs().max() / truth.grad.abs().max()
         assert error < 2**-7
+
+
+class OnAnyDevice:
+    """The tests that hold on any device; a test class gives its `device`."""
+
+    device: torch.device
+
+    @pytest.mark.parametrize("rows_a_chunk", [1, 4, 1000])
+    @pytest.mark.parametrize("with_bias", [False, True])
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    def test_options(self, dtype, options, with_bias, rows_a_chunk):
+        check_options(self.device, dtype, options, with_bias, rows_a_chunk)
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    def test_nothing_counts(self, dtype):
+        check_nothing_counts(self.device, dtype)
+
+    @pytest.mark.parametrize(
+        "check",
+        [
+            check_only_what_is_wanted, check_misuse, check_autocast, check_weight_gradient_is_summed_in_float32,
+            check_a_loss_scale_saves_small_gradients, check_layouts, check_wrong_inputs,
+        ],
+    )  # fmt: skip
+    def test_check(self, check):
+        check(self.device)

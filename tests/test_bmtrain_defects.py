@@ -221,9 +221,24 @@ def deviation_over_ranks():
     assert inspector.get_tensor("x") is x  # old: looked up by the wrong key
 
 
+def hold_steps():
+    """Old: with half-precision weights both optimizers held one step less than asked, with float32 ones as many."""
+    for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            model = bmt.auto_wrap(Tower().to(dtype))
+            optimizer = cls(model.parameters(), lr=0.1, hold_steps=2)
+            before, moved = model.state_dict()["head.weight"], []
+            for step in range(4):
+                model(ids(step, bmt.rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                moved.append(not torch.equal(model.state_dict()["head.weight"], before))
+            assert moved == [False, False, True, True], (cls, dtype)
+
+
 DEFECTS = [
     keyword_arguments, frozen_first_block, set_to_none, manager_state, label_smoothing, used_twice,
-    unfrozen_after_wrapping, overflow_without_a_scale, adjoint_of_all_gather, deviation_over_ranks,
+    unfrozen_after_wrapping, overflow_without_a_scale, adjoint_of_all_gather, deviation_over_ranks, hold_steps,
 ]  # fmt: skip
 
 

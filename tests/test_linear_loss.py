@@ -17,33 +17,8 @@ from twins import WIDTH, Layer, check_gradients, check_twins
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("rows_a_chunk", [1, 4, 1000])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("options", checks.OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", checks.TOLERANCE, ids=str)
-def test_options(dtype, options, with_bias, rows_a_chunk):
-    checks.check_options(CPU, dtype, options, with_bias, rows_a_chunk)
-
-
-@pytest.mark.parametrize("dtype", checks.TOLERANCE, ids=str)
-def test_nothing_counts(dtype):
-    checks.check_nothing_counts(CPU, dtype)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.check_only_what_is_wanted,
-        checks.check_misuse,
-        checks.check_autocast,
-        checks.check_weight_gradient_is_summed_in_float32,
-        checks.check_a_loss_scale_saves_small_gradients,
-        checks.check_layouts,
-        checks.check_wrong_inputs,
-    ],
-)
-def test_on_cpu(check):
-    check(CPU)
+class TestOnCpu(checks.OnAnyDevice):
+    device = CPU
 
 
 def test_a_target_out_of_range_is_named():

@@ -14,7 +14,7 @@ from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
+HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps")
 RECORD = (
     "skip",
     "grad_scale",
@@ -61,7 +61,7 @@ def adam_prepare(
 
     grad_scale  (1,) float32: what the gradients are to be divided by (loss scale over clip factor)
     found_inf   (1,) float32: not 0 where the step must be skipped
-    hyper       (runs, 5) float64, columns as in HYPER
+    hyper       (runs, 6) float64, columns as in HYPER; the first hold_steps steps have learning rate 0
     steps       (runs,) float32: steps taken so far; advanced by one unless the step is skipped
     records     (runs, 12) float32, written; a row is what `adam_update` takes (columns as in RECORD)
     """
@@ -86,8 +86,9 @@ def prepare_reference(
     """`adam_prepare` in torch, on any device."""
     skip = found_inf != 0
     steps += (~skip).float()
-    lr, beta1, beta2, eps, weight_decay = hyper.unbind(1)
+    lr, beta1, beta2, eps, weight_decay, hold_steps = hyper.unbind(1)
     one, taken = torch.ones_like(lr), steps.double()
+    lr = torch.where(taken > hold_steps, lr, 0.0)
     columns = (
         one * skip,
         one / grad_scale.double(),

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from .adam import HYPER, RECORD, adam_prepare, adam_update
 
-Hyper = Sequence["float | torch.Tensor"]
-"""lr, beta1, beta2, eps, weight_decay of one parameter group; numbers or scalar tensors."""
+Number = float | torch.Tensor
+"""A number, or a tensor of one."""
+
+Hyper = Sequence[Number]
+"""One parameter group's values for the columns of HYPER; numbers or scalar tensors."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Adjacent elements that are updated at once, a run or a part of one: the arguments of `adam_update`.
+
+    grad is only read, the other tensors are updated in place. weight: None where master is the weight itself.
+    """
+
+    grad: torch.Tensor
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    weight: torch.Tensor | None
+    index_base: int
 
 
 class KernelSteps:
@@ -65,18 +84,15 @@ class KernelSteps:
         flag = self._zero if found_inf is None else found_inf.reshape(1)
         adam_prepare(scale, flag, self._hyper, self.counts, self._records)
 
-    def update(
-        self,
-        run: int,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        weight: torch.Tensor | None,
-        index_base: int,
-    ) -> None:
-        """Update run number `run`, or a part of it, in place: the contract of `adam_update`. `grad` is only read."""
-        adam_update(grad, master, exp_avg, exp_avg_sq, weight, self._records[run], index_base)
+    def update(self, run: int, elements: Elements) -> None:
+        """Update elements of run number `run` in place."""
+        e = elements
+        adam_update(e.grad, e.master, e.exp_avg, e.exp_avg_sq, e.weight, self._records[run], e.index_base)
+
+    def numbers(self, run: int) -> tuple[Number, ...]:
+        """This step's 1/scale, beta1, beta2, eps, weight_decay and step count of run number `run`."""
+        _, beta1, beta2, eps, weight_decay, _ = self._hyper[run].unbind()
+        return self._records[run, RECORD.index("grad_scale")], beta1, beta2, eps, weight_decay, self.counts[run]
 
     def _on_device(self, value: float | torch.Tensor) -> bool:
         return isinstance(value, torch.Tensor) and value.device == self._hyper.device
@@ -106,29 +122,28 @@ class TorchSteps:
         if not self.skip:
             self.counts += 1
 
-    def update(
-        self,
-        run: int,
-        grad: torch.Tensor,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        weight: torch.Tensor | None,
-        index_base: int,
-    ) -> None:
-        if self.skip or master.numel() == 0:
+    def update(self, run: int, elements: Elements) -> None:
+        e = elements
+        if self.skip or e.master.numel() == 0:
             return
-        lr, beta1, beta2, eps, weight_decay = self._rows[run]
-        wide = grad.float()
+        lr, beta1, beta2, eps, weight_decay, hold_steps = self._rows[run]
+        taken = self.counts[run]
+        wide = e.grad.float()
         if self._grad_scale is not None:
             wide = wide / self._grad_scale  # not by the fused operation, which would write it into the gradient
         torch._fused_adamw_(
-            [master], [wide], [exp_avg], [exp_avg_sq], [], [self.counts[run]],
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            [e.master], [wide], [e.exp_avg], [e.exp_avg_sq], [], [taken],
+            lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+            amsgrad=False, maximize=False,
         )  # fmt: skip
-        torch.autograd.graph.increment_version(master)  # the operation does not count its writes itself
-        if weight is not None:
-            weight.copy_(master)
+        torch.autograd.graph.increment_version(e.master)  # the operation does not count its writes itself
+        if e.weight is not None:
+            e.weight.copy_(e.master)
+
+    def numbers(self, run: int) -> tuple[Number, ...]:
+        _, beta1, beta2, eps, weight_decay, _ = self._rows[run]
+        inverse_scale = 1.0 if self._grad_scale is None else 1 / self._grad_scale
+        return inverse_scale, beta1, beta2, eps, weight_decay, float(self.counts[run])
 
 
 def kernels_serve(device: torch.device) -> bool:

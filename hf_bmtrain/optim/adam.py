@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..ops.adam_step import Hyper, KernelSteps, TorchSteps, adam_steps
+from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps
 from ..sharding import DistributedParameter
+from .run_state import RunState
 from .runs import Run, neighbours
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(eq=False)
-class RunState:
-    """What the optimizer keeps of one run.
-
-    master, exp_avg_sq: float32 (n,); master is the weights themselves where those are float32. exp_avg: float32 or
-    bfloat16 (n,). step: float32 (), steps taken. index_base: the number of element 0 among all of the optimizer's,
-    the same for any number of ranks. version: of the weights, when the optimizer last wrote them.
-    """
-
-    run: Run
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    step: torch.Tensor
-    index_base: int
-    version: int = -1
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """The half-precision weights that are the master's rounding, None where there are none."""
-        return None if self.master is self.run.weights else self.run.weights
-
-    @property
-    def stale(self) -> bool:
-        """Whether someone else has written half-precision weights (a load, an average) since the last step."""
-        return self.weight is not None and self.version not in (-1, self.run.weights._version)
-
-    def heed_writes(self) -> None:
-        """The master follows the weights where they are no longer its rounding."""
-        weights = self.run.weights.to(self.master.device)
-        unchanged = weights == self.master.to(weights.dtype)
-        self.master.copy_(torch.where(unchanged, self.master, weights.float()))
-
-    def views(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """One parameter's part, under the names of torch's AdamW."""
-        part = slice(self.run.begin(parameter), self.run.begin(parameter) + parameter.numel())
-        views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
-        return views if self.weight is None else {**views, "master": self.master[part]}
 
 
 class AdamOptimizer(torch.optim.Optimizer):
@@ -63,6 +23,11 @@ class AdamOptimizer(torch.optim.Optimizer):
     All state is float32: m, v and, for half-precision parameters, a master copy of w that is rounded to nearest
     even into them. Neighbouring slices of one parameter group are updated in one launch. Parameters without a
     gradient (`.grad is None`) are left as they are. Ordinary parameters are accepted beside slices.
+
+    hold_steps: the first so many steps that a parameter takes update m, v and t, and leave w as it is: the moments
+    settle before they move anything. t counts them, since m and v hold their gradients, so that the first step after
+    them has the bias correction of a step after `hold_steps` others; BMTrain does the same. Skipped steps are not
+    among them. A setting of the parameter group like lr: it is saved and loaded with the state, which holds t.
 
     exp_avg_dtype: torch.bfloat16 keeps m in 2 bytes, rounded stochastically by bits that depend on the element
     and the step alone, not on the number of ranks.
@@ -84,17 +49,20 @@ class AdamOptimizer(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        hold_steps: int = 0,
+        *,
         exp_avg_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+        if lr < 0 or min(eps, weight_decay, hold_steps) < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"AdamOptimizer needs lr, eps, weight_decay ≥ 0 and betas in [0, 1), got lr={lr}, eps={eps}, "
-                f"weight_decay={weight_decay}, betas={betas}"
+                f"AdamOptimizer needs lr, eps, weight_decay, hold_steps ≥ 0 and betas in [0, 1), got lr={lr}, "
+                f"eps={eps}, weight_decay={weight_decay}, hold_steps={hold_steps}, betas={betas}"
             )
         if exp_avg_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype}")
         self._exp_avg_dtype = exp_avg_dtype
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
+        super().__init__(params, settings)
         self.loss_scale: torch.Tensor | None = None
         self._active: list[list[torch.nn.Parameter]] = []
         self._states: list[RunState] = []
@@ -135,14 +103,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def send_hyper_parameters(self) -> None:
-        """Send lr, betas, eps and weight_decay that have changed to the device, before a captured step is replayed.
+        """Send settings of the groups that have changed to the device, before a captured step is replayed.
 
         `step` does it by itself.
         """
         self._steps.send(self._hyper())
 
     def _hyper(self) -> list[Hyper]:
-        return [(group["lr"], *group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+        one = ("eps", "weight_decay", "hold_steps")
+        return [(group["lr"], *group["betas"], *(group[name] for name in one)) for group in self.param_groups]
 
     def _prepare(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -150,15 +119,10 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         for number, state in enumerate(self._states):
-            self._steps.update(
-                number,
-                state.run.gradient(),
-                state.master,
-                state.exp_avg,
-                state.exp_avg_sq,
-                state.weight,
-                state.index_base,
-            )
+            self._update_elements(number, state.elements())
+
+    def _update_elements(self, run: int, elements: Elements) -> None:
+        self._steps.update(run, elements)
 
     def _heed_writes(self, state: RunState) -> None:
         state.heed_writes()
@@ -233,6 +197,11 @@ class AdamOptimizer(torch.optim.Optimizer):
                 bases[owner] = end
                 end += parameter.buffer.layout.extent if sliced else parameter.numel()
         return bases
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # the state of another AdamW has none
+            group.setdefault("hold_steps", self.defaults["hold_steps"])
 
     def load_state_dict(self, state_dict: dict) -> None:
         """State keeps its own dtype: torch would cast the float32 masters and moments to the parameters'."""

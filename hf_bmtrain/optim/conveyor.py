@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from ..ops.streams import DONE, Ticket, work_stream
-from .slabs import Chunk, Part
-
-Update = Callable[[Part, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], object]
-"""Updates one part of a chunk: gradient, master, exp_avg, exp_avg_sq, weight (None where the master is the weight)."""
+from .chunk_update import ChunkUpdate
+from .slabs import Chunk
 
 _BUFFERS = 3
 
@@ -44,21 +42,15 @@ class Conveyor:
         self.updated: Ticket = DONE
         self.downloaded: Ticket = DONE
 
-    def carry(
-        self,
-        chunks: Sequence[Chunk],
-        gradients: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        update: Update,
-    ) -> Iterator[Ticket]:
-        """Update every chunk, and yield its ticket once that is queued. gradients, weights: (n,) of every run."""
+    def carry(self, update: ChunkUpdate) -> Iterator[Ticket]:
+        """Update every chunk, and yield its ticket once that is queued."""
         self._update.follow()
-        for gradient in gradients:
+        for gradient in update.gradients:
             self._update.uses(gradient)
-        for number, chunk in enumerate(chunks):
-            yield self._pass(number % _BUFFERS, chunk, gradients, weights, update)
+        for number, chunk in enumerate(update.chunks):
+            yield self._pass(number % _BUFFERS, chunk, update)
 
-    def _pass(self, number: int, chunk: Chunk, gradients, weights, update: Update) -> Ticket:
+    def _pass(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Ticket:
         home = chunk.slab.part(chunk.start, chunk.stop)
         master, exp_avg, exp_avg_sq = self._buffers[number]
         numel = chunk.stop - chunk.start
@@ -66,12 +58,7 @@ class Conveyor:
 
         def update_parts() -> None:
             for part in chunk.parts:
-                gradient, weight = gradients[part.run][part.of_run], weights[part.run][part.of_run]
-                moments = here[1][part.of_chunk], here[2][part.of_chunk]
-                if here[0] is None:
-                    update(part, gradient, weight, *moments, None)
-                else:
-                    update(part, gradient, here[0][part.of_chunk], *moments, weight)
+                update.apply(part, update.gradient(part), here, update.weight(part))
 
         self._upload.after(self._emptied[number])
         self._upload.run(lambda: _copy(here, home))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from ..ops.pinned import pinned_bytes
 from ..ops.streams import DONE, Ticket, work_stream
-from .conveyor import Update
+from .chunk_update import ChunkUpdate
 from .slabs import Chunk, Part
 
 _BUFFERS = 3
@@ -33,48 +33,41 @@ class HostUpdate:
         self.updated: Ticket = DONE
         self.downloaded: Ticket = DONE  # the host has written the state itself
 
-    def carry(
-        self,
-        chunks: Sequence[Chunk],
-        gradients: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-        update: Update,
-    ) -> Iterator[Ticket]:
-        """Update every chunk, and yield the ticket of its weights. gradients, weights: (n,) of every run."""
+    def carry(self, update: ChunkUpdate) -> Iterator[Ticket]:
+        """Update every chunk, and yield the ticket of its weights."""
         self._download.follow()
         self._upload.follow()
-        for gradient in gradients:
+        for gradient in update.gradients:
             self._download.uses(gradient)
         arrivals: list[Ticket] = []
-        for number, chunk in enumerate(chunks):
-            for ahead in range(len(arrivals), min(number + _BUFFERS, len(chunks))):
-                arrivals.append(self._fetch(ahead % _BUFFERS, chunks[ahead], gradients))
+        for number, chunk in enumerate(update.chunks):
+            for ahead in range(len(arrivals), min(number + _BUFFERS, len(update.chunks))):
+                arrivals.append(self._fetch(ahead % _BUFFERS, update.chunks[ahead], update))
             arrivals[number].synchronize()
-            yield self._finish(number % _BUFFERS, chunk, gradients, weights, update)
+            yield self._finish(number % _BUFFERS, chunk, update)
 
-    def _fetch(self, number: int, chunk: Chunk, gradients: Sequence[torch.Tensor]) -> Ticket:
+    def _fetch(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Ticket:
         def copy() -> None:
             for part in chunk.parts:
-                gradient = gradients[part.run][part.of_run]
+                gradient = update.gradient(part)
                 self._staged(number, 0, part, gradient.dtype).copy_(gradient, non_blocking=True)
 
         self._download.run(copy)
         return self._download.mark()
 
-    def _finish(self, number: int, chunk: Chunk, gradients, weights, update: Update) -> Ticket:
+    def _finish(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Ticket:
         self._left[number].synchronize()
-        master, exp_avg, exp_avg_sq = chunk.slab.part(chunk.start, chunk.stop)
-        assert master is not None
+        state = chunk.slab.part(chunk.start, chunk.stop)
+        assert state[0] is not None, "on the host every run has a master"
         staged = []
         for part in chunk.parts:
-            gradient = self._staged(number, 0, part, gradients[part.run].dtype)
-            staged.append(self._staged(number, 1, part, weights[part.run].dtype))
-            at = part.of_chunk
-            update(part, gradient, master[at], exp_avg[at], exp_avg_sq[at], staged[-1])
+            gradient = self._staged(number, 0, part, update.gradient(part).dtype)
+            staged.append(self._staged(number, 1, part, update.weight(part).dtype))
+            update.apply(part, gradient, state, staged[-1])
 
         def send() -> None:
             for part, weight in zip(chunk.parts, staged):
-                weights[part.run][part.of_run].copy_(weight, non_blocking=True)
+                update.weight(part).copy_(weight, non_blocking=True)
 
         self._upload.run(send)
         self.updated = self._left[number] = self._upload.mark()

@@ -31,9 +31,7 @@ def place(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("n", "offset"), [(1, 0), (7, 1), (1000, 3), (65536, 0), (1 << 20, 7), (30_000_001, 5)]
-)
+@pytest.mark.parametrize(("n", "offset"), [(1, 0), (7, 1), (1000, 3), (65536, 0), (1 << 20, 7), (30_000_001, 5)])
 def test_squared_norm(dtype: torch.dtype, n: int, offset: int) -> None:
     checks.check_squared_norm(place, dtype, n, offset)
 
@@ -62,12 +60,7 @@ def test_adam_prepare(flag: float) -> None:
 @pytest.mark.parametrize("exp_avg", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("grad", "weight"),
-    [
-        (g, w)
-        for g in DTYPES
-        for w in (None, torch.float16, torch.bfloat16)
-        if w is None or g in (w, torch.float32)
-    ],
+    [(g, w) for g in DTYPES for w in (None, torch.float16, torch.bfloat16) if w is None or g in (w, torch.float32)],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -164,11 +157,7 @@ def test_cross_entropy_repeats_bitwise(classes: int) -> None:
     for _ in range(20):
         x = logits.clone()
         found = CrossEntropy().losses_and_gradient_(x, targets, scale)
-        assert (
-            torch.equal(x, first)
-            and torch.equal(found[0], expected[0])
-            and torch.equal(found[1], expected[1])
-        )
+        assert torch.equal(x, first) and torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 class State:
@@ -182,7 +171,7 @@ class State:
         self.grad = torch.randn(n, device="cuda").bfloat16()
         self.squares = torch.zeros(2, dtype=torch.float64, device="cuda")
         self.grad_scale, self.found_inf = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-        self.hyper = torch.tensor([[1e-2, 0.9, 0.99, 1e-8, 0.1]], dtype=torch.float64, device="cuda")
+        self.hyper = torch.tensor([[1e-2, 0.9, 0.99, 1e-8, 0.1, 0]], dtype=torch.float64, device="cuda")
         self.steps = torch.zeros(1, device="cuda")
         self.records = torch.zeros(1, 12, device="cuda")
         self.norm = torch.zeros(1, dtype=torch.float64, device="cuda")
@@ -278,9 +267,7 @@ def test_launches_follow_torchs_stream_also_in_backward() -> None:
 def test_a_written_tensor_gets_a_new_version() -> None:
     state = State(1000)
     before = [t._version for t in (state.grad, state.master, state.weight)]
-    adam.adam_update(
-        state.grad, state.master, state.exp_avg, state.exp_avg_sq, state.weight, state.records[0]
-    )
+    adam.adam_update(state.grad, state.master, state.exp_avg, state.exp_avg_sq, state.weight, state.records[0])
     assert [t._version for t in (state.grad, state.master, state.weight)] == [
         before[0],
         before[1] + 1,

@@ -13,14 +13,6 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("rows_a_chunk", [4, 1000])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("options", checks.OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", checks.TOLERANCE, ids=str)
-def test_options(dtype, options, with_bias, rows_a_chunk):
-    checks.check_options(GPU, dtype, options, with_bias, rows_a_chunk)
-
-
 @pytest.mark.parametrize("classes", [50257, 128256])
 @pytest.mark.parametrize("dtype", checks.TOLERANCE, ids=str)
 def test_large_vocabularies(dtype, classes):
@@ -28,25 +20,8 @@ def test_large_vocabularies(dtype, classes):
         checks.check_options(GPU, dtype, {}, with_bias, 100, (2, 130), classes)
 
 
-@pytest.mark.parametrize("dtype", checks.TOLERANCE, ids=str)
-def test_nothing_counts(dtype):
-    checks.check_nothing_counts(GPU, dtype)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.check_only_what_is_wanted,
-        checks.check_misuse,
-        checks.check_autocast,
-        checks.check_weight_gradient_is_summed_in_float32,
-        checks.check_a_loss_scale_saves_small_gradients,
-        checks.check_layouts,
-        checks.check_wrong_inputs,
-    ],
-)
-def test_on_gpu(check):
-    check(GPU)
+class TestOnGpu(checks.OnAnyDevice):
+    device = GPU
 
 
 def test_targets_out_of_range_are_nan():

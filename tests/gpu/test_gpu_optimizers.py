@@ -1,49 +1,28 @@
 """AdamOptimizer and OptimManager on one GPU: against torch.optim.AdamW, in a CUDA graph, without waiting."""
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
+from trainee import Trainee
 
 import hf_bmtrain as bmt
 from hf_bmtrain.ops import launch
 from ranks import Ranks
 from twenty_steps import OPTIONS, groups, train
-from twins import Tower, ids
+from twins import Tower
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[Ranks]:
-    ranks = Ranks(1, "cuda")
-    yield ranks
-    ranks.stop()
-
-
-class Twin:
-    """A tower with its optimizer and manager, and gradients that are the same in every one."""
+class Twin(Trainee):
+    """A tower with AdamOptimizer."""
 
     def __init__(self, dtype, loss_scale=None, **options):
-        self.model = bmt.auto_wrap(Tower().to(dtype))
-        self.optimizer = bmt.optim.AdamOptimizer(groups(self.model.named_parameters()), **OPTIONS, **options)
-        self.manager = bmt.optim.OptimManager(loss_scale=loss_scale)
-        self.manager.add_optimizer(self.optimizer)
-
-    def backward(self, seed: int) -> None:
-        """A real backward, whose gradients are then overwritten where they lie: its last places may vary."""
-        self.manager.zero_grad()
-        self.manager.backward(self.model(ids(seed, 0).cuda()))
-        generator = torch.Generator().manual_seed(seed)
-        for p in self.model.parameters():
-            p.grad.copy_(p.take(torch.randn(p.full_shape, generator=generator)))
-
-    def end_step(self) -> torch.Tensor:
-        norm = self.manager.clip_grad_norm(self.optimizer.param_groups, 1.0)
-        self.manager.step()
-        return norm
+        model = bmt.auto_wrap(Tower().to(dtype))
+        optimizer = bmt.optim.AdamOptimizer(groups(model.named_parameters()), **OPTIONS, **options)
+        super().__init__(model, optimizer, loss_scale, max_norm=1.0)
 
     def state(self) -> list[torch.Tensor]:
         held = [value.clone() for state in self.optimizer.state.values() for value in state.values()]
@@ -115,19 +94,7 @@ def a_changed_lr_is_refused_in_a_capture():
 
 
 def never_waits(loss_scale):
-    twin = Twin(torch.bfloat16, loss_scale)
-    for step in range(3):
-        twin.backward(step)
-        twin.optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
-        torch.cuda._sleep(200_000_000)  # about a tenth of a second
-        done = torch.cuda.Event()
-        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step compiles
-        try:
-            twin.end_step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        done.record()
-        assert step == 0 or not done.query(), "the host waited for the device"
+    Twin(torch.bfloat16, loss_scale).check_never_waits()
 
 
 def settings_travel_in_order():

@@ -58,7 +58,7 @@ def ask_for_everything() -> None:
             for t in (
                 torch.ones(1),
                 torch.zeros(1),
-                torch.ones(1, 5, dtype=torch.float64),
+                torch.ones(1, 6, dtype=torch.float64),
                 torch.zeros(1),
                 torch.zeros(1, 12),
             )

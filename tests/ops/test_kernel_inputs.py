@@ -72,7 +72,7 @@ def test_adam_update_refuses(name: str, value: torch.Tensor, message: str) -> No
 
 
 def test_adam_prepare_refuses_a_single_row() -> None:
-    with pytest.raises(ValueError, match=r"hyper must be contiguous float64 of shape \(5, 5\)"):
+    with pytest.raises(ValueError, match=r"hyper must be contiguous float64 of shape \(5, 6\)"):
         adam.adam_prepare(
             torch.ones(1), torch.zeros(1), torch.ones(5, dtype=torch.float64), torch.ones(5), torch.ones(5, 12)
         )

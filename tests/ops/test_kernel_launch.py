@@ -118,9 +118,7 @@ def test_processes_of_a_host_compile_once(cupy, tmp_path: Path) -> None:
         "from hf_bmtrain.ops import grad_norm, launch; "
         "launch.cached_cubin(grad_norm.variant(torch.float32), 80)"
     )
-    environment = dict(
-        os.environ, HF_BMTRAIN_KERNEL_CACHE=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path)
-    )
+    environment = dict(os.environ, HF_BMTRAIN_KERNEL_CACHE=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path))
     ranks = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(3)

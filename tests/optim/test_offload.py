@@ -140,6 +140,19 @@ def ordinary(seed):
                 torch.testing.assert_close(parameter, twin)
 
 
+def without_a_gradient(seed):
+    """A step that finds no gradient at all does nothing, and the state is there for the next one."""
+    with as_on_a_gpu(seed):
+        parameter, twin = (torch.nn.Parameter(torch.linspace(-1, 1, 200)) for _ in range(2))
+        optimizers = bmt.optim.AdamOffloadOptimizer([parameter], **OPTIONS), bmt.optim.AdamOptimizer([twin], **OPTIONS)
+        for factor in (1.0, None, 2.0):
+            for p, optimizer in zip((parameter, twin), optimizers):
+                p.grad = None if factor is None else factor * torch.ones_like(p)
+                optimizer.step()
+            assert torch.equal(parameter, twin)
+        assert float(optimizers[0].state[parameter]["step"]) == 2
+
+
 def the_first_buffers_come_first(seed):
     """Decayed and other parameters are in different groups, yet a buffer is done before the next one begins."""
     with as_on_a_gpu(seed):
@@ -216,7 +229,8 @@ def test_streamed_with_a_short_exp_avg_is_the_same(world):
 
 CASES = [
     *((case, dtype) for case in (on_host, streamed_twenty_steps, moved) for dtype in DTYPES),
-    (steps_in_a_row,), (ordinary,), (the_first_buffers_come_first,), (written_gradients_wait,), (direct_reads,),
+    (steps_in_a_row,), (ordinary,), (without_a_gradient,), (the_first_buffers_come_first,),
+    (written_gradients_wait,), (direct_reads,),
 ]  # fmt: skip
 
 

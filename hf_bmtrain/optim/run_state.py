@@ -1,0 +1,55 @@
+"""What AdamW keeps of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..ops.adam_step import Elements
+from .runs import Run
+
+
+@dataclass(eq=False)
+class RunState:
+    """What the optimizer keeps of one run.
+
+    master, exp_avg_sq: float32 (n,); master is the weights themselves where those are float32. exp_avg: float32 or
+    bfloat16 (n,). step: float32 (), steps taken. index_base: the number of element 0 among all of the optimizer's,
+    the same for any number of ranks. version: of the weights, when the optimizer last wrote them.
+    """
+
+    run: Run
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: torch.Tensor
+    index_base: int
+    version: int = -1
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The half-precision weights that are the master's rounding, None where there are none."""
+        return None if self.master is self.run.weights else self.run.weights
+
+    @property
+    def stale(self) -> bool:
+        """Whether someone else has written half-precision weights (a load, an average) since the last step."""
+        return self.weight is not None and self.version not in (-1, self.run.weights._version)
+
+    def heed_writes(self) -> None:
+        """The master follows the weights where they are no longer its rounding."""
+        weights = self.run.weights.to(self.master.device)
+        unchanged = weights == self.master.to(weights.dtype)
+        self.master.copy_(torch.where(unchanged, self.master, weights.float()))
+
+    def elements(self) -> Elements:
+        """All of the run, for one step with the gradient that lies there."""
+        gradient = self.run.gradient()
+        return Elements(gradient, self.master, self.exp_avg, self.exp_avg_sq, self.weight, self.index_base)
+
+    def views(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """One parameter's part, under the names of torch's AdamW."""
+        part = slice(self.run.begin(parameter), self.run.begin(parameter) + parameter.numel())
+        views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
+        return views if self.weight is None else {**views, "master": self.master[part]}

@@ -158,17 +158,25 @@ class GradientBuffer:
         """Whether every slice's `.grad` is still the view of `shard` that was handed out."""
         return all(piece.grad is handed for piece, handed in zip(self._slices, self._handed) if piece.grad is not None)
 
+    def is_handed(self, index: int) -> bool:
+        """Whether slice `index` has the `.grad` that the last backward gave it, and nobody has written to any since."""
+        handed = self._handed[index]
+        return handed is not None and self._slices[index].grad is handed and self._unwritten
+
+    @property
+    def _unwritten(self) -> bool:
+        return self.shard is not None and self.shard._version == self._version
+
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
         """Elements start:stop of the float32 running sum, or None where `.grad` itself is the best there is."""
-        if self._total is None or self.shard is None or self.shard._version != self._version:
+        if self._total is None or not self._unwritten:
             return None
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
         """Make the running sum what the slices' `.grad` say it is."""
         assert self.shard is not None
-        intact = self.shard._version == self._version
-        if self._total is None or not intact:
+        if self._total is None or not self._unwritten:
             wide = torch.promote_types(self.shard.dtype, torch.float32)
             self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
         for index, piece in enumerate(self._slices):

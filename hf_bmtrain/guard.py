@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator
-from typing import NoReturn
+from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from . import accelerator
 from .sharding import DistributedParameter
 from .world import current_world
+
+_SHARDED = {DistributedParameter, type(None)}
 
 
 class _Refusal:
@@ -46,7 +50,7 @@ class SelfReducing:
 
 def watch(model: torch.nn.Module) -> None:
     """Before each training forward of `model`, check that nobody wrapped it or put other parameters into it."""
-    model.register_forward_pre_hook(_check)
+    model.register_forward_pre_hook(Guard())
     for module in model.modules():
         for name in ("resize_token_embeddings", "resize_position_embeddings"):
             if hasattr(module, name):
@@ -59,18 +63,55 @@ def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
     )
 
 
-def _check(model: torch.nn.Module, args: tuple) -> None:
-    if not torch.is_grad_enabled():
-        return
-    if DistributedDataParallel._active_ddp_module is not None:
-        iter(_Refusal())
-    accelerator.check(current_world().size)
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and type(parameter) is not DistributedParameter:
-                raise RuntimeError(
-                    f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came into "
-                    "the model after auto_wrap: it is not sharded, and nobody averages its gradient over the ranks. "
-                    "Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
-                    "auto_wrap, and leave out FSDP, which replaces them all."
-                )
+class Guard:
+    """The check of one model before its training forwards.
+
+    Parameters and modules can be exchanged without a word (FSDP writes into the dicts of a module), so every training
+    forward looks at all of them: module by module in the first one and where the tree of modules has changed,
+    otherwise straight into the dicts that were found then.
+    """
+
+    def __init__(self) -> None:
+        self._walked = False
+        self._parameters: list[dict[str, Any]] = []  # of the modules that have their own
+        self._modules: list[dict[str, Any]] = []
+        self._tree: list[torch.nn.Module | None] = []  # what those hold
+        self._empty: list[dict[str, Any]] = []  # the modules' other dicts of both kinds
+
+    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if DistributedDataParallel._active_ddp_module is not None:
+            iter(_Refusal())
+        accelerator.check(current_world().size)
+        if not self._as_walked():
+            self._walk(model)
+
+    def _as_walked(self) -> bool:
+        """Whether the tree of modules is that of the last walk, and its parameters are slices."""
+        if not self._walked or any(self._empty):
+            return False
+        tree = _values(self._modules)
+        if len(tree) != len(self._tree) or not all(map(operator.is_, tree, self._tree)):
+            return False
+        return set(map(type, _values(self._parameters))) <= _SHARDED
+
+    def _walk(self, model: torch.nn.Module) -> None:
+        for name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and type(parameter) not in _SHARDED:
+                    raise RuntimeError(
+                        f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came "
+                        "into the model after auto_wrap: it is not sharded, and nobody averages its gradient over the "
+                        "ranks. Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
+                        "auto_wrap, and leave out FSDP, which replaces them all."
+                    )
+        dicts = [[module._parameters for module in model.modules()], [module._modules for module in model.modules()]]
+        self._parameters, self._modules = ([each for each in kind if each] for kind in dicts)
+        self._empty = [each for kind in dicts for each in kind if not each]
+        self._tree = _values(self._modules)
+        self._walked = True
+
+
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))

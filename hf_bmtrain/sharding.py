@@ -146,6 +146,7 @@ class ShardedBuffer:
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)
+        step.buffers_made += 1
 
     # -- making -------------------------------------------------------------------------------------------------
 

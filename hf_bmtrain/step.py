@@ -41,12 +41,13 @@ class Step:
     """Shared by all buffers and blocks of a world; given to them when they are made.
 
     gather, reduce: the two lanes. poison: the debug switch that fills unfilled and released memory with NaN.
-    inspector: what notes activations at present, see `inspect`.
+    inspector: what notes activations at present, see `inspect`. buffers_made, backwards: how many there were so far.
     """
 
     def __init__(self, gather: Communicator, reduce: Communicator, poison: bool = False) -> None:
         self.gather, self.reduce, self.poison = gather, reduce, poison
         self.inspector: Any = None
+        self.buffers_made = self.backwards = 0
         self._depth = 0
         self._readers: dict[Releasable, None] | None = None
         self._members: dict[int, dict[Member, None]] = {}
@@ -128,6 +129,7 @@ class Step:
             member.flush_backward()
         self.free_gradient_slot()
         self.gather.quiesce()  # the optimizer may write
+        self.backwards += 1
 
     def abandon_backward(self) -> None:
         """Close a backward that raised before its end; what was under way does not reach any `.grad`."""

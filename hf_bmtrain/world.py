@@ -79,6 +79,11 @@ def current_world() -> World:
     return _world
 
 
+def buffers_made() -> int:
+    """How many flat buffers this process has made; 0 also before `init_distributed`."""
+    return 0 if _world is None else _world.step.buffers_made
+
+
 def init_distributed(
     seed: int = 0,
     zero_level: int = 3,

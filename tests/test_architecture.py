@@ -32,7 +32,7 @@ LAYERS = [
     "block_list compiled chains admission outside takeover optim.chunk_update",
     "adoption optim.conveyor optim.host_update",
     "wrap store gathered config distributed loss inspect lr_scheduler optim.adam optim.checkpoint",
-    "optim.offload optim.manager optim.probe optim.whole_state nn.* utils.* debug plan",
+    "optim.offload optim.manager optim.probe optim.whole_state optim.claim nn.* utils.* debug plan",
     "optim.first_step",
     "hf.arguments hf.staging hf.optimizer_files hf.speed",
     "hf.callback",

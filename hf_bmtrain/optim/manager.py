@@ -145,7 +145,8 @@ class OptimManager:
             )
             self._scale.clamp_(*self._bounds)
         self._unread = HostFlag.send(self._found_inf)
-        self._stepped = [(p, p.grad, p.grad._version) for o in self.optimizers for p in _with_gradient(o)]
+        with torch._C.DisableTorchFunctionSubclass():  # a GradSlice's version is asked for like any tensor's
+            self._stepped = [(p, p.grad, p.grad._version) for o in self.optimizers for p in _with_gradient(o)]
         self._forget_norms()
         if self._unread is not None and self._unread.immediate:
             self._settle()

@@ -1,0 +1,102 @@
+"""Parameters that come into a sharded model are seen in the next training forward, whichever way and whenever."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import hf_bmtrain as bmt
+from twins import Tower, ids
+
+
+class Quiet(Tower):
+    """A tower with modules that own nothing, alone and in a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+        self.layers[1].activation = nn.Tanh()
+        self.spare = nn.ModuleList()
+
+
+def plain():
+    return nn.Parameter(torch.zeros(6, 6))
+
+
+def set_item(model, name, parameter):
+    model.get_submodule(name)._parameters["weight"] = parameter
+
+
+CHANGES = {
+    "replaced": lambda m: setattr(m.layers[1].linear, "weight", plain()),
+    "replaced in the dict": lambda m: set_item(m, "layers.1.linear", plain()),
+    "added to a module with parameters": lambda m: m.head.register_parameter("scale", plain()),
+    "added to one without": lambda m: m.dropout.register_parameter("rate", plain()),
+    "added to one without, in the dict": lambda m: set_item(m, "layers.1.activation", plain()),
+    "a module replaced": lambda m: setattr(m, "head", nn.Linear(6, 2)),
+    "a module replaced in the dict": lambda m: m.layers[0]._modules.__setitem__("linear", nn.Linear(6, 6)),
+    "an adapter beside": lambda m: m.layers[2].linear.add_module("adapter", nn.Linear(6, 6)),
+    "an adapter around": lambda m: setattr(m.layers[2], "linear", nn.Sequential(m.layers[2].linear, nn.Linear(6, 6))),
+    "a module added last": lambda m: m.layers[2].add_module("late", nn.Linear(6, 6)),
+    "appended": lambda m: m.spare.append(nn.Linear(6, 6)),
+    "exchanged for no slice": lambda m: torch.utils.swap_tensors(m.layers[0].gain, nn.Parameter(torch.ones(1))),
+}
+
+
+def changed(name, forwards):
+    """After so many forwards that found nothing; the error comes every time until the model is mended."""
+    model = bmt.auto_wrap(Quiet())
+    for step in range(forwards):
+        model(ids(step, 0)).backward()
+    CHANGES[name](model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="came into the model after auto_wrap"):
+            model(ids(0, 0))
+
+
+def swaps_back():
+    """A parameter that stood elsewhere for a while; a module that owns nothing, which may come and go."""
+    model = bmt.auto_wrap(Quiet())
+    for step, change in enumerate(
+        [lambda: setattr(model, "dropout", nn.Identity()), lambda: delattr(model, "dropout")]
+    ):
+        model(ids(step, 0)).backward()
+        change()
+    piece = model.head._parameters["weight"]
+    model(ids(5, 0)).backward()
+    model.head._parameters["weight"] = plain()
+    with pytest.raises(RuntimeError, match=r"'head\.weight' is a Parameter of shape \(6, 6\)"):
+        model(ids(5, 0))
+    model.head._parameters["weight"] = piece
+    model(ids(5, 0)).backward()
+
+
+def walks_once():
+    """Names are looked at in the first training forward, and again only when the tree has changed."""
+    model = bmt.auto_wrap(Quiet())
+    with mock.patch.object(Quiet, "named_modules", autospec=True, side_effect=nn.Module.named_modules) as walk:
+        for step in range(3):
+            model(ids(step, 0)).backward()
+        first = walk.call_count
+        assert first > 0
+        model.another = nn.Identity()
+        model(ids(3, 0)).backward()
+        assert walk.call_count == 2 * first
+        with torch.no_grad():
+            model.another = nn.Linear(6, 6)
+            model(ids(3, 0))  # evaluation is nobody's matter
+        assert walk.call_count == 2 * first
+
+
+@pytest.mark.parametrize("forwards", [0, 2])
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_changes(world, size, name, forwards):
+    world(size)(changed, name, forwards)
+
+
+@pytest.mark.parametrize("case", [swaps_back, walks_once], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [1, 2])
+def test_guard(world, size, case):
+    world(size)(case)

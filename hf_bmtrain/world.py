@@ -42,7 +42,7 @@ class World:
     loss_scale_steps: int
 
     def assemble(self, occasion: str, seconds: float = 300) -> None:
-        """Wait for every rank; RuntimeError that names the missing ones instead of hanging."""
+        """Wait for every rank; RuntimeError that names the missing ones, or those at another occasion."""
         if self.control is None:
             return
         try:
@@ -52,6 +52,13 @@ class World:
                 f"rank {self.rank}: '{occasion}' needs every rank, but not all came within {seconds:.0f} s. "
                 f"Call it on all ranks, not on rank 0 alone. {error}"
             ) from error
+        occasions = self.gather_objects(occasion)
+        if len(set(occasions)) > 1:
+            places = ", ".join(f"'{place}' of rank {rank}" for rank, place in enumerate(occasions))
+            raise RuntimeError(
+                f"rank {self.rank}: the ranks are at different places: {places}. Each needs every rank: call them on "
+                "all ranks, in the same order."
+            )
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that pickles), in rank order. Collective."""

@@ -94,3 +94,17 @@ def printed():
 def test_results(world, size):
     world(size)(results)
     assert world(size)(printed) == ["here\n", "there\n", ""][:size]
+
+
+def different_places():
+    world = bmt.current_world()
+    for occasion in ("load", "synchronize"):
+        with pytest.raises(RuntimeError, match=f"'save' of rank 0, '{occasion}' of rank 1"):
+            world.assemble("save" if bmt.rank() == 0 else occasion)
+    world.assemble("save")  # and all is well again
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_at_different_places_are_told_of_it(world, size):
+    """They would take each other's arrival for their own, and go on."""
+    world(size)(different_places)

@@ -47,6 +47,11 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
             "auto_find_batch_size=True: when one rank runs out of memory the others wait for it for ever. Choose "
             "per_device_train_batch_size; gradient_accumulation_steps keeps the global batch."
         )
+    if getattr(args, "enable_jit_checkpoint", False) and current_world().size > 1:
+        raise ValueError(
+            "enable_jit_checkpoint=True with several ranks: each rank would save when its own signal comes, and a "
+            "sharded model is saved by all of them together. Leave it out; save_steps says how much a kill may cost."
+        )
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
             raise ValueError(f"{name}={getattr(args, name)!r}: hf_bmtrain shards the model already. Leave it out.")

@@ -83,7 +83,7 @@ class BMTrainCallback(TrainerCallback):
     ) -> None:
         assert self._weights is not None and self._optimizer_files is not None
         self._optimizer_files.withdraw()
-        self._weights.gather(checkpoint=False)  # for trainer.save_model(), which rank 0 enters alone
+        self.stage(args, self._weights.model)
         self._close()
 
     def _close(self) -> None:
@@ -130,6 +130,12 @@ class BMTrainCallback(TrainerCallback):
         self._weights.gather(checkpoint=True)
         if not args.save_only_model:
             self._optimizer_files.save(self._folder(args, state))
+
+    def stage(self, args: TrainingArguments, model: Any) -> None:
+        """Gather the present weights of `model`, for a `save_model` that rank 0 enters alone. Collective."""
+        self._adopt(args, model)
+        assert self._weights is not None
+        self._weights.gather(checkpoint=False)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._optimizer_files is not None and self._weights is not None:

@@ -35,13 +35,14 @@ class Speedometer:
         self._handle.remove()
 
     def _count(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        inputs = kwargs.get(self._input, args[0] if args else None)
-        if not (model.training and torch.is_grad_enabled() and isinstance(inputs, torch.Tensor) and inputs.dim()):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
+        if not (model.training and torch.is_grad_enabled() and tensors):
             return
-        tokens = inputs.numel() if inputs.dim() == 2 else 0
-        length = inputs.shape[-1]
-        flops = tokens * (self._weights + self._attention * length)
-        self._counts += torch.tensor([inputs.shape[0], tokens, flops], dtype=torch.float64)
+        main = kwargs.get(self._input, args[0] if args else None)
+        inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
+        tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
+        flops = tokens * (self._weights + self._attention * inputs.shape[-1])
+        self._counts += torch.tensor([len(inputs), tokens, flops], dtype=torch.float64)
 
     def pause(self) -> None:
         """Training stops here for an evaluation or a save, `resume` is where it goes on."""

@@ -7,15 +7,18 @@ from typing import Any
 import transformers
 
 from .callback import BMTrainCallback
+from .speed import count_parameters
 
 _Base: Any = transformers.Trainer
 
 
 class TrainerMixin:
-    """`class MyTrainer(bmt.hf.TrainerMixin, SomeTrainer)`: BMTrainCallback is there, and its numbers reach every
-    reporter."""
+    """`class MyTrainer(bmt.hf.TrainerMixin, SomeTrainer)`: BMTrainCallback is there, its numbers reach every reporter,
+    and parameters are counted whole, not by this rank's slices."""
 
     callback_handler: Any
+    args: Any
+    model: Any
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
         callbacks = list(callbacks or [])
@@ -28,6 +31,16 @@ class TrainerMixin:
             if isinstance(callback, BMTrainCallback):
                 callback.take_report(logs)
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
+        """Trainer's own, which rank 0 enters alone, at any time: the weights are gathered first. Collective."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, BMTrainCallback) and not _internal_call:
+                callback.stage(self.args, self.model)
+        super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def get_num_trainable_parameters(self) -> int:
+        return count_parameters(self.model, only_trainable=True)
 
 
 class Trainer(TrainerMixin, _Base):

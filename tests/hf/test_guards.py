@@ -174,6 +174,10 @@ def refused_arguments(folder):
         ready.add_callback(bmt.hf.BMTrainCallback())
         with pytest.raises(ValueError, match=message):
             ready.train()
+    given = {"enable_jit_checkpoint": True}
+    if bmt.world_size() > 1:
+        with pytest.raises(ValueError, match="each rank would save when its own signal comes"):
+            jobs.make_trainer(folder, True, given, size=bmt.world_size())
     model = bmt.auto_wrap(build("llama"))
     check = arguments.check_arguments
     for name, value in [("fsdp", True), ("deepspeed", "zero3.json"), ("parallelism_config", object())]:

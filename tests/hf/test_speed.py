@@ -61,3 +61,27 @@ def counts(family, tied):
 def test_parameters_are_counted_whole(world, size):
     assert set(world(size)(counts, "llama", False)) == {61 * 24}
     assert set(world(size)(counts, "gpt2", True)) == {32 * 24}  # positions; the tied table multiplies as the head
+
+
+class Regression(torch.nn.Linear):
+    """Its input is not `input_ids`, and no token."""
+
+    def forward(self, features, labels=None):
+        return torch.nn.functional.mse_loss(super().forward(features), labels)
+
+
+def rows_of_another_input():
+    model = bmt.auto_wrap(Regression(2, 1)).train()
+    speed = Speedometer(model)
+    model(labels=torch.zeros(5, 1), features=torch.ones(5, 2)).backward()
+    speed._since = time.perf_counter() - 10
+    report = speed.read()
+    speed.close()
+    return report
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_are_counted_whatever_the_input_is_called(world, size):
+    for report in world(size)(rows_of_another_input):
+        assert report["samples_per_second"] == pytest.approx(5 * size / 10, rel=0.02)
+        assert "tokens_per_second" not in report

@@ -1,0 +1,37 @@
+"""transformers' own Trainer tests around a sharded model; `python tests/hf/upstream_cases.py` counts them."""
+
+import inspect
+import types
+
+import pytest
+import upstream_best_model
+import upstream_callbacks
+import upstream_checkpoints
+import upstream_evaluation
+import upstream_generation
+import upstream_logging
+import upstream_training
+from upstream_cases import cases
+
+MODULES = (
+    upstream_best_model, upstream_callbacks, upstream_checkpoints, upstream_evaluation, upstream_generation,
+    upstream_logging, upstream_training,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "size"), [pytest.param(case, size, id=f"{name}-{size}") for name, case, size in cases()]
+)
+def test_transformers_case(world, tmp_path, case, size):
+    world(size)(case, str(tmp_path))
+
+
+def test_every_case_is_in_the_table():
+    """Each function of a folder alone is a case, and stands there under its own name."""
+    known = {name: case for name, case, _ in cases()}
+    for module in MODULES:
+        for name, value in vars(module).items():
+            own = isinstance(value, types.FunctionType) and value.__module__ == module.__name__
+            if own and list(inspect.signature(value).parameters) == ["folder"]:
+                assert known.get(name) is value, name
+    assert all(case.__name__ == name for name, case in known.items())

@@ -101,12 +101,18 @@ class OptimizerFiles:
             if place.is_file():
                 saved = torch.load(place, map_location="cpu", weights_only=True)
                 if saved["id"] == mark["id"]:
-                    self._optimizer.load_state_dict(saved["state_dict"])
+                    self._load_state(saved["state_dict"]["state"])
                     return
         raise RuntimeError(
             f"rank {world.rank}: the optimizer's state of checkpoint {mark['folder']} is missing; looked for "
             f"{', '.join(map(str, places))}. Where the checkpoint was moved, set args.resume_from_checkpoint to it."
         )
+
+    def _load_state(self, state: dict) -> None:
+        """Beside the groups that Trainer has loaded: a schedule may have changed them after the state was written."""
+        with self._whole_state.local():
+            groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _file(folder: str) -> Path:

@@ -16,7 +16,6 @@ from tiny_models import VOCABULARY, build
 
 ROWS, LENGTH = 24, 7
 transformers.utils.logging.disable_progress_bar()
-gc.freeze()  # Trainer collects garbage at every start: half a second for what was imported, most of a small job
 
 
 class Rows(torch.utils.data.Dataset):
@@ -126,3 +125,8 @@ def check_same(ours: dict, plain: dict, *names: str, tolerance: float = 1e-5) ->
     assert list(ours["weights"]) == list(plain["weights"])
     for name, value in plain["weights"].items():
         torch.testing.assert_close(ours["weights"][name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+# Trainer collects garbage at every start, which takes longer than the rest of a small job: not in what is imported.
+build("llama"), bmt.hf.BMTrainCallback
+gc.freeze()

@@ -192,6 +192,7 @@ def start_hosts(folder, hosts, options: str = "") -> list[subprocess.Popen[str]]
     ]
 
 
+@pytest.mark.full  # a host that starts late may be waited for
 def test_two_hosts(folder, hosts):
     check(folder, start_hosts(folder, hosts), [[0, 0], [1, 0]])
 

@@ -108,7 +108,8 @@ def test_the_table_is_the_one_tested_here():
 
 
 ONE_HOST = [
-    ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2), ("Slurm", 2),
+    ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2),
+    pytest.param("Slurm", 2, marks=pytest.mark.full),
     pytest.param("4 GPUs, the older launcher", 4, marks=pytest.mark.full),
     pytest.param("2 processes on CPU, Accelerate", 2, marks=pytest.mark.full),
 ]  # fmt: skip

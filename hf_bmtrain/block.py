@@ -65,8 +65,8 @@ class BlockState:
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's own forward on whole parameters."""
         layer_forward = self.own_forward or layer_forward
-        if self.step.in_backward:
-            return self._recompute(layer_forward, args, kwargs)
+        if self.step.in_backward and self.pending > 0:
+            return self._run_again(layer_forward, args, kwargs)
         self.step.forget_failed_backward()
         differentiable = False
         try:
@@ -88,6 +88,22 @@ class BlockState:
             self.step.linger(self)
         return outputs
 
+    def _run_again(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Somebody's own checkpoint around this block recomputes it: autograd must save what it saved in the forward,
+        so own recomputation is there again, and nothing else happens. It may come before the block's own backward."""
+        closed = not self._opened
+        if closed:
+            self._open(None)
+        run = functools.partial(self._inside, layer_forward, **kwargs)
+        try:
+            with uncached_autocast():
+                return checkpoint(run, *args, use_reentrant=False) if self.use_checkpoint else run(*args)
+        finally:  # torch ends a recomputation early by an exception
+            if closed:
+                self._show_slices()
+                if self.zero_level == 3:
+                    self.step.linger(self)
+
     def _recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """The layer's own forward inside a backward, which has opened the block and will close it."""
         if not self._opened:
@@ -95,16 +111,22 @@ class BlockState:
                 "Backward entered a sharded block without passing its output: the loss reads an activation from "
                 "inside the block (a hook, a stored attribute). Return that activation from the block's forward."
             )
+        return self._inside(layer_forward, *args, **kwargs)
+
+    def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
         with self.step.inside():
             return layer_forward(*args, **kwargs)
 
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        again = False
+
         def run(*args, **kwargs):
-            if self.step.in_backward:
+            nonlocal again
+            if again:
                 with self.replay.again(moment, args, kwargs) as (args, kwargs):
                     return self._recompute(layer_forward, args, kwargs)
-            with self.step.inside():
-                return layer_forward(*args, **kwargs)
+            again = True
+            return self._inside(layer_forward, *args, **kwargs)
 
         (args, kwargs), inputs = leave_backward(self, (args, kwargs))
         versions = [tensor._version for tensor in inputs]

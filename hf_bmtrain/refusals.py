@@ -17,8 +17,9 @@ class Refusals:
     def _refuse_product(self, *args):
         raise RuntimeError(
             f"A matrix product with a slice of a parameter of shape {tuple(self.full_shape)}: rank {self.buffer.rank} "
-            f"holds {self.numel()} of its elements in a row. Do it on whole parameters (merging adapters, say): before "
-            "auto_wrap, or with parameter.gather()."
+            f"holds {self.numel()} of its elements in a row. Do it on whole parameters: before auto_wrap, with "
+            "parameter.gather(), or, where they are to change, `with bmt.gathered(model, modify=True): "
+            "model.merge_adapter()`, after which model.unload() takes the adapters out."
         )
 
     matmul = mm = mv = addmm = t = transpose = _refuse_product

@@ -113,6 +113,17 @@ def test_fused_experts(world):
     world(2)(fused_experts)
 
 
+def saved_after_wrapping():
+    """`modules_to_save` copies a module, which a sharded one refuses."""
+    model = bmt.auto_wrap(FAMILIES["bert classifier"].build())
+    with pytest.raises(RuntimeError, match="deep-copied"):
+        peft.get_peft_model(model, CONFIGS["saved head"][1]())
+
+
+def test_saved_after_wrapping(world):
+    world(2)(saved_after_wrapping)
+
+
 def in_their_block(after):
     """Adapters lie in a buffer of their block and are gathered with it; outside, in one outside."""
     model, _ = sharded("llama", after)
@@ -193,6 +204,39 @@ def merging():
 @pytest.mark.parametrize("size", [1, 2])
 def test_merging(world, size):
     world(size)(merging)
+
+
+def merged_whole(name, after):
+    """On whole parameters adapters are merged, and taken out again; the model runs, trains and is saved as PEFT's."""
+    family = FAMILIES[CONFIGS[name][0]]
+    model, twin = sharded(name, after)
+    train(name, model, twin, steps=1)
+    before = copy.deepcopy(twin.state_dict())
+    for change in ("merge_adapter", "unmerge_adapter", "merge_adapter"):
+        with bmt.gathered(model, modify=True):
+            getattr(model, change)()
+        getattr(twin, change)()
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
+        with torch.no_grad():
+            torch.testing.assert_close(compute_loss(family, model, 0), compute_loss(family, twin, 0))
+    assert any(not torch.allclose(value, before[key]) for key, value in twin.state_dict().items())
+    with bmt.gathered(model, modify=True):
+        model.unmerge_adapter()
+    twin.unmerge_adapter()
+    train(name, model, twin, steps=1)
+    with bmt.gathered(model, modify=True):
+        model.merge_adapter()
+    mine, theirs = model.unload().state_dict(), twin.merge_and_unload().state_dict()
+    assert list(mine) == list(theirs)
+    for key, value in mine.items():
+        torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("name", "after"), [("llama", False), ("llama", True), ("gpt2", False), ("dora", False)])
+def test_merged_whole(world, size, name, after):
+    world(size)(merged_whole, name, after)
 
 
 def unloading():

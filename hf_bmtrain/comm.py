@@ -184,10 +184,23 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _NCCL_TYPES = {
-    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4,
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5,
     torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
 _SUM, _MAX, _AVG = 0, 2, 4
+
+
+def _moved(tensor: torch.Tensor) -> tuple[int, int]:
+    """(count, NCCL type) that move `tensor`: what NCCL has no type for (bool, int16, complex) goes as its bytes."""
+    known = _NCCL_TYPES.get(tensor.dtype)
+    return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
+
+
+def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
+    """(count, NCCL type) to reduce `tensor` with, whose bytes alone would add up to something else."""
+    if tensor.dtype not in _NCCL_TYPES:
+        raise ValueError(f"NCCL has no arithmetic for {tensor.dtype}: convert it first, for example with .int()")
+    return tensor.numel(), _NCCL_TYPES[tensor.dtype]
 
 
 class _CudaTicket:
@@ -212,19 +225,19 @@ class NcclCommunicator(_Collective):
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         call = self._comm.allGather
-        return self._issue(call, shard, whole, (shard.numel(), _NCCL_TYPES[shard.dtype]))
+        return self._issue(call, shard, whole, _moved(shard))
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         call = self._comm.reduceScatter
-        return self._issue(call, whole, shard, (shard.numel(), _NCCL_TYPES[shard.dtype], _AVG))
+        return self._issue(call, whole, shard, (*_reduced(shard), _AVG))
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
         op = _MAX if maximum else _SUM
-        return self._issue(self._comm.allReduce, tensor, tensor, (tensor.numel(), _NCCL_TYPES[tensor.dtype], op))
+        return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), op))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         call = self._comm.broadcast
-        return self._issue(call, tensor, tensor, (tensor.numel(), _NCCL_TYPES[tensor.dtype], root))
+        return self._issue(call, tensor, tensor, (*_moved(tensor), root))
 
     def close(self, abort: bool) -> None:
         if abort:

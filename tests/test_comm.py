@@ -1,0 +1,90 @@
+"""What lanes carry: every dtype is moved whole, and added up only where there is an arithmetic for it."""
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from hf_bmtrain.comm import NcclCommunicator
+
+NATIVE = [
+    torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,
+    torch.float64, torch.bfloat16,
+]  # fmt: skip
+"""In the order of nccl.h from 0."""
+OTHERS = [torch.bool, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn]
+NUMEL = 12
+
+
+class Asked:
+    """Stands for CuPy's communicator: notes what each call is asked to do."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, arguments))
+
+
+class Lane(NcclCommunicator):
+    """The lane without its stream, which needs a GPU."""
+
+    def __init__(self) -> None:
+        self._comm = Asked()
+
+    def _issue(self, call, send, receive, arguments):
+        call(*arguments)
+
+    def last(self):
+        return self._comm.calls[-1]
+
+
+def tensor(dtype):
+    return torch.zeros(NUMEL, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [*NATIVE, *OTHERS])
+def test_nccl_moves_all_bytes(dtype):
+    lane, shard = Lane(), tensor(dtype)
+    moves = [lambda: lane.all_gather(shard, shard), lambda: lane.broadcast(shard, 1)]
+    for move, expected in zip(moves, [("allGather", ()), ("broadcast", (1,))]):
+        move()
+        name, (count, kind, *rest) = lane.last()
+        assert (name, tuple(rest)) == expected
+        assert count * NATIVE[kind].itemsize == shard.nbytes
+        assert NATIVE[kind] == (dtype if dtype in NATIVE else torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", NATIVE)
+def test_nccl_reduces_its_own_types(dtype):
+    lane, shard = Lane(), tensor(dtype)
+    kind = NATIVE.index(dtype)
+    lane.all_reduce(shard)
+    assert lane.last() == ("allReduce", (NUMEL, kind, 0))
+    lane.all_reduce(shard, maximum=True)
+    assert lane.last() == ("allReduce", (NUMEL, kind, 2))
+    lane.reduce_scatter_mean(shard, shard)
+    assert lane.last() == ("reduceScatter", (NUMEL, kind, 4))
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_nccl_does_not_add_bytes(dtype):
+    lane, shard = Lane(), tensor(dtype)
+    for reduce in (lambda: lane.all_reduce(shard), lambda: lane.reduce_scatter_mean(shard, shard)):
+        with pytest.raises(ValueError, match=f"no arithmetic for {dtype}"):
+            reduce()
+
+
+def every_dtype_between_ranks():
+    for dtype in [torch.bool, torch.int16, torch.complex64]:
+        mine = (torch.arange(5) + bmt.rank()) % 2
+        gathered = bmt.distributed.all_gather(mine.to(dtype))
+        assert gathered.dtype == dtype
+        expected = [(torch.arange(5) + rank) % 2 for rank in range(bmt.world_size())]
+        assert torch.equal(gathered, torch.stack(expected).to(dtype))
+        assert torch.equal(bmt.distributed.broadcast(mine.to(dtype), 1), expected[1].to(dtype))
+        with pytest.raises(ValueError, match="convert it first"):
+            bmt.distributed.all_reduce(mine.to(dtype))
+
+
+def test_every_dtype_between_ranks(world):
+    world(2)(every_dtype_between_ranks)

@@ -22,10 +22,11 @@ from .staging import StagedWeights
 class BMTrainCallback(TrainerCallback):
     """`Trainer(model=bmt.auto_wrap(model), …, callbacks=[bmt.hf.BMTrainCallback()])`
 
-    Refuses at the start what a sharded model cannot honour; gathers the weights ahead of every save, where Trainer
-    would ask rank 0 alone for them; saves and loads the optimizer's state, each rank its own; compiles the blocks
-    under `torch_compile`. Adds to every log entry of the training loss: samples_per_second, tokens_per_second (all
-    ranks), model_tflops_per_device, peak_memory_gib (the rank with most) and, under fp16, loss_scale.
+    Refuses at the start what a sharded model cannot honour, and shards the adapters that the trainer itself put in;
+    gathers the weights ahead of every save, where Trainer would ask rank 0 alone for them; saves and loads the
+    optimizer's state, each rank its own; compiles the blocks under `torch_compile`. Adds to every log entry of the
+    training loss: samples_per_second, tokens_per_second (all ranks), model_tflops_per_device, peak_memory_gib (the
+    rank with most) and, under fp16, loss_scale.
 
     Put it last in `callbacks`, where it sees whether the others have asked for a save. Reporters such as
     TensorBoard run before it and miss its numbers; `bmt.hf.Trainer` gives them to these too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,10 +43,11 @@ class _Pass:
 class DistributedModule(SelfReducing, torch.nn.Module):
     """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
 
-    Inside means: within a call of this or of an enclosing DistributedModule, or a block's recomputation. The
-    first read of a pass gathers the parameter's buffer (every rank must read it); it is freed when the backward
-    is over, or after the forward where nothing needs a gradient. A read at rest never communicates: it shows the
-    slice, with its name, dtype, device and `full_shape`; `parameter.gather()` is the explicit collective.
+    Inside means: within a call of this or of an enclosing DistributedModule, after auto_wrap also of a method
+    `forward_…` of theirs, or a recomputation in backward. The first read of a pass gathers the parameter's buffer
+    (every rank must read it); it is freed when the backward is over, or after the forward where nothing needs a
+    gradient. A read at rest never communicates: it shows the slice, with its name, dtype, device and `full_shape`;
+    `parameter.gather()` is the explicit collective.
     """
 
     _step: Step
@@ -62,13 +64,21 @@ class DistributedModule(SelfReducing, torch.nn.Module):
         return value
 
     def __call__(self, *args, **kwargs) -> Any:
+        return self._run(super().__call__, args, kwargs)
+
+    def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """`function`, the call of this module or a part of it, with parameters that are whole when read."""
         step = self._step
         if step.in_forward:
             with self._watch_own():
-                return super().__call__(*args, **kwargs)
+                return function(*args, **kwargs)
+        if step.in_backward:  # somebody's own checkpoint recomputes a part of the model
+            with uncached_autocast(), step.inside(), self._watch_own():
+                return function(*args, **kwargs)
         with uncached_autocast(), step.forward() as met:
             try:
-                outputs = super().__call__(*args, **kwargs)
+                with self._watch_own():
+                    outputs = function(*args, **kwargs)
                 for reads in met:
                     reads.check_unwritten()
             except BaseException:
@@ -141,7 +151,21 @@ def _distributed_class(cls: Any) -> type[torch.nn.Module]:
     def same_forward(self, *args, **kwargs):
         return forward(self, *args, **kwargs)
 
-    return type(cls)(cls.__name__, (DistributedModule, cls), {**names, "forward": same_forward})
+    methods = {"forward": same_forward, **{name: _part(getattr(cls, name)) for name in _parts(cls)}}
+    return type(cls)(cls.__name__, (DistributedModule, cls), {**names, **methods})
+
+
+def _parts(cls: type) -> list[str]:
+    """Methods that are called in the place of the module, for a part of its forward (timm's forward_features)."""
+    return [name for name in dir(cls) if name.startswith("forward_") and inspect.isfunction(getattr(cls, name))]
+
+
+def _part(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def part(self, *args, **kwargs):
+        return self._run(functools.partial(method, self), args, kwargs)
+
+    return part
 
 
 class ParameterInitializer:

@@ -63,13 +63,15 @@ class Reads:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def read(self, index: int, reader: torch.nn.Module) -> torch.nn.Parameter:
-        """The whole parameter inside a forward or a recomputation, gathered once a pass; its slice otherwise.
+        """The whole parameter inside a forward or a backward, gathered once a pass; its slice otherwise.
 
         Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory, so
         that its gradient is collected the moment it is complete, instead of waiting for those of the others.
         """
         piece = self._source.slices[index]
-        if not self._step.in_forward:
+        if self._step.in_backward:
+            self._step.enlist(self)
+        elif not self._step.in_forward:
             return piece
         self._step.meet(self)
         self._source.gradient.let_go()
@@ -143,7 +145,8 @@ class Reads:
             self._source.wait()  # nobody asks again
 
     def flush_backward(self) -> None:
-        self.release()
+        if not self._step.takes_part(self):
+            self.release()
         if self._source.trainable:
             self._step.take_gradient_slot([self._source.gradient])
 

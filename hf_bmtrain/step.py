@@ -122,6 +122,10 @@ class Step:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         self._members[task][member] = None
 
+    def takes_part(self, member: Member) -> bool:
+        """Whether a backward that is not over yet, around the one that ends, has `member`."""
+        return any(member in members for members in self._members.values())
+
     def _end_backward(self, task: int) -> None:
         """Everything is reduced and the compute stream waits for it: whoever reads `grad` next is safe."""
         self._release_kept()

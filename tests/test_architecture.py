@@ -28,6 +28,7 @@ LAYERS = [
     "reads",
     "sharding",
     "slot guard optim.runs optim.delta",
+    "block_state",
     "block module linear_loss optim.norm optim.slabs optim.run_state",
     "block_list compiled chains admission outside takeover optim.chunk_update",
     "adoption optim.conveyor optim.host_update",

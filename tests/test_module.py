@@ -160,7 +160,38 @@ def refused():
         bmt.init_distributed()
 
 
+class InParts(Tower):
+    """Its forward has parts that users call by themselves, as timm's models have."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward_features(self, ids):
+        x = self.embedding(ids) + self.start
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward_head(self, x):
+        return self.head(x).square().mean()
+
+    def forward(self, ids):
+        return self.forward_head(self.forward_features(ids))
+
+
+def parts_of_a_forward():
+    def loss(model, step, rank):
+        with torch.no_grad():
+            model.forward_features(ids(9, rank))
+        return model.forward_head(model.forward_features(ids(step, rank))) + model(ids(step + 1, rank))
+
+    model = check_twins(InParts, loss)
+    assert model.start.dim() == 1  # at rest
+
+
 CASES = [
+    (parts_of_a_forward,),
     (by_hand, True), (by_hand, False), (loading_by_hand, True), (loading_by_hand, False),
     (loading_where_blocks_share,), (reads_at_rest,), (submodules_called_alone,), (hooks_fire_after_the_reduction,),
     (weights_come_from_rank_0,), (no_blocks,), (refused,),

@@ -56,14 +56,17 @@ def check_twins(
     loss: Loss,
     steps: int = 3,
     prepare: Callable[[nn.Module, int], None] | None = None,
+    blocks: Callable[[nn.Module], list[nn.Module]] | None = None,
     **wrap,
 ) -> nn.Module:
     """Train `make()` sharded and plain with SGD; assert equal losses and gradients at each step. Collective.
 
-    prepare: changes both models before a step (freezing, say). Returns the sharded model.
+    prepare: changes both models before a step (freezing, say). blocks: names the blocks of a model; None leaves that
+    to auto_wrap. Returns the sharded model.
     """
     size, rank = bmt.world_size(), bmt.rank()
-    model, twin = bmt.auto_wrap(make(), **wrap), make()
+    model, twin = make(), make()
+    bmt.auto_wrap(model, blocks=None if blocks is None else blocks(model), **wrap)
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     for step in range(steps):
         if prepare is not None:

@@ -1,0 +1,223 @@
+"""When to gather, reduce and free a transformer block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .boundary import enter_backward, leave_backward
+from .precision import uncached_autocast
+from .replay import Replay
+from .sharding import ShardedBuffer
+from .slot import Slot
+from .step import Step
+
+
+class BlockState:
+    """What a CheckpointBlock owns: its buffers, the slots they show up in, and its neighbours.
+
+    Its parameters are whole exactly while forward or backward runs in it; the block that ran last stays whole
+    until another one opens, and the neighbour is gathered ahead. own_forward: runs in the place of the forward of the
+    layer's class (one set on the instance, a compiled one). `pending` counts forwards whose backward is to
+    come, so that a block used several times is reduced once, when its gradient is complete; `_unreduced` says that
+    backward has entered the block since. These decide and not the presence of gradients, because they are the same
+    on every rank.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        buffers: list[ShardedBuffer],
+        slots: list[Slot],
+        replay: Replay,
+        use_checkpoint: bool,
+        zero_level: int,
+    ) -> None:
+        self.step, self.buffers, self.slots, self.replay = step, buffers, slots, replay
+        self.use_checkpoint, self.zero_level = use_checkpoint, zero_level
+        self.previous: BlockState | None = None
+        self.next: BlockState | None = None
+        self.own_forward: Callable | None = None
+        self.compiled = False
+        self._places = [slot.place() for slot in slots]
+        self.pending = 0
+        self._unreduced = False
+        self._opened = False
+
+    def add(self, buffers: list[ShardedBuffer], slots: list[Slot], replay: Replay) -> None:
+        """Parameters that came into the layer later, in buffers of their own."""
+        self.buffers += buffers
+        self.slots += slots
+        self._places += [slot.place() for slot in slots]
+        self.replay = replay
+
+    @property
+    def keeps_no_cache(self) -> bool:
+        """Whether a key-value cache must stay out of its training forward."""
+        return self.use_checkpoint or self.compiled
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run the layer's own forward on whole parameters."""
+        layer_forward = self.own_forward or layer_forward
+        if self.step.in_backward and self.pending > 0:
+            return self._run_again(layer_forward, args, kwargs)
+        self.step.forget_failed_backward()
+        differentiable = False
+        try:
+            self._open(self.next)
+            if torch.is_grad_enabled():
+                for buffer in self.buffers:
+                    buffer.follow_requires_grad()
+                    buffer.gradient.let_go()
+                outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
+            else:
+                with uncached_autocast(), self.step.inside():
+                    outputs = layer_forward(*args, **kwargs)
+            self.check_unwritten()
+        finally:
+            self._show_slices()
+            if not differentiable:
+                self.release()
+        if self.zero_level == 3 and differentiable:
+            self.step.linger(self)
+        return outputs
+
+    def _run_again(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Somebody's own checkpoint around this block recomputes it: autograd must save what it saved in the forward,
+        so own recomputation is there again, and nothing else happens. It may come before the block's own backward."""
+        closed = not self._opened
+        if closed:
+            self._open(None)
+        run = functools.partial(self._inside, layer_forward, **kwargs)
+        try:
+            with uncached_autocast():
+                return checkpoint(run, *args, use_reentrant=False) if self.use_checkpoint else run(*args)
+        finally:  # torch ends a recomputation early by an exception
+            if closed:
+                self._show_slices()
+                if self.zero_level == 3:
+                    self.step.linger(self)
+
+    def _recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """The layer's own forward inside a backward, which has opened the block and will close it."""
+        if not self._opened:
+            raise RuntimeError(
+                "Backward entered a sharded block without passing its output: the loss reads an activation from "
+                "inside the block (a hook, a stored attribute). Return that activation from the block's forward."
+            )
+        return self._inside(layer_forward, *args, **kwargs)
+
+    def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
+        with self.step.inside():
+            return layer_forward(*args, **kwargs)
+
+    def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        again = False
+
+        def run(*args, **kwargs):
+            nonlocal again
+            if again:
+                with self.replay.again(moment, args, kwargs) as (args, kwargs):
+                    return self._recompute(layer_forward, args, kwargs)
+            again = True
+            return self._inside(layer_forward, *args, **kwargs)
+
+        (args, kwargs), inputs = leave_backward(self, (args, kwargs))
+        versions = [tensor._version for tensor in inputs]
+        with uncached_autocast():
+            if self.use_checkpoint:
+                with self.replay.first(args, kwargs) as moment:
+                    outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+            else:
+                outputs = run(*args, **kwargs)
+        if versions != [tensor._version for tensor in inputs]:
+            raise RuntimeError(
+                "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
+                "write `x = x + y` for `x += y` at the start of its forward."
+            )
+        outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
+        self.pending += differentiable
+        return outputs, differentiable
+
+    def _open(self, neighbour: BlockState | None) -> None:
+        """Whole and shown. Order of the gather lane: this block, then the neighbour."""
+        self.step.open_block(self, neighbour)
+        self.gather()
+        if neighbour is not None:
+            neighbour.gather()
+        for buffer in self.buffers:
+            buffer.wait()
+        for parameters, name, whole, _ in self._places:
+            parameters[name] = whole
+        self._opened = True
+
+    def gather(self) -> None:
+        for buffer in self.buffers:
+            buffer.gather()
+
+    def release(self) -> None:
+        for buffer in self.buffers:
+            buffer.release()
+
+    def check_unwritten(self) -> None:
+        for buffer in self.buffers:
+            buffer.check_unwritten()
+
+    def _show_slices(self) -> None:
+        for parameters, name, _, piece in self._places:
+            parameters[name] = piece
+        self._opened = False
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def before_backward(self, token: list[int]) -> None:
+        """Whole again. token: the buffers' versions in forward, which must still be the present ones."""
+        self.step.enlist(self)
+        if token != [buffer.version for buffer in self.buffers]:
+            raise RuntimeError(
+                "The weights of a block changed between its forward and its backward (an optimizer step or a load "
+                "came between them); its gradients would be wrong. Run forward again."
+            )
+        self._unreduced = True
+        ahead = self.previous
+        self._open(ahead if ahead is not None and ahead.pending > 0 else None)
+
+    def after_backward(self) -> None:
+        """The gradients of this call are complete: reduce when no other call is pending, then free."""
+        self._show_slices()
+        self.pending = max(self.pending - 1, 0)
+        if self.pending > 0:
+            self.step.linger(self)
+            return
+        self._reduce()
+        self.release()
+
+    def flush_backward(self) -> None:
+        """The end of backward, for a block whose inputs needed no gradient or whose calls are not all done."""
+        self._show_slices()
+        self.pending = 0
+        if self._unreduced:
+            self._reduce()
+        self.release()
+        if any(whole.grad is not None for buffer in self.buffers for whole in buffer.wholes):
+            raise RuntimeError(
+                "A block's gradient arrived after its backward was over: one of its parameters is used outside its "
+                "own forward. Pass what is shared through the block's inputs and outputs."
+            )
+
+    def abandon_backward(self) -> None:
+        self.pending, self._unreduced = 0, False
+        self._show_slices()
+        self.release()
+        for buffer in self.buffers:
+            buffer.gradient.drop()
+
+    def _reduce(self) -> None:
+        self._unreduced = False
+        self.step.take_gradient_slot([buffer.gradient for buffer in self.buffers if buffer.trainable])

@@ -1,0 +1,93 @@
+"""A model that recomputes by itself (torch.utils.checkpoint in its own forward) trains sharded as it does plain."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from twins import WIDTH, Layer, check_twins, ids
+
+
+class Recomputing(nn.Module):
+    """Embedding, mixer, layers, head; `plan` says what is recomputed, `reentrant` by which of torch's two ways."""
+
+    def __init__(self, plan: str, reentrant: bool, listed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.plan, self.reentrant = plan, reentrant
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.mixer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
+        self.gain = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        layers = [Layer() for _ in range(3)]
+        self.layers = nn.ModuleList(layers) if listed else nn.Sequential(*layers)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def again(self, function, x):
+        return checkpoint(function, x, use_reentrant=self.reentrant)
+
+    def scale(self, x):
+        """Reads a parameter in no module's call."""
+        return x + torch.tanh(x @ self.gain)
+
+    def stack(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def body(self, x):
+        return self.stack(self.scale(self.mixer(x)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        if self.plan == "everything":
+            return self.head(self.again(self.body, x)).square().mean()
+        x = self.again(self.mixer, x) if self.plan == "outside" else self.mixer(x)
+        x = self.again(self.scale, x) if self.plan == "outside" else self.scale(x)
+        if self.plan == "each layer":
+            for layer in self.layers:
+                x = self.again(layer, x)
+        else:
+            x = self.again(self.stack, x) if self.plan == "all layers" else self.stack(x)
+        return self.head(x).square().mean()
+
+
+def loss(model, step, rank):
+    torch.manual_seed(step)  # dropout
+    return model(ids(step, rank))
+
+
+PLANS = ("outside", "each layer", "all layers", "everything")
+
+
+def trained(plan, reentrant, listed, use_checkpoint, zero_level):
+    check_twins(
+        lambda: Recomputing(plan, reentrant, listed), loss, use_checkpoint=use_checkpoint, zero_level=zero_level
+    )
+
+
+CASES = list(itertools.product(PLANS, (False, True), (True, False), (True, False), (3, 2)))
+
+
+@pytest.mark.parametrize(("plan", "reentrant", "listed", "use_checkpoint", "zero_level"), CASES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_training(world, size, plan, reentrant, listed, use_checkpoint, zero_level):
+    world(size)(trained, plan, reentrant, listed, use_checkpoint, zero_level)
+
+
+def kept_on_the_cpu(listed, use_checkpoint):
+    """Somebody's hooks take what autograd saves, weights among it."""
+
+    def loss_with_hooks(model, step, rank):
+        with torch.autograd.graph.save_on_cpu():
+            return loss(model, step, rank)
+
+    check_twins(lambda: Recomputing("", False, listed), loss_with_hooks, use_checkpoint=use_checkpoint)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_hooks_on_what_is_saved(world, size, listed, use_checkpoint):
+    world(size)(kept_on_the_cpu, listed, use_checkpoint)

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from .control import end_group
+
 # torch 2.13 renames the collective and warns of its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -171,7 +173,9 @@ class GlooCommunicator(_Collective):
         return self._ticket("broadcast", tensor, work)
 
     def close(self, abort: bool) -> None:
-        pass  # torch.distributed ends its own groups
+        if not abort:  # its threads may wait for another rank, and this one would wait for them
+            end_group(self._group)
+            self._group = None
 
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         size = f"{tensor.numel()} × {tensor.dtype}"

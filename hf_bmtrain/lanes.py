@@ -6,12 +6,12 @@ import logging
 import os
 import socket
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .comm import Communicator, GlooCommunicator, NcclCommunicator, SingleProcess, import_nccl
+from .control import Control
 from .peer import PeerCommunicator
 from .peer_memory import CudaMemory, HostMemory
 
@@ -23,25 +23,23 @@ SMALLEST_PULLED = 16 << 20
 
 def open_lanes(
     rank: int, size: int, device: torch.device, timeout: timedelta, gather: str
-) -> tuple[Communicator, Communicator, dist.ProcessGroup | None]:
-    """The gather lane, the reduce lane and the control group. Collective."""
+) -> tuple[Communicator, Communicator, Control]:
+    """The gather lane, the reduce lane and the control. Collective."""
     if gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
-        return SingleProcess(), SingleProcess(), None
+        return SingleProcess(), SingleProcess(), Control(1, timeout)
     if device.type == "cuda":
         import_nccl()  # a missing CuPy is told before anything waits for other ranks
     _join(rank, size, device, timeout)
-    control: Any = dist.new_group(backend="gloo", timeout=timeout)
+    control = Control(size, timeout)
     lanes: list[Communicator] = []
     for name in ("gather", "reduce"):
         if device.type == "cpu":
             lanes.append(GlooCommunicator(name, timeout))
             continue
-        unique_id = [import_nccl().get_unique_id() if rank == 0 else None]
-        dist.broadcast_object_list(unique_id, src=0, group=control)
-        assert unique_id[0] is not None
-        lanes.append(NcclCommunicator(name, rank, size, unique_id[0], device))
+        unique_id = control.share(import_nccl().get_unique_id() if rank == 0 else None)
+        lanes.append(NcclCommunicator(name, rank, size, unique_id, device))
     if gather != "collective":
         lanes[0] = _with_peers(lanes[0], device, control, gather == "peer")
     return lanes[0], lanes[1], control
@@ -61,15 +59,9 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
 
 
-def _with_peers(below: Communicator, device: torch.device, control: Any, forced: bool) -> Communicator:
+def _with_peers(below: Communicator, device: torch.device, control: Control, forced: bool) -> Communicator:
     """The gather lane with peer gathers where all ranks can read each other's memory and it is faster."""
-
-    def exchange(value: Any) -> list[Any]:
-        values: list[Any] = [None] * below.size
-        dist.all_gather_object(values, value, group=control)
-        return values
-
-    reason = _hindrance(device, exchange)
+    reason = _hindrance(device, control.gather)
     if reason is None and device.type == "cpu" and not forced:
         return below
     if reason is not None:
@@ -80,7 +72,7 @@ def _with_peers(below: Communicator, device: torch.device, control: Any, forced:
     memory = HostMemory() if device.type == "cpu" else CudaMemory(device, below.size)
     smallest = 0 if forced else SMALLEST_PULLED
     _log.info("rank %d: shards from %d MiB are gathered by pulling from peers", below.rank, smallest >> 20)
-    return PeerCommunicator(below, memory, exchange, smallest, device)
+    return PeerCommunicator(below, memory, control.gather, smallest, device)
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:

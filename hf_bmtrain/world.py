@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .control import Control
 from .lanes import open_lanes
 from .parallelism import check_one_way
 from .step import Step
@@ -27,8 +28,8 @@ _EXIT_SECONDS = 30
 class World:
     """rank: 0 … size−1. local_rank: on this host. device: where this rank computes and keeps its shards.
 
-    step: the lanes and what is open on them. control: a gloo group for agreement between hosts' Python, None with
-    one process. zero_level, loss_scale_factor, loss_scale_steps: defaults for what is made later.
+    step: the lanes and what is open on them. control: agreement between the ranks' Python. zero_level,
+    loss_scale_factor, loss_scale_steps: defaults for what is made later.
     """
 
     rank: int
@@ -36,17 +37,15 @@ class World:
     local_rank: int
     device: torch.device
     step: Step
-    control: dist.ProcessGroup | None
+    control: Control
     zero_level: int
     loss_scale_factor: float
     loss_scale_steps: int
 
     def assemble(self, occasion: str, seconds: float = 300) -> None:
         """Wait for every rank; RuntimeError that names the missing ones, or those at another occasion."""
-        if self.control is None:
-            return
         try:
-            dist.monitored_barrier(self.control, timedelta(seconds=seconds), wait_all_ranks=True)
+            self.control.meet(seconds)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank}: '{occasion}' needs every rank, but not all came within {seconds:.0f} s. "
@@ -62,11 +61,7 @@ class World:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that pickles), in rank order. Collective."""
-        values = [value]
-        if self.control is not None:
-            values = [None] * self.size
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+        return self.control.gather(value)
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
         """RuntimeError on every rank where one has a problem, instead of a hang of the others. Collective."""
@@ -240,5 +235,8 @@ def _leave(world: World, joined: bool) -> None:
             failed = True
     world.step.gather.close(abort=failed)
     world.step.reduce.close(abort=failed)
-    if not failed and not joined and dist.is_initialized():
+    if failed:
+        return
+    world.control.close()
+    if not joined and dist.is_initialized():
         dist.destroy_process_group()

@@ -108,8 +108,7 @@ def test_the_table_is_the_one_tested_here():
 
 
 ONE_HOST = [
-    ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2),
-    pytest.param("Slurm", 2, marks=pytest.mark.full),
+    ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2), ("Slurm", 2),
     pytest.param("4 GPUs, the older launcher", 4, marks=pytest.mark.full),
     pytest.param("2 processes on CPU, Accelerate", 2, marks=pytest.mark.full),
 ]  # fmt: skip
@@ -193,7 +192,6 @@ def start_hosts(folder, hosts, options: str = "") -> list[subprocess.Popen[str]]
     ]
 
 
-@pytest.mark.full  # a host that starts late may be waited for
 def test_two_hosts(folder, hosts):
     check(folder, start_hosts(folder, hosts), [[0, 0], [1, 0]])
 

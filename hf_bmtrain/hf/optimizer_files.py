@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..optim import first_step
 from ..store import write_atomically
@@ -36,7 +35,7 @@ class OptimizerFiles:
             )
         self._optimizer, self._whole_state = optimizer, whole_state
         self._mark: dict[str, Any] | None = None
-        self._run = _agree(uuid.uuid4().hex)
+        self._run = current_world().control.share(uuid.uuid4().hex)
         self._handle = optimizer.register_state_dict_post_hook(self._leave_out_state, prepend=True)
 
     def close(self) -> None:
@@ -117,11 +116,3 @@ class OptimizerFiles:
 
 def _file(folder: str) -> Path:
     return Path(folder) / f"optimizer_rank{current_world().rank}.pt"
-
-
-def _agree(value: str) -> str:
-    """Rank 0's value. Collective."""
-    values = [value]
-    if current_world().control is not None:
-        dist.broadcast_object_list(values, src=0, group=current_world().control)
-    return values[0]

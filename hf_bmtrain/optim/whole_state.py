@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import accelerator
 from ..sharding import DistributedParameter
@@ -91,11 +90,7 @@ def _sliced_entries(owners: dict, state: dict) -> list[tuple[Any, str]]:
         for name, value in sorted(values.items())
         if isinstance(owners[key], DistributedParameter)
     }
-    world = current_world()
-    everyone: list[Any] = [mine]
-    if world.control is not None:
-        everyone = [None] * world.size
-        dist.all_gather_object(everyone, mine, group=world.control)
+    everyone = current_world().gather_objects(mine)
     if any(list(other) != list(mine) for other in everyone):
         raise RuntimeError("The ranks' optimizers hold state for different parameters: build them alike on all ranks.")
     return [entry for entry in mine if all(other[entry] for other in everyone)]

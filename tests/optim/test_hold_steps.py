@@ -135,10 +135,8 @@ def goes_on(dtype, whole):
     for step in range(6):
         if step == 2:
             state = managers[0].state_dict(gather_opt=whole)
-            if whole and bmt.current_world().control is not None:
-                box = [state]
-                torch.distributed.broadcast_object_list(box, 0, group=bmt.current_world().control)
-                state = box[0]
+            if whole:
+                state = bmt.current_world().control.share(state)
             managers[1].load_state_dict(state)
             assert managers[1].optimizers[0].param_groups[0]["hold_steps"] == HOLD
         for model, manager in zip(models, managers):

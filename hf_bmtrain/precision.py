@@ -36,6 +36,7 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     where Accelerate has no loss scale, is float32, as there; a warning says so.
     """
     forward = model.forward
+    weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
 
     @functools.wraps(forward)
     def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
@@ -49,11 +50,22 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
             raise RuntimeError(
                 f"mixed_precision='{precision}' is not supported by a sharded model: use 'bf16', 'fp16' or 'no'."
             )
+        if weights == {_HALF[precision]}:
+            _tell_of_casts(precision)
         with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
             outputs = forward(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, _widen, outputs)
 
     model.forward = forward_in_mixed_precision
+
+
+@functools.cache
+def _tell_of_casts(precision: str) -> None:
+    _log.info(
+        "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in float32, which "
+        "takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 does; our optimizers "
+        "keep float32 masters either way.", precision, precision,
+    )  # fmt: skip
 
 
 @functools.cache

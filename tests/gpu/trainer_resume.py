@@ -27,6 +27,7 @@ import transformers
 import hf_bmtrain as bmt
 
 STEPS, SAVED, KILLED = 10, 4, 6
+FLAGS = ("offload", "autocast", "linear_loss")
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -66,6 +67,8 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--phase", choices=("whole", "killed", "resumed"), default="whole")
     parser.add_argument("--engine", choices=("ours", "fsdp"), default="ours")
+    parser.add_argument("--autocast", action="store_true", help="bf16=True also over bf16 weights")
+    parser.add_argument("--linear-loss", action="store_true", help="logits never exist whole")
     parser.add_argument("--folder", type=Path, default=Path("outputs/trainer"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
@@ -91,8 +94,8 @@ def arguments(options: argparse.Namespace, folder: Path, **given: Any) -> transf
     cpu = not torch.cuda.is_available()
     return transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=options.rows, logging_steps=1, seed=5, max_grad_norm=1.0,
-        learning_rate=1e-4, report_to="none", disable_tqdm=True, use_cpu=cpu, bf16=options.dtype == "bf16",
-        fp16=options.dtype == "fp16", **given,
+        learning_rate=1e-4, report_to="none", disable_tqdm=True, use_cpu=cpu,
+        **{options.dtype: True, **given},
     )  # fmt: skip
 
 
@@ -143,14 +146,19 @@ def report(options: argparse.Namespace, whole: dict, weights: dict, log: list) -
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Ten updates of the same model and rows; both keep float32 masters and compute in bf16, nothing recomputed."""
+    """Ten updates of the same model and rows; both keep float32 masters and compute in bf16, nothing recomputed.
+
+    FSDP2 under Accelerate casts its shards and does not use autocast; bf16 weights of ours need none either.
+    """
     ours = options.engine == "ours"
     given: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "no"}
     clock = Clock()
     if ours:
         bmt.init_distributed(seed=0)
-        args = arguments(options, options.folder, **given)
+        args = arguments(options, options.folder, bf16=options.autocast, **given)
         model = bmt.auto_wrap(build(options, 0.0, torch.bfloat16), use_checkpoint=False)
+        if options.linear_loss:
+            bmt.hf.fuse_causal_loss(model)
         optimizers, callbacks = (make_optimizer(model, options.offload), None), [clock, bmt.hf.BMTrainCallback()]
     else:
         args = arguments(options, options.folder, fsdp=True, fsdp_config={}, optim="adamw_torch_fused", **given)
@@ -164,7 +172,7 @@ def speed(options: argparse.Namespace) -> None:
     seconds = sorted(b - a for a, b in zip(clock.times[2:], clock.times[3:]))
     mapped = getattr(bmt.current_world().step.gather, "mapped_bytes", 0) if ours else 0
     numbers = {
-        "engine": options.engine + (" offloaded" if options.offload else ""),
+        "engine": " ".join([options.engine, *(flag for flag in FLAGS if getattr(options, flag))]),
         "ms": round(1e3 * seconds[len(seconds) // 2], 1),
         "tokens/s a GPU": round(options.rows * options.length / seconds[len(seconds) // 2]),
         "peak GB": round((torch.cuda.max_memory_allocated() + mapped) / 1e9, 2) if torch.cuda.is_available() else 0,

@@ -157,6 +157,7 @@ def ip(*arguments: str) -> None:
 @pytest.fixture(scope="module")
 def hosts():
     """Two network namespaces with a cable between them, each with a name of its own: what to put before a command."""
+    # Namespaces take these programs and root's rights, which a machine of CI may not give.
     if not (shutil.which("ip") and shutil.which("unshare")):
         pytest.skip("needs the programs ip and unshare")
     names = [f"hf-bmtrain-{os.getpid()}-{number}" for number in range(2)]

@@ -25,6 +25,7 @@ NO_PROGRAMS = ("python3 setup.py install", "├── layers")  # BMTrain's own 
 
 
 def test_the_documents_are_there():
+    # They are BMTrain's own texts, which this repository does not copy: who has them names their folder.
     if not DOCUMENTS:
         pytest.skip(f"no documents in {FOLDER}: name their folder with HF_BMTRAIN_PUBLISHED")
     assert len(PROGRAMS) >= len(DOCUMENTS)

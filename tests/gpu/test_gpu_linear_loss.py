@@ -85,10 +85,8 @@ def train(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", range(1, 1 + min(2, torch.cuda.device_count())))
 def test_a_sharded_head(size, tied):
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"{size} GPUs needed")
     ranks = Ranks(size, "cuda")
     try:
         ranks(train, tied)

@@ -1,4 +1,4 @@
-"""Which lanes a world gets: one process, gloo on CPU, NCCL on CUDA, peer gathers inside one host."""
+"""Which lanes a world gets: one process, gloo on CPU, NCCL on CUDA, pulling inside one host."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import logging
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .comm import Communicator, GlooCommunicator, NcclCommunicator, SingleProcess, import_nccl
 from .peer import PeerCommunicator
-from .peer_memory import CudaMemory, HostMemory
+from .peer_memory import CudaMemory, HostMemory, PeerMemory
+from .peer_reduction import PeerReduction
+from .reduction import CollectiveReduction, LocalReduction, Reduction
 
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer")
@@ -21,14 +23,23 @@ SMALLEST_PULLED = 16 << 20
 """Bytes of a shard from which pulling beats NCCL between H200s; only `gather="peer"` pulls smaller ones."""
 
 
-def open_lanes(
-    rank: int, size: int, device: torch.device, timeout: timedelta, gather: str
-) -> tuple[Communicator, Communicator, dist.ProcessGroup | None]:
-    """The gather lane, the reduce lane and the control group. Collective."""
+class Lanes(NamedTuple):
+    """gather, reduce: communicators. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged
+    over the ranks. control: a gloo group, None with one process."""
+
+    gather: Communicator
+    reduce: Communicator
+    blocks: Reduction
+    apart: Reduction
+    control: dist.ProcessGroup | None
+
+
+def open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Lanes:
+    """What this world's ranks talk through. Collective."""
     if gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
-        return SingleProcess(), SingleProcess(), None
+        return Lanes(SingleProcess(), SingleProcess(), LocalReduction(), LocalReduction(), None)
     if device.type == "cuda":
         import_nccl()  # a missing CuPy is told before anything waits for other ranks
     _join(rank, size, device, timeout)
@@ -42,9 +53,9 @@ def open_lanes(
         dist.broadcast_object_list(unique_id, src=0, group=control)
         assert unique_id[0] is not None
         lanes.append(NcclCommunicator(name, rank, size, unique_id[0], device))
-    if gather != "collective":
-        lanes[0] = _with_peers(lanes[0], device, control, gather == "peer")
-    return lanes[0], lanes[1], control
+    apart = CollectiveReduction(lanes[1], device)
+    found = Lanes(lanes[0], lanes[1], apart, apart, control)
+    return found if gather == "collective" else _with_peers(found, apart, device, gather == "peer")
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -61,26 +72,32 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
 
 
-def _with_peers(below: Communicator, device: torch.device, control: Any, forced: bool) -> Communicator:
-    """The gather lane with peer gathers where all ranks can read each other's memory and it is faster."""
+def _with_peers(lanes: Lanes, apart: CollectiveReduction, device: torch.device, forced: bool) -> Lanes:
+    """With shards and packed gradients pulled where all ranks can read each other's memory and it is faster."""
+    rank, size = lanes.gather.rank, lanes.gather.size
 
     def exchange(value: Any) -> list[Any]:
-        values: list[Any] = [None] * below.size
-        dist.all_gather_object(values, value, group=control)
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, value, group=lanes.control)
         return values
+
+    def memory() -> PeerMemory:  # each with streams of its own
+        return HostMemory() if device.type == "cpu" else CudaMemory(device, size)
 
     reason = _hindrance(device, exchange)
     if reason is None and device.type == "cpu" and not forced:
-        return below
+        return lanes
     if reason is not None:
         if forced:
             raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
-        _log.info("rank %d: gathers by collectives, because %s", below.rank, reason)
-        return below
-    memory = HostMemory() if device.type == "cpu" else CudaMemory(device, below.size)
+        _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
+        return lanes
     smallest = 0 if forced else SMALLEST_PULLED
-    _log.info("rank %d: shards from %d MiB are gathered by pulling from peers", below.rank, smallest >> 20)
-    return PeerCommunicator(below, memory, exchange, smallest, device)
+    _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by pulling", rank, smallest >> 20)
+    return lanes._replace(
+        gather=PeerCommunicator(lanes.gather, memory(), exchange, smallest, device),
+        blocks=PeerReduction(apart, memory(), exchange, smallest, device),
+    )
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:

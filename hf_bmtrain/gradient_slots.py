@@ -46,8 +46,7 @@ class GradientSlots:
         return len(self._slots) * self.nbytes
 
     def grow(self, nbytes: int) -> None:
-        """Slots of `nbytes` in the place of smaller ones, of which all copies out of them are done. Collective."""
-        self._exchange(None)  # on every rank
+        """Slots of `nbytes` in the place of smaller ones, out of which this rank copies no more. Collective."""
         for source in self._sources:
             if source is not None:
                 self._memory.unmap(source)

@@ -162,12 +162,20 @@ def means_are_those_of_the_collective():
 
 
 def sums_are_rounded_once():
-    """A bfloat16 sum of three backwards is nearer to the exact one than half a step of it."""
-    mine, exact = gradients_of(torch.bfloat16, 3), gradients_of(torch.float64, 3)
-    for sum_, value in zip(mine, exact):
-        assert (sum_.double() - value).abs().max() <= 2**-6 * value.abs().max() + 1e-6
-    model = wrapped().layers[0].linear.weight
-    assert model.buffer.gradient.wide(0, 1) is None  # nothing was summed
+    """Unrounded means are added up in float32; `.grad` is their sum in bfloat16."""
+    model, twin = bmt.auto_wrap(Tower().bfloat16()), Tower().bfloat16()
+    size = bmt.world_size()
+    total = torch.zeros(twin.layers[1].linear.weight.shape)
+    for step in range(3):
+        model(ids(step, bmt.rank())).backward()
+        rows = []
+        for other in range(size):
+            twin.zero_grad()
+            twin(ids(step, other)).backward()
+            rows.append(twin.layers[1].linear.weight.grad.float())
+        mean = sum(rows[1:], rows[0]) / size
+        total = total + (mean if step else mean.bfloat16())  # the first is kept in `.grad` alone
+    assert torch.equal(model.layers[1].linear.weight.gather_gradient(), total.bfloat16())
 
 
 def slow_ranks():
@@ -272,7 +280,8 @@ BLOCKS = [
     for options in test_block.OPTIONS
 ]
 BORROWED = [*test_reads.CASES, *BLOCKS, (test_users.data_is_written,), (test_users.masters_follow_a_load,)]
-CELLS = [c for c in cells(2) if c.family in ("llama", "t5") and (c.accumulation == 1 or c.zero_level == 3)]
+CELLS = [c for c in cells(2) if c.family in ("llama", "t5") and c.accumulation == 1]
+CELLS += [c for c in cells(2) if c.family == "llama" and c.zero_level == 3 and c.accumulation > 1]
 
 
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.__name__)

@@ -187,6 +187,7 @@ class BlockState:
         self._unreduced = True
         ahead = self.previous
         self._open(ahead if ahead is not None and ahead.pending > 0 else None)
+        self.step.make_room()
 
     def after_backward(self) -> None:
         """The gradients of this call are complete: reduce when no other call is pending, then free."""
@@ -220,4 +221,4 @@ class BlockState:
 
     def _reduce(self) -> None:
         self._unreduced = False
-        self.step.take_gradient_slot([buffer.gradient for buffer in self.buffers if buffer.trainable])
+        self.step.send_block([buffer.gradient for buffer in self.buffers if buffer.trainable])

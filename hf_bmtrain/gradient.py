@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from .comm import DONE, Ticket
-from .elastic import Elastic
 from .grad_slice import GradSlice
 from .layout import Layout
 from .ops.grad_norm import Segments
-from .packing import Packing
+from .reduction import Flight, LocalReducer, Reducer, Reduction
 from .segment_norms import SegmentNorms
 from .step import Step
 
 
 class GradientBuffer:
-    """Owns `full` (bytes only while it travels) and `shard` (1/N of the elements, while a slice has a `.grad`).
+    """Owns `shard` (1/N of the elements, while a slice has a `.grad`); a reducer brings the gradients there.
 
-    wholes: the whole parameters, whose `.grad` autograd fills; they give it up when it is packed.
+    wholes: the whole parameters, whose `.grad` autograd fills; they give it up when it is sent.
     slices: this rank's 1-D parameters, whose `.grad` becomes a view of `shard`. `slice.grad is None` is the only
     sign that a new accumulation begins. While several backwards add up, half-precision gradients are summed in
     float32 (`total`) and rounded once into `shard`. A parameter without a gradient on this rank counts as zero.
@@ -33,12 +31,11 @@ class GradientBuffer:
     ) -> None:
         self._step, self._layout = step, layout
         self._wholes, self._slices, self._like = wholes, slices, shard
-        self._single = step.reduce.size == 1
-        self._fresh = True
-        self._full: Elastic | None = None
-        self._full_packing: Packing | None = None
-        self._shard_packing: Packing | None = None
-        self._open: Packing | None = None
+        self._shapes = [whole.shape for whole in wholes]
+        self._local = LocalReducer(layout, self._shapes, step.poison) if step.reduce.size == 1 else None
+        self._reducer: Reducer | None = self._local
+        self._begun = False
+        self._flight: Flight | None = None
         self._collected: dict[int, torch.Tensor] = {}
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
@@ -46,12 +43,13 @@ class GradientBuffer:
         self._sizes = layout.shard_sizes(step.reduce.rank)
         self._segments = self._make_segments()
         self._version = -1
-        self._arriving: tuple[Ticket, torch.Tensor] | None = None
 
     def let_go(self) -> None:
         """Drop the shard when no slice has a `.grad`, so that its memory is free during the next forward."""
-        if self.shard is not None and self._open is None and self._arriving is None and self._unused:
-            self.shard = self._total = self._shard_packing = None
+        if self.shard is not None and not self._begun and self._flight is None and self._unused:
+            self.shard = self._total = None
+            if self._local is not None:
+                self._local.leave()
             self._handed = [None] * len(self._slices)
 
     @property
@@ -66,56 +64,48 @@ class GradientBuffer:
     @torch.no_grad()
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Take over one parameter's gradient ahead of `send`: added up, or packed where the bytes are there anyway."""
-        if self._single:
-            self._begin().add(index, gradient)
+        if self._local is not None:
+            self._local.add(index, gradient, self._begin(), self._total)
         elif index in self._collected:
             self._collected[index].add_(gradient)
         else:
             self._collected[index] = gradient
 
     @torch.no_grad()
-    def send(self) -> None:
-        """Pack the gradients of the wholes and start averaging them over the ranks."""
+    def send(self, reduction: Reduction) -> None:
+        """Start packing the gradients of the wholes and averaging them over the ranks."""
         assert all(self._wholes[index].grad is None for index in self._collected), "read in and outside of blocks"
-        packing = self._begin()
-        packed = packing.complete([self._collected.get(i, whole.grad) for i, whole in enumerate(self._wholes)])
-        self._open = None
+        shard = self._begin()
+        gradients = [self._collected.get(index, whole.grad) for index, whole in enumerate(self._wholes)]
         self.drop()
-        if self._single:
-            self._arriving = DONE, packed
-            return
-        assert self.shard is not None
-        arriving = self.shard if self._fresh else torch.empty_like(self.shard)
-        if self._step.poison:
-            arriving.fill_(float("nan"))
-        self._arriving = self._step.reduce.reduce_scatter_mean(arriving, packed), arriving
+        if self._reducer is None:
+            self._reducer = reduction.reducer(self._layout, self._shapes, self._like, self._step.poison)
+        self._flight = self._reducer.send(gradients, shard, self._total)
+        self._begun = False
+
+    @torch.no_grad()
+    def let_go_packed(self) -> None:
+        """Wait until the gradients that were sent are packed, and drop what autograd has made."""
+        if self._flight is not None:
+            self._flight.let_go()
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Wait for the average, add it where an accumulation runs, and set the slices' `.grad`."""
-        assert self._arriving is not None
-        ticket, arriving = self._arriving
-        ticket.wait()
-        self._arriving = None
-        if arriving is self.shard:
-            self._total = None
-        else:
-            self._accumulate(arriving)
-        if self._full is not None:
-            self._full.free()
+        """Wait for the average, which is added where an accumulation runs, and set the slices' `.grad`."""
+        assert self._flight is not None
+        self._flight.land()
+        self._flight = None
         self._hand_out()
 
     def discard(self) -> None:
         """Forget what was collected or sent."""
         self._collected.clear()
-        if self._arriving is not None:
-            self._arriving[0].wait()
-            self._arriving = None
-        if self._open is not None:
-            self._open.reset()
-            self._open = None
-        if self._full is not None:
-            self._full.free()
+        if self._flight is not None:
+            self._flight.cancel()
+            self._flight = None
+        if self._local is not None:
+            self._local.reset()
+        self._begun = False
 
     def drop(self) -> None:
         """Forget what autograd has made."""
@@ -123,33 +113,22 @@ class GradientBuffer:
         for whole in self._wholes:
             whole.grad = None
 
-    def _begin(self) -> Packing:
-        """Where this backward packs: the full buffer, or with one rank and a new accumulation the shard itself."""
-        if self._open is not None:
-            return self._open
-        assert self._arriving is None, "the previous gradient was not received"
+    def _begin(self) -> torch.Tensor:
+        """The shard that this backward's average comes to, and the running sum if one has begun."""
+        if self._begun:
+            assert self.shard is not None
+            return self.shard
+        assert self._flight is None, "the previous gradient was not received"
         self.let_go()
-        self._fresh = self._unused
+        fresh = self._unused
         if self.shard is None:
-            self.shard = torch.empty_like(self._like) if self._fresh else torch.zeros_like(self._like)
-        if not self._fresh:
+            self.shard = torch.empty_like(self._like) if fresh else torch.zeros_like(self._like)
+        if fresh:
+            self._total = None
+        else:
             self._resume_total()
-        self._open = self._into_shard(self.shard) if self._single and self._fresh else self._into_full()
-        return self._open
-
-    def _into_shard(self, shard: torch.Tensor) -> Packing:
-        if self._shard_packing is None:
-            self._shard_packing = Packing(shard, self._layout, [whole.shape for whole in self._wholes])
-        if self._step.poison:
-            shard.fill_(float("nan"))
-        return self._shard_packing
-
-    def _into_full(self) -> Packing:
-        if self._full is None or self._full_packing is None:
-            self._full = Elastic(self._layout.numel, self._like.dtype, self._like.device, self._step.poison)
-            self._full_packing = Packing(self._full.tensor, self._layout, [whole.shape for whole in self._wholes])
-        self._full.allocate()
-        return self._full_packing
+        self._begun = True
+        return self.shard
 
     # -- accumulation -------------------------------------------------------------------------------------------
 
@@ -185,12 +164,6 @@ class GradientBuffer:
             place = self._layout.piece(index, self._step.reduce.rank)
             target = self._total[place.shard_start : place.shard_stop]
             target.zero_() if piece.grad is None else target.copy_(piece.grad)
-
-    def _accumulate(self, arriving: torch.Tensor) -> None:
-        assert self._total is not None and self.shard is not None
-        self._total.add_(arriving)
-        if self._total is not self.shard:
-            self.shard.copy_(self._total)
 
     def _hand_out(self) -> None:
         assert self.shard is not None

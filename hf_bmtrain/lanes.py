@@ -1,4 +1,4 @@
-"""Which lanes a world gets: one process, gloo on CPU, NCCL on CUDA, peer gathers inside one host."""
+"""Which lanes a world gets: one process, gloo on CPU, NCCL on CUDA, pulling inside one host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from .comm import Communicator, GlooCommunicator, NcclCommunicator, SingleProcess, import_nccl
 from .control import Control
 from .peer import PeerCommunicator
-from .peer_memory import CudaMemory, HostMemory
+from .peer_memory import CudaMemory, HostMemory, PeerMemory
+from .peer_reduction import PeerReduction
+from .reduction import CollectiveReduction, LocalReduction, Reduction
 
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer")
@@ -21,14 +24,23 @@ SMALLEST_PULLED = 16 << 20
 """Bytes of a shard from which pulling beats NCCL between H200s; only `gather="peer"` pulls smaller ones."""
 
 
-def open_lanes(
-    rank: int, size: int, device: torch.device, timeout: timedelta, gather: str
-) -> tuple[Communicator, Communicator, Control]:
-    """The gather lane, the reduce lane and the control. Collective."""
+class Lanes(NamedTuple):
+    """gather, reduce: communicators. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged
+    over the ranks. control: agreement between the ranks' Python."""
+
+    gather: Communicator
+    reduce: Communicator
+    blocks: Reduction
+    apart: Reduction
+    control: Control
+
+
+def open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Lanes:
+    """What this world's ranks talk through. Collective."""
     if gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
-        return SingleProcess(), SingleProcess(), Control(1, timeout)
+        return Lanes(SingleProcess(), SingleProcess(), LocalReduction(), LocalReduction(), Control(1, timeout))
     if device.type == "cuda":
         import_nccl()  # a missing CuPy is told before anything waits for other ranks
     _join(rank, size, device, timeout)
@@ -40,9 +52,9 @@ def open_lanes(
             continue
         unique_id = control.share(import_nccl().get_unique_id() if rank == 0 else None)
         lanes.append(NcclCommunicator(name, rank, size, unique_id, device))
-    if gather != "collective":
-        lanes[0] = _with_peers(lanes[0], device, control, gather == "peer")
-    return lanes[0], lanes[1], control
+    apart = CollectiveReduction(lanes[1], device)
+    found = Lanes(lanes[0], lanes[1], apart, apart, control)
+    return found if gather == "collective" else _with_peers(found, apart, device, gather == "peer")
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -59,20 +71,27 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
 
 
-def _with_peers(below: Communicator, device: torch.device, control: Control, forced: bool) -> Communicator:
-    """The gather lane with peer gathers where all ranks can read each other's memory and it is faster."""
-    reason = _hindrance(device, control.gather)
+def _with_peers(lanes: Lanes, apart: CollectiveReduction, device: torch.device, forced: bool) -> Lanes:
+    """With shards and packed gradients pulled where all ranks can read each other's memory and it is faster."""
+    rank, size, exchange = lanes.gather.rank, lanes.gather.size, lanes.control.gather
+
+    def memory() -> PeerMemory:  # each with streams of its own
+        return HostMemory() if device.type == "cpu" else CudaMemory(device, size)
+
+    reason = _hindrance(device, exchange)
     if reason is None and device.type == "cpu" and not forced:
-        return below
+        return lanes
     if reason is not None:
         if forced:
             raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
-        _log.info("rank %d: gathers by collectives, because %s", below.rank, reason)
-        return below
-    memory = HostMemory() if device.type == "cpu" else CudaMemory(device, below.size)
+        _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
+        return lanes
     smallest = 0 if forced else SMALLEST_PULLED
-    _log.info("rank %d: shards from %d MiB are gathered by pulling from peers", below.rank, smallest >> 20)
-    return PeerCommunicator(below, memory, control.gather, smallest, device)
+    _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by pulling", rank, smallest >> 20)
+    return lanes._replace(
+        gather=PeerCommunicator(lanes.gather, memory(), exchange, smallest, device),
+        blocks=PeerReduction(apart, memory(), exchange, smallest, device),
+    )
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:

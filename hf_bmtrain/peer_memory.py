@@ -26,6 +26,10 @@ class PeerMemory(Protocol):
         """What `pull` reads of another process's memory."""
         ...
 
+    def part(self, source: Any, start: int, stop: int) -> Any:
+        """Bytes start:stop of what was mapped, for `pull`."""
+        ...
+
     def unlink(self, handle: Any) -> None:
         """Every process has mapped it."""
         ...
@@ -60,6 +64,9 @@ class HostMemory:
 
     def map(self, handle: str, nbytes: int) -> torch.Tensor:
         return torch.from_file(handle, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def part(self, source: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return source[start:stop]
 
     def unlink(self, handle: str) -> None:
         os.unlink(handle)
@@ -125,6 +132,9 @@ class CudaMemory:
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:
         with torch.cuda.device(self._device):
             return self._runtime.ipcOpenMemHandle(handle[0])
+
+    def part(self, source: int, start: int, stop: int) -> int:
+        return source + start
 
     def unlink(self, handle: tuple[bytes, int]) -> None:
         pass

@@ -148,7 +148,7 @@ class Reads:
         if not self._step.takes_part(self):
             self.release()
         if self._source.trainable:
-            self._step.take_gradient_slot([self._source.gradient])
+            self._step.send_apart(self._source.gradient)
 
     def abandon_backward(self) -> None:
         self.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from .comm import Communicator
+from .reduction import Reduction
 
 
 class Member(Protocol):
@@ -30,9 +32,10 @@ class Releasable(Protocol):
 
 
 class Travelling(Protocol):
-    """A flat gradient: sent on the reduce lane, received later."""
+    """A flat gradient: sent by a reduction, received later."""
 
-    def send(self) -> None: ...
+    def send(self, reduction: Reduction) -> None: ...
+    def let_go_packed(self) -> None: ...
     def receive(self) -> None: ...
     def discard(self) -> None: ...
 
@@ -40,12 +43,16 @@ class Travelling(Protocol):
 class Step:
     """Shared by all buffers and blocks of a world; given to them when they are made.
 
-    gather, reduce: the two lanes. poison: the debug switch that fills unfilled and released memory with NaN.
+    gather, reduce: the two lanes. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged.
+    poison: the debug switch that fills unfilled and released memory with NaN.
     inspector: what notes activations at present, see `inspect`. buffers_made, backwards: how many there were so far.
     """
 
-    def __init__(self, gather: Communicator, reduce: Communicator, poison: bool = False) -> None:
+    def __init__(
+        self, gather: Communicator, reduce: Communicator, blocks: Reduction, apart: Reduction, poison: bool = False
+    ) -> None:
         self.gather, self.reduce, self.poison = gather, reduce, poison
+        self._blocks, self._apart = blocks, apart
         self.inspector: Any = None
         self.buffers_made = self.backwards = 0
         self._depth = 0
@@ -53,7 +60,12 @@ class Step:
         self._members: dict[int, dict[Member, None]] = {}
         self._lingering: weakref.ref[Releasable] | None = None  # weak: a model that is dropped goes
         self._prefetched: weakref.ref[Releasable] | None = None
-        self._travelling: list[Travelling] = []
+        self._travelling: deque[list[Travelling]] = deque()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of shards and gradient slots that lie outside of torch's allocator, whose statistics miss them."""
+        return sum(getattr(owner, "mapped_bytes", 0) for owner in (self.gather, self._blocks))
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -131,7 +143,7 @@ class Step:
         self._release_kept()
         for member in self._members.pop(task):
             member.flush_backward()
-        self.free_gradient_slot()
+        self._receive(ahead=0)
         self.gather.quiesce()  # the optimizer may write
         self.backwards += 1
 
@@ -140,9 +152,10 @@ class Step:
         members = [member for task in self._members.values() for member in task]
         self._members.clear()
         self._release_kept()
-        for gradient in self._travelling:
-            gradient.discard()
-        self._travelling = []
+        for gradients in self._travelling:
+            for gradient in gradients:
+                gradient.discard()
+        self._travelling.clear()
         for member in members:
             member.abandon_backward()
 
@@ -153,16 +166,41 @@ class Step:
                 kept.release()
         self._lingering = self._prefetched = None
 
-    # -- the gradient slot --------------------------------------------------------------------------------------
+    # -- gradients under way ------------------------------------------------------------------------------------
 
-    def take_gradient_slot(self, gradients: list[Travelling]) -> None:
-        """The gradients of one block travel at a time: the previous ones arrive, and free their memory, first."""
-        self.free_gradient_slot()
+    def make_room(self) -> None:
+        """The backward of a block is about to make gradients: those of one other block are still there at most.
+
+        Gathers that are to run beside that backward are issued before, so that they do not wait as well.
+        """
+        self._receive(self._blocks.ahead)
+        for gradients in list(self._travelling)[:-1]:
+            for gradient in gradients:
+                gradient.let_go_packed()
+
+    def send_block(self, gradients: list[Travelling]) -> None:
+        """Start averaging the gradients of one block."""
+        self._send(gradients, self._blocks)
+
+    def send_apart(self, gradient: Travelling) -> None:
+        """Start averaging a gradient of what lies outside of blocks."""
+        self._send([gradient], self._apart)
+
+    def _send(self, gradients: list[Travelling], reduction: Reduction) -> None:
+        self.make_room()
+        while any(gradient in earlier for earlier in self._travelling for gradient in gradients):
+            self._receive_one()
         for gradient in gradients:
-            gradient.send()
-        self._travelling = gradients
+            gradient.send(reduction)
+        if gradients:
+            self._travelling.append(gradients)
 
-    def free_gradient_slot(self) -> None:
-        for gradient in self._travelling:
+    def _receive(self, ahead: int) -> None:
+        """All gradients but those of the last `ahead` blocks arrive."""
+        while len(self._travelling) > ahead:
+            self._receive_one()
+
+    def _receive_one(self) -> None:
+        for gradient in self._travelling[0]:
             gradient.receive()
-        self._travelling = []
+        self._travelling.popleft()

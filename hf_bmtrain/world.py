@@ -104,9 +104,9 @@ def init_distributed(
 
     seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. timeout: seconds that an
-    operation on CPU waits for other ranks. gather: "peer" pulls weights out of the other ranks' memory, which
-    takes one host and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" pulls large shards between
-    GPUs where it can. pipe_size, tp_size: BMTrain's, only 1 (NotImplementedError).
+    operation on CPU waits for other ranks. gather: "peer" pulls weights, and the gradients of blocks, out of the
+    other ranks' memory, which takes one host and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto"
+    pulls what is large between GPUs where it can. pipe_size, tp_size: BMTrain's, only 1 (NotImplementedError).
     """
     global _world
     if _world is not None:
@@ -120,15 +120,15 @@ def init_distributed(
     device = _choose_device(local_rank, size)
     _seed_everything(seed, rank, device)
     joined = dist.is_initialized()
-    gathering, reducing, control = open_lanes(rank, size, device, timedelta(seconds=timeout), gather)
+    lanes = open_lanes(rank, size, device, timedelta(seconds=timeout), gather)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
-    step = Step(gathering, reducing, poison)
+    step = Step(lanes.gather, lanes.reduce, lanes.blocks, lanes.apart, poison)
     _world = World(
-        rank, size, local_rank, device, step, control, zero_level, loss_scale_factor, loss_scale_steps
+        rank, size, local_rank, device, step, lanes.control, zero_level, loss_scale_factor, loss_scale_steps
     )  # fmt: skip
     if size > 1:
         atexit.register(_leave, _world, joined)
-    kind = type(gathering).__name__
+    kind = type(lanes.gather).__name__
     _log.info("rank %d of %d on %s: %s lanes, zero_level %d", rank, size, device, kind, zero_level)
 
 

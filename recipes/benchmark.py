@@ -40,8 +40,8 @@ def main() -> None:
         "losses": losses,
     }
     if device.type == "cuda":
-        shards = getattr(bmt.current_world().step.gather, "mapped_bytes", 0)  # beside torch's allocator
-        report["peak_GB"] = (torch.cuda.max_memory_allocated() + shards) / 1e9
+        mapped = bmt.current_world().step.mapped_bytes  # beside torch's allocator
+        report["peak_GB"] = (torch.cuda.max_memory_allocated() + mapped) / 1e9
         report["gemm_TFLOPs"] = gemm_speed(device)
         report["milliseconds"] = profile_step(
             lambda: engine.step(batches[-1]), options.profile if bmt.rank() == 0 else None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_bmtrain.ops import adam, grad_norm
+from hf_bmtrain.ops import adam, grad_norm, peer_sum
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, rescale_
 
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -66,6 +66,33 @@ def check_segments(place: Place, dtype: torch.dtype, offsets: list[int]) -> None
     found = grad_norm.segmented_squared_norm(flat, segments)
     expected = torch.tensor([float(flat[a:b].double().square().sum()) for a, b in zip(offsets, offsets[1:])])
     torch.testing.assert_close(found.cpu().as_subclass(torch.Tensor), expected.double(), rtol=1e-6, atol=0)
+
+
+def check_peer_mean(place: Place, dtype: torch.dtype, n: int, size: int, offset: int) -> None:
+    """For every rank's place among the rows: against float64, the same bits, without and with a running sum."""
+    torch.manual_seed(n + size)
+    rows = [(torch.randn(n) * 10.0 ** (r - 1)).to(dtype) for r in range(size)]
+    before = torch.randn(n)
+    exact = torch.stack(rows).double().mean(0)
+    found = []
+    for rank in range(size):
+        own = Guarded(rows[rank], offset, place)
+        others = place(torch.stack([row for r, row in enumerate(rows) if r != rank]))
+        out, summed = (Guarded(torch.full((n,), torch.nan, dtype=dtype), offset, place) for _ in range(2))
+        total = Guarded(before, offset, place) if dtype != torch.float32 else summed
+        total.view.copy_(before)
+        peer_sum.peer_mean(own.view, others, rank, out.view)
+        peer_sum.peer_mean(own.view, others, rank, summed.view, total.view)
+        for tensor in (own, out, summed, total):
+            tensor.assert_intact()
+        assert torch.equal(_plain(summed.view), _plain(total.view).to(dtype))
+        found.append([_plain(tensor.view).clone() for tensor in (out, total)])
+    for mean, total in found:
+        assert torch.equal(mean, found[0][0]) and torch.equal(total, found[0][1])
+        largest = float(exact.abs().max())
+        torch.testing.assert_close(total.double(), exact + before.double(), rtol=1e-6, atol=1e-6 * largest)
+        half = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]  # one rounding
+        assert bool(((mean.double() - exact).abs() <= exact.abs() * half + 1e-6 * largest).all())
 
 
 def check_prepare(place: Place, flag: float) -> None:

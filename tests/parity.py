@@ -140,11 +140,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--gather", choices=("auto", "collective", "peer"), default="auto")
     arguments = parser.parse_args()
     sizes = arguments.ranks
     table: dict[Cell, dict[int, Errors]] = {}
     for size in sizes:
-        ranks = Ranks(size, arguments.device)
+        ranks = Ranks(size, arguments.device, arguments.gather)
         for cell in cells(size):
             table.setdefault(cell, {})[size] = ranks(measure, cell)[0]
         ranks.stop()

@@ -20,8 +20,9 @@ HERE = "tests/test_architecture.py"
 LAYERS = [
     "layout elastic control boundary accelerator parallelism replay refusals ops.launch ops.expect ops.row_loss",
     "comm packing precision ops.*",
-    "peer_memory",
-    "peer",
+    "peer_memory reduction",
+    "peer gradient_slots",
+    "peer_reduction",
     "lanes criterion step segment_norms pending_update ops.adam_step",
     "grad_slice",
     "world gradient",

@@ -1,19 +1,26 @@
-"""Gathers by pulling: the engine's own cases, unequal forwards, and what must not be read half written."""
+"""Gathers and reductions by pulling: the engine's own cases, unequal ranks, what must not be read half written."""
 
 import gc
+import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import hf_bmtrain as bmt
 import test_block
 import test_reads
 import test_users
+import twins
+from hf_bmtrain.gradient_slots import COUNT
 from hf_bmtrain.lanes import GATHERS
 from hf_bmtrain.peer import PeerCommunicator
+from hf_bmtrain.peer_reduction import PeerReduction
 from parity import cells, measure
 from ranks import Ranks
 from twins import Tower, check_gradients, check_twins, ids
@@ -31,6 +38,12 @@ def lane() -> Any:
     gather = bmt.current_world().step.gather
     assert isinstance(gather, PeerCommunicator)
     return gather
+
+
+def peer_reduction() -> Any:
+    reduction = bmt.current_world().step._blocks
+    assert isinstance(reduction, PeerReduction)
+    return reduction
 
 
 def wrapped() -> Any:
@@ -118,7 +131,146 @@ def dropped_shards_are_given_back():
     assert torch.equal(held, before)
 
 
-OWN = [weights_are_pulled, unequal_forwards, write_after_a_forward, loaded_after_a_forward]
+def gradients_are_pulled():
+    """Those of blocks; what lies outside is reduced below in one piece."""
+    model = wrapped()
+    calls = []
+    below = bmt.current_world().step.reduce
+    original = below.reduce_scatter_mean
+    with mock.patch.object(below, "reduce_scatter_mean", lambda *each: calls.append(each) or original(*each)):
+        model(ids(0, bmt.rank())).backward()
+    assert len(calls) == 1
+    assert calls[0][0] is model.head.weight.buffer.gradient.shard
+
+
+def gradients_of(dtype: torch.dtype, backwards: int) -> list[torch.Tensor]:
+    model = bmt.auto_wrap(Tower().to(dtype))
+    for step in range(backwards):
+        model(ids(step, bmt.rank())).backward()
+    return [parameter.gather_gradient() for parameter in model.parameters()]
+
+
+def means_are_those_of_the_collective():
+    """To the bit: both add in the order of ranks, in float32. A sum of several takes unrounded means here."""
+    step = bmt.current_world().step
+    for dtype, backwards in [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 1), (torch.float64, 2)]:
+        pulled = gradients_of(dtype, backwards)
+        with mock.patch.object(step, "_blocks", step._apart):
+            reduced = gradients_of(dtype, backwards)
+        assert all(torch.equal(*pair) for pair in zip(pulled, reduced)), (dtype, backwards)
+        assert all(torch.equal(*pair) for pair in zip(pulled, gradients_of(dtype, backwards)))
+
+
+def sums_are_rounded_once():
+    """Unrounded means are added up in float32; `.grad` is their sum in bfloat16."""
+    model, twin = bmt.auto_wrap(Tower().bfloat16()), Tower().bfloat16()
+    size = bmt.world_size()
+    total = torch.zeros(twin.layers[1].linear.weight.shape)
+    for step in range(3):
+        model(ids(step, bmt.rank())).backward()
+        rows = []
+        for other in range(size):
+            twin.zero_grad()
+            twin(ids(step, other)).backward()
+            rows.append(twin.layers[1].linear.weight.grad.float())
+        mean = sum(rows[1:], rows[0]) / size
+        total = total + (mean if step else mean.bfloat16())  # the first is kept in `.grad` alone
+    assert torch.equal(model.layers[1].linear.weight.gather_gradient(), total.bfloat16())
+
+
+def slow_ranks():
+    """Ranks that come late to meetings and copy late; blocks used twice, accumulation, five layers."""
+    peers, chance = peer_reduction(), random.Random(bmt.rank())
+
+    def late(function):
+        def call(*arguments):
+            time.sleep(chance.choice((0, 0, 0.004, 0.01)))
+            return function(*arguments)
+
+        return call
+
+    model, twin = bmt.auto_wrap(Tower(5)), Tower(5)
+    size = bmt.world_size()
+    with (
+        mock.patch.object(peers, "_meet", late(peers._meet)),
+        mock.patch.object(peers._memory, "pull", late(peers._memory.pull)),
+    ):
+        for step in range(4):
+            plan = [0, 1, 1, 2, 3, 4, 0] if step % 2 else None
+            for micro in range(1 + step % 2):
+                model(ids(10 * micro + step, bmt.rank()), plan).backward()
+                losses = [twin(ids(10 * micro + step, other), plan) for other in range(size)]
+                torch.stack(losses).mean().backward()
+            check_gradients(model, twin)
+            for either in (model, twin):
+                torch.optim.SGD(either.parameters(), lr=0.1).step()
+                either.zero_grad()
+
+
+def largest(model: nn.Module) -> int:
+    layouts = [(block.linear.weight.buffer.layout, block.linear.weight.dtype) for block in model.layers]
+    return max(layout.numel * dtype.itemsize for layout, dtype in layouts)
+
+
+def slots_are_shared_and_grow():
+    """Two models of different widths in turn, one of them dropped: slots are as large as the largest block's."""
+    peers = peer_reduction()
+    model, twin = wrapped(), Tower()
+    with mock.patch.object(twins, "WIDTH", 40):
+        wide, wide_twin = wrapped(), Tower()
+    for step in range(3):
+        for either, plain in [(model, twin), (wide, wide_twin)]:
+            either.zero_grad()
+            plain.zero_grad()
+            either(ids(step, bmt.rank())).backward()
+            torch.stack([plain(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
+            check_gradients(either, plain)
+        assert peers.mapped_bytes == COUNT * max(peers._slots.nbytes, largest(wide))
+        assert peers._slots.nbytes >= largest(wide) > largest(model)
+    slots = [slot.memory.data_ptr() for slot in peers._slots._slots]
+    del wide, either
+    gc.collect()
+    check_twins(Tower, lambda m, step, rank: m(ids(step, rank)))
+    assert [slot.memory.data_ptr() for slot in peers._slots._slots] == slots
+
+
+def two_blocks_of_gradients_at_most():
+    """When the backward of a block begins, autograd's gradients of one other block are there, and few travel."""
+    model = bmt.auto_wrap(Tower(6))
+    step, seen = bmt.current_world().step, []
+    original = step.make_room
+
+    def make_room():
+        original()
+        flights = [gradient._flight for group in step._travelling for gradient in group]
+        seen.append((len(flights), sum(flight._gradients is not None for flight in flights)))
+
+    with mock.patch.object(step, "make_room", make_room):
+        model(ids(0, bmt.rank())).backward()
+    assert max(kept for _, kept in seen) == 1
+    assert max(travelling for travelling, _ in seen) == step._blocks.ahead == 2
+
+
+class Hollow(twins.Layer):
+    """One parameter has no elements and is alone in its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+
+
+def parameter_without_elements():
+    def make():
+        model = Tower()
+        model.layers[1] = Hollow()
+        return model
+
+    check_twins(make, lambda m, step, rank: m(ids(step, rank)) + m.layers[1].nothing.sum())
+
+
+OWN = [gradients_are_pulled, means_are_those_of_the_collective, sums_are_rounded_once, slow_ranks]
+OWN += [slots_are_shared_and_grow, two_blocks_of_gradients_at_most, parameter_without_elements]
+OWN += [weights_are_pulled, unequal_forwards, write_after_a_forward, loaded_after_a_forward]
 OWN += [dropped_shards_are_given_back]
 WRITE = {"weights_changed_before_backward", "weights_changed_under_one_block", "weights_written_between_forwards"}
 BLOCKS = [
@@ -129,6 +281,7 @@ BLOCKS = [
 ]
 BORROWED = [*test_reads.CASES, *BLOCKS, (test_users.data_is_written,), (test_users.masters_follow_a_load,)]
 CELLS = [c for c in cells(2) if c.family in ("llama", "t5") and c.accumulation == 1]
+CELLS += [c for c in cells(2) if c.family == "llama" and c.zero_level == 3 and c.accumulation > 1]
 
 
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.__name__)

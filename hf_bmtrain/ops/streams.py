@@ -21,10 +21,13 @@ class Ticket(Protocol):
 
 
 class WorkStream:
-    """A stream of its own on a CUDA device. Memory that it uses is kept, or named by `uses`."""
+    """A stream of its own on a CUDA device. Memory that it uses is kept, or named by `uses`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+    priority: -1 for what goes before the computation where both are ready.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
 
     def run(self, function: Callable[[], object]) -> None:
         """Queue what `function` launches."""
@@ -85,5 +88,5 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def work_stream(device: torch.device) -> WorkStream | Immediate:
-    return WorkStream(device) if device.type == "cuda" else Immediate()
+def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
+    return WorkStream(device, priority) if device.type == "cuda" else Immediate()

@@ -8,7 +8,7 @@ import torch
 
 import kernel_checks as checks
 import kernel_shim
-from hf_bmtrain.ops import adam, cross_entropy, grad_norm
+from hf_bmtrain.ops import adam, cross_entropy, grad_norm, peer_sum
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,10 +30,11 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     shim = request.getfixturevalue("shim")
     before = len(shim.launches)
-    for module in (adam, cross_entropy, grad_norm):
+    for module in (adam, cross_entropy, grad_norm, peer_sum):
         monkeypatch.setattr(module, "kernel", shim.kernel)
     monkeypatch.setattr(adam, "THREADS", 64)
     monkeypatch.setattr(grad_norm, "THREADS", 64)
+    monkeypatch.setattr(peer_sum, "THREADS", 64)
     monkeypatch.setattr(CrossEntropy, "_plan", lambda self, logits: Plan(2, 64, 40))
     yield kernel_shim.place
     assert len(shim.launches) > before, "the test did not reach a kernel"
@@ -49,6 +50,12 @@ def test_squared_norm(place: checks.Place, dtype: torch.dtype, n: int, offset: i
 @pytest.mark.parametrize("offsets", [[0, 10], [3, 3, 4, 4, 900, 903, 903, 9001], [1, 70000, 70001, 140003]])
 def test_segments(place: checks.Place, dtype: torch.dtype, offsets: list[int]) -> None:
     checks.check_segments(place, dtype, offsets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize(("n", "size", "offset"), [(1, 2, 0), (7, 3, 1), (1000, 4, 0), (1003, 2, 0), (4096, 5, 3)])
+def test_peer_mean(place: checks.Place, dtype: torch.dtype, n: int, size: int, offset: int) -> None:
+    checks.check_peer_mean(place, dtype, n, size, offset)
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])

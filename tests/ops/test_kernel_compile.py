@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import kernel_shim
-from hf_bmtrain.ops import adam, cross_entropy, grad_norm, launch
+from hf_bmtrain.ops import adam, cross_entropy, grad_norm, launch, peer_sum
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 
 nvrtc = pytest.importorskip("cupy", reason="no CuPy: install the extra 'ci'", exc_type=ImportError).cuda.nvrtc
 ARCHS = (75, 80, 90, 100)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MODULES = (grad_norm, adam, cross_entropy)
+MODULES = (grad_norm, adam, cross_entropy, peer_sum)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
@@ -43,6 +43,9 @@ def ask_for_everything() -> None:
         flat, out = place(torch.ones(n, dtype=dtype)), place(torch.zeros(2, dtype=torch.float64))
         attempt(grad_norm.accumulate_squared_norm, flat, out)
         attempt(grad_norm.segmented_squared_norm, flat, grad_norm.Segments([0, 3, n], "cpu"))
+        for total in (torch.ones(n), None):
+            rows = place(torch.ones(2, n, dtype=dtype))
+            attempt(peer_sum.peer_mean, flat, rows, 1, flat, None if total is None else place(total))
         attempt(cross_entropy.rescale_, place(torch.ones(3, 5, dtype=dtype)), torch.ones(1), torch.ones(3))
     for grad, exp_avg, weight in itertools.product(DTYPES, DTYPES, (*DTYPES, None)):
         tensors = [place(torch.ones(n, dtype=d)) for d in (grad, torch.float32, exp_avg, torch.float32)]

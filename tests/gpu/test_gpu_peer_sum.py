@@ -1,0 +1,47 @@
+"""The kernel that adds up the ranks' rows, on a GPU against float64: odd sizes, misalignment, poisoned surroundings."""
+
+import pytest
+import torch
+
+import kernel_checks as checks
+from hf_bmtrain.ops import launch, peer_sum
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def count_launches(monkeypatch: pytest.MonkeyPatch):
+    """Every test here must reach the kernel, not the torch reference."""
+    launched = []
+    original = launch.Kernel.__call__
+
+    def counting(self, *values, **options):
+        launched.append(self.name)
+        return original(self, *values, **options)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", counting)
+    yield
+    assert "peer_mean" in launched
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize(("n", "offset"), [(1, 0), (7, 1), (1000, 3), (1003, 0), (1 << 20, 0), (3_000_017, 5)])
+def test_peer_mean(dtype: torch.dtype, n: int, size: int, offset: int) -> None:
+    checks.check_peer_mean(lambda tensor: tensor.cuda(), dtype, n, size, offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("summed", [False, True])
+def test_the_bits_are_those_of_the_reference(dtype: torch.dtype, summed: bool) -> None:
+    n, size, rank = 2_000_003, 3, 1
+    own, others = torch.randn(n).to(dtype).cuda(), torch.randn(size - 1, n).to(dtype).cuda()
+    results = []
+    for function in (peer_sum.peer_mean, peer_sum.reference):
+        out, total = torch.empty_like(own), torch.linspace(-1, 1, n, device="cuda") if summed else None
+        function(own, others, rank, out, total)
+        results.append((out, total))
+    (out, total), (expected, expected_total) = results
+    assert torch.equal(out, expected)
+    assert total is None or torch.equal(total, expected_total)

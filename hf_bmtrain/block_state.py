@@ -65,7 +65,7 @@ class BlockState:
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's own forward on whole parameters."""
         layer_forward = self.own_forward or layer_forward
-        if self.step.in_backward and self.pending > 0:
+        if self.pending > 0 and self.step.in_backward:
             return self._run_again(layer_forward, args, kwargs)
         self.step.forget_failed_backward()
         differentiable = False
@@ -118,6 +118,24 @@ class BlockState:
             return layer_forward(*args, **kwargs)
 
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        args, kwargs, inputs = leave_backward(self, args, kwargs)
+        versions = [tensor._version for tensor in inputs]
+        with uncached_autocast():
+            if self.use_checkpoint:
+                outputs = self._checkpoint(layer_forward, args, kwargs)
+            else:
+                outputs = self._inside(layer_forward, *args, **kwargs)
+        if versions != [tensor._version for tensor in inputs]:
+            raise RuntimeError(
+                "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
+                "write `x = x + y` for `x += y` at the start of its forward."
+            )
+        outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
+        self.pending += differentiable
+        return outputs, differentiable
+
+    def _checkpoint(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """The layer's own forward, run again in backward instead of keeping its activations."""
         again = False
 
         def run(*args, **kwargs):
@@ -128,22 +146,8 @@ class BlockState:
             again = True
             return self._inside(layer_forward, *args, **kwargs)
 
-        (args, kwargs), inputs = leave_backward(self, (args, kwargs))
-        versions = [tensor._version for tensor in inputs]
-        with uncached_autocast():
-            if self.use_checkpoint:
-                with self.replay.first(args, kwargs) as moment:
-                    outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
-            else:
-                outputs = run(*args, **kwargs)
-        if versions != [tensor._version for tensor in inputs]:
-            raise RuntimeError(
-                "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
-                "write `x = x + y` for `x += y` at the start of its forward."
-            )
-        outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
-        self.pending += differentiable
-        return outputs, differentiable
+        with self.replay.first(args, kwargs) as moment:
+            return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
 
     def _open(self, neighbour: BlockState | None) -> None:
         """Whole and shown. Order of the gather lane: this block, then the neighbour."""
@@ -201,12 +205,13 @@ class BlockState:
 
     def flush_backward(self) -> None:
         """The end of backward, for a block whose inputs needed no gradient or whose calls are not all done."""
-        self._show_slices()
+        if self._opened:
+            self._show_slices()
         self.pending = 0
         if self._unreduced:
             self._reduce()
         self.release()
-        if any(whole.grad is not None for buffer in self.buffers for whole in buffer.wholes):
+        if [whole for buffer in self.buffers for whole in buffer.wholes if whole.grad is not None]:
             raise RuntimeError(
                 "A block's gradient arrived after its backward was over: one of its parameters is used outside its "
                 "own forward. Pass what is shared through the block's inputs and outputs."

@@ -16,31 +16,31 @@ class Elastic:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, poison: bool) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._nbytes = self.tensor.untyped_storage().nbytes()
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
         self._poison = poison
-
-    @property
-    def allocated(self) -> bool:
-        return self._nbytes == 0 or self.tensor.untyped_storage().nbytes() > 0
+        self.allocated = True
 
     def allocate(self) -> torch.Tensor:
         """Give the tensor its bytes (their contents are undefined, or NaN under the debug switch)."""
         if not self.allocated:
-            self.tensor.untyped_storage().resize_(self._nbytes)
+            self._storage.resize_(self._nbytes)
+            self.allocated = True
             if self._poison:
                 self.tensor.fill_(float("nan"))
         return self.tensor
 
     def free(self) -> None:
         """Give the bytes back to the allocator, on the stream that is current."""
-        if self.allocated:
-            if self._poison and self._nbytes:
+        if self.allocated and self._nbytes:
+            if self._poison:
                 self.tensor.fill_(float("nan"))
-            self.tensor.untyped_storage().resize_(0)
+            self._storage.resize_(0)
+            self.allocated = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a view of the bytes that are here now."""
-        return tensor.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+        return tensor.untyped_storage()._cdata == self._storage._cdata
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
         """A view of `shape` from element `start`, with a version counter of its own.

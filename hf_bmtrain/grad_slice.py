@@ -21,19 +21,21 @@ class GradSlice(torch.Tensor):
     a plain tensor.
     """
 
+    __slots__ = ("_lane", "_segment")
     _lane: Communicator
-    _segment: tuple[SegmentNorms, int] | None = None
+    _segment: tuple[SegmentNorms, int] | None
 
     @classmethod
-    def of(cls, values: torch.Tensor, lane: Communicator) -> GradSlice:
-        """`values` (n,) as a gradient slice that shares its memory and version counter."""
-        piece = values.as_subclass(cls)
-        piece._lane = lane
-        return piece
+    def of(
+        cls, values: torch.Tensor, lane: Communicator, norms: SegmentNorms | None = None, index: int = 0
+    ) -> GradSlice:
+        """`values` (n,) as a gradient slice that shares its memory and version counter.
 
-    def measured_by(self, norms: SegmentNorms, index: int) -> None:
-        """This very tensor, not what is computed from it, is segment `index` of a flat gradient."""
-        self._segment = norms, index
+        norms: `values` is segment `index` of the flat gradient that these measure. What is computed from it is not.
+        """
+        piece = values.as_subclass(cls)
+        piece._lane, piece._segment = lane, None if norms is None else (norms, index)
+        return piece
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)

@@ -40,7 +40,10 @@ class GradientBuffer:
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
         self._handed: list[torch.Tensor | None] = [None] * len(slices)
-        self._sizes = layout.shard_sizes(step.reduce.rank)
+        sizes = layout.shard_sizes(step.reduce.rank)
+        present = [position for position, size in enumerate(sizes) if size or position % 2]  # gaps that are not empty
+        self._sizes = [sizes[position] for position in present]
+        self._pieces = [number for number, position in enumerate(present) if position % 2]
         self._segments = self._make_segments()
         self._version = -1
 
@@ -71,12 +74,13 @@ class GradientBuffer:
         else:
             self._collected[index] = gradient
 
-    @torch.no_grad()
     def send(self, reduction: Reduction) -> None:
         """Start packing the gradients of the wholes and averaging them over the ranks."""
         assert all(self._wholes[index].grad is None for index in self._collected), "read in and outside of blocks"
         shard = self._begin()
-        gradients = [self._collected.get(index, whole.grad) for index, whole in enumerate(self._wholes)]
+        gradients = [whole.grad for whole in self._wholes]
+        for index, gradient in self._collected.items():
+            gradients[index] = gradient
         self.drop()
         if self._reducer is None:
             self._reducer = reduction.reducer(self._layout, self._shapes, self._like, self._step.poison)
@@ -89,7 +93,6 @@ class GradientBuffer:
         if self._flight is not None:
             self._flight.let_go()
 
-    @torch.no_grad()
     def receive(self) -> None:
         """Wait for the average, which is added where an accumulation runs, and set the slices' `.grad`."""
         assert self._flight is not None
@@ -170,18 +173,16 @@ class GradientBuffer:
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         lane = self._step.reduce
         norms = None if self._segments is None else SegmentNorms(self.shard, self._segments, lane)
-        parts = self.shard.split_with_sizes(self._sizes)[1::2]
-        for index, (piece, part) in enumerate(zip(self._slices, parts)):
-            gradient = piece.grad
-            if piece.requires_grad and (gradient is None or gradient is not self._handed[index]):
-                handed = GradSlice.of(part, lane)
-                if norms is not None:
-                    handed.measured_by(norms, index)
-                self._handed[index] = piece.grad = handed
-        self._version = self.shard._version
-        for piece in self._slices:
+        parts = self.shard.split_with_sizes(self._sizes)
+        handed, hooked = self._handed, []
+        for index, piece in enumerate(self._slices):
+            if piece.requires_grad and (handed[index] is None or piece.grad is not handed[index]):
+                handed[index] = piece.grad = GradSlice.of(parts[self._pieces[index]], lane, norms, index)
             if piece._gradient_hooks:
-                piece.run_gradient_hooks()
+                hooked.append(piece)
+        self._version = self.shard._version
+        for piece in hooked:
+            piece.run_gradient_hooks()
 
     def _make_segments(self) -> Segments | None:
         if self._like.dtype == torch.float64:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +20,9 @@ class Packing:
         parts = flat.data.split_with_sizes(layout.sizes)
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
+        self._targets = [*self._views, *self._gaps]
+        zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]
         self._present: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
@@ -30,6 +35,19 @@ class Packing:
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Pack the rest in one launch, and return `flat`."""
+        if self._present or not all(map(operator.is_not, gradients, itertools.repeat(None))):
+            views, sources, zeros = self._sort(gradients)
+        else:
+            views, sources, zeros = self._targets, [*gradients, *self._zeros], []
+        if views:
+            torch._foreach_copy_(views, sources)
+        if zeros:
+            torch._foreach_zero_(zeros)
+        self._present.clear()
+        return self.flat
+
+    def _sort(self, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list, list]:
+        """Views to be written, from which gradients, and views to be zeroed; adds to what is there already."""
         views, sources, zeros = [], [], list(self._gaps)
         for index, (view, gradient) in enumerate(zip(self._views, gradients)):
             if gradient is not None and index in self._present:
@@ -39,12 +57,7 @@ class Packing:
                 sources.append(gradient)
             elif index not in self._present:
                 zeros.append(view)
-        if views:
-            torch._foreach_copy_(views, sources)
-        if zeros:
-            torch._foreach_zero_(zeros)
-        self._present.clear()
-        return self.flat
+        return views, sources, zeros
 
     def reset(self) -> None:
         """Forget what was packed."""

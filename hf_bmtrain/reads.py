@@ -103,6 +103,8 @@ class Reads:
 
     def written(self) -> list[torch.nn.Parameter]:
         """The whole parameters that a forward has modified in place."""
+        if not self._parameters:
+            return []
         return [whole for own in self._parameters.values() for whole in own.values() if whole._version]
 
     def check_unwritten(self) -> None:

@@ -81,6 +81,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_cache(leaf: Any) -> bool:
+    if leaf is None or isinstance(leaf, torch.Tensor):
+        return False
     return callable(getattr(leaf, "update", None)) and callable(getattr(leaf, "get_seq_length", None))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -196,11 +196,13 @@ class ShardedBuffer:
     def gather(self) -> None:
         """Start to make the full buffer whole, unless it is, or is about to be, with the present weights."""
         self.update.settle()
-        if self._full is None or (self._full.allocated and self._filled_version == self.version):
+        version = self.shard._version
+        if self._full is None or (self._full.allocated and self._filled_version == version):
             return
-        self.release()
+        if self._full.allocated:
+            self.release()
         self._full.allocate()
-        self._filled_version = self.version
+        self._filled_version = version
         self._ticket = self._lane.all_gather(self._full.tensor, self.shard)
 
     def wait(self) -> None:
@@ -211,9 +213,10 @@ class ShardedBuffer:
 
     def follow_requires_grad(self) -> None:
         """The wholes require gradients as their slices do, which may have changed since the last forward."""
-        for whole, piece in zip(self.wholes, self.slices):
-            if whole.requires_grad != piece.requires_grad:
-                whole.requires_grad_(piece.requires_grad)
+        wanted = [piece.requires_grad for piece in self.slices]
+        if wanted != [whole.requires_grad for whole in self.wholes]:
+            for whole, require in zip(self.wholes, wanted):
+                whole.requires_grad_(require)
 
     def release(self) -> None:
         if self._full is None:
@@ -238,10 +241,13 @@ class ShardedBuffer:
 
     def check_unwritten(self) -> None:
         """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it."""
-        self._check_uncast()
+        dtype = self.shard.dtype
+        if [whole for whole in self.wholes if whole.dtype is not dtype]:
+            self._raise_cast()
         if self._full is None:
             return
-        written = [*(whole for whole in self.wholes if whole._version), *self.reads.written()]
+        written = [whole for whole in self.wholes if whole._version]
+        written += self.reads.written()
         if written:
             shapes = [tuple(whole.shape) for whole in written]
             raise RuntimeError(
@@ -249,10 +255,8 @@ class ShardedBuffer:
                 "the change would be lost. Keep such state in a buffer (register_buffer), or exclude this module."
             )
 
-    def _check_uncast(self) -> None:
+    def _raise_cast(self) -> NoReturn:
         cast = [index for index, whole in enumerate(self.wholes) if whole.dtype != self.shard.dtype]
-        if not cast:
-            return
         kinds = {(self.wholes[index].shape, self.wholes[index].dtype) for index in cast}
         for index in cast:
             self.wholes[index].data = self._view(index, self.wholes[index].shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,18 @@ class Travelling(Protocol):
     def discard(self) -> None: ...
 
 
+class _Inside:
+    """Counts how deep the present code is inside layers' forwards."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exception) -> None:
+        self.depth -= 1
+
+
 class Step:
     """Shared by all buffers and blocks of a world; given to them when they are made.
 
@@ -55,7 +67,7 @@ class Step:
         self._blocks, self._apart = blocks, apart
         self.inspector: Any = None
         self.buffers_made = self.backwards = 0
-        self._depth = 0
+        self._inside = _Inside()
         self._readers: dict[Releasable, None] | None = None
         self._members: dict[int, dict[Member, None]] = {}
         self._lingering: weakref.ref[Releasable] | None = None  # weak: a model that is dropped goes
@@ -72,7 +84,7 @@ class Step:
     @property
     def in_forward(self) -> bool:
         """Whether a read of a parameter outside blocks means its whole tensor."""
-        return self._depth > 0
+        return self._inside.depth > 0
 
     @property
     def in_backward(self) -> bool:
@@ -94,14 +106,9 @@ class Step:
         finally:
             self._readers = outer
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> AbstractContextManager[None]:
         """Within a layer's own forward, be it the first or a recomputation."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+        return self._inside
 
     def meet(self, reader: Releasable) -> None:
         if self._readers is not None:
@@ -110,7 +117,8 @@ class Step:
     def open_block(self, block: Releasable, neighbour: Releasable | None) -> None:
         """`block` begins and `neighbour` is gathered ahead; others left whole, or gathered in vain, are released."""
         self._release_kept(block, neighbour)
-        self._prefetched = None if neighbour is None else weakref.ref(neighbour)
+        if neighbour is not None:
+            self._prefetched = weakref.ref(neighbour)
 
     def linger(self, block: Releasable) -> None:
         """Leave `block` whole until another block opens: it may be needed next."""
@@ -138,6 +146,7 @@ class Step:
         """Whether a backward that is not over yet, around the one that ends, has `member`."""
         return any(member in members for members in self._members.values())
 
+    @torch.no_grad()
     def _end_backward(self, task: int) -> None:
         """Everything is reduced and the compute stream waits for it: whoever reads `grad` next is safe."""
         self._release_kept()
@@ -159,10 +168,11 @@ class Step:
         for member in members:
             member.abandon_backward()
 
-    def _release_kept(self, *but: Releasable | None) -> None:
+    def _release_kept(self, block: Releasable | None = None, neighbour: Releasable | None = None) -> None:
+        """All that is kept but these two."""
         for reference in (self._lingering, self._prefetched):
             kept = reference() if reference is not None else None
-            if kept is not None and not any(kept is other for other in but):
+            if kept is not None and kept is not block and kept is not neighbour:
                 kept.release()
         self._lingering = self._prefetched = None
 

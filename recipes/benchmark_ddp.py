@@ -21,8 +21,7 @@ def ddp(cell: Cell, config, device: torch.device) -> Engine:
     if cell.compile:
         for layer in layers_of(model):
             layer.compile()
-    knobs = {"gradient_as_bucket_view": True, "static_graph": True} if cell.tuned else {}
-    wrapped = DistributedDataParallel(model, **knobs)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=cell.tuned, static_graph=cell.tuned)
     step = torch_step(wrapped, adamw(wrapped.parameters(), cell.lr), torch_clip(wrapped))
 
     def autocast_step(batch: Batch) -> torch.Tensor:

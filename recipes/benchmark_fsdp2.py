@@ -8,7 +8,7 @@ import torch
 from benchmark_engine import Engine, adamw, torch_clip, torch_step
 from benchmark_models import flops_a_token, layers_of, make_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 if TYPE_CHECKING:
     from benchmark_cell import Cell
@@ -25,13 +25,13 @@ def fsdp2(cell: Cell, config, device: torch.device) -> Engine:
         chosen = set(layers_of(model))
         apply_activation_checkpointing(model, check_fn=lambda module: module in chosen)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    more = {"offload_policy": CPUOffloadPolicy()} if cell.offload else {}
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cell.offload else OffloadPolicy()
     layers = layers_of(model)
     for layer in layers:
         if cell.compile:
             layer.compile()
-        fully_shard(layer, mp_policy=policy, **more)  # resharded after its forward: ZeRO-3
-    fully_shard(model, mp_policy=policy, **more)
+        fully_shard(layer, mp_policy=policy, offload_policy=offload)  # resharded after its forward: ZeRO-3
+    fully_shard(model, mp_policy=policy, offload_policy=offload)
     if cell.tuned:
         gather_further_ahead(layers)
     described = "FSDP2, float32 shards, bf16 gathers and reductions, fused AdamW"

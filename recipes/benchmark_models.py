@@ -1,4 +1,4 @@
-"""What the benchmark trains: named sizes or any language model, with weights and batches that every engine gets alike."""
+"""What the benchmark trains: named sizes or any language model; every engine gets the same weights and batches."""
 
 import zlib
 

@@ -31,9 +31,7 @@ def ours(cell: Cell, config, device: torch.device) -> Engine:
     optimizer = kind(model.parameters(), lr=cell.lr, weight_decay=WEIGHT_DECAY)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    return Engine(
-        managed_step(model, optimizer, manager), flops, f"hf_bmtrain, ZeRO-3, bf16 weights, {kind.__name__}"
-    )
+    return Engine(managed_step(model, optimizer, manager), flops, f"hf_bmtrain, ZeRO-3, bf16 weights, {kind.__name__}")
 
 
 def managed_step(model, optimizer, manager):

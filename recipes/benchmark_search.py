@@ -11,7 +11,7 @@ from benchmark_engine import Engine
 from benchmark_engines import ENGINES
 from benchmark_measure import speed
 from benchmark_models import make_batch, make_config
-from benchmark_world import attempt, free_memory, mapped_bytes, meet
+from benchmark_world import OUT_OF_MEMORY, attempt, free_memory, mapped_bytes, meet
 
 import hf_bmtrain as bmt
 
@@ -75,7 +75,7 @@ class Trials:
         if problem is None:
             self._limit()
             result, problem = attempt(lambda: self._try(batch))
-        if problem not in (None, "out of memory"):
+        if problem not in (None, OUT_OF_MEMORY):
             self.drop()
             raise RuntimeError(f"a step of {batch} rows failed: {problem}")
         self.done.append({"batch": batch, "fits": problem is None, **(result or {})})

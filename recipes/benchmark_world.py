@@ -15,6 +15,7 @@ from benchmark_engines import OWN_GROUP
 import hf_bmtrain as bmt
 
 Result = TypeVar("Result")
+OUT_OF_MEMORY = "out of memory"
 PATIENCE = 60.0
 """Seconds that a rank which has failed, or is done, waits for the others."""
 
@@ -35,18 +36,19 @@ class RanksApart(RuntimeError):
 def attempt(action: Callable[[], Result], patience: float = PATIENCE) -> tuple[Result | None, str | None]:
     """(what `action` returns, None), or (None, why it failed) where it failed on every rank. Collective.
 
-    RanksApart where some ranks failed and others did not, or wait in the middle of it: nobody hangs.
+    RanksApart where ranks failed in different ways, or some did not, or wait in the middle of it: nobody hangs.
     """
-    result, problem = None, None
+    result, problem, kind = None, None, "fine"
     try:
         result = action()
     except Exception as error:  # whatever an engine throws
-        problem = "out of memory" if ran_out_of_memory(error) else f"{type(error).__name__}: {_one_line(error)}"
-        if problem != "out of memory" and bmt.rank() == 0:
+        kind = OUT_OF_MEMORY if ran_out_of_memory(error) else type(error).__name__
+        problem = kind if kind == OUT_OF_MEMORY else f"{kind}: {_one_line(error)}"
+        if kind != OUT_OF_MEMORY and bmt.rank() == 0:
             traceback.print_exc()
         traceback.clear_frames(error.__traceback__)  # they hold the tensors of the step
-    problems = meet(problem, patience)
-    if len({told is None for told in problems}) > 1:
+    kinds, problems = zip(*meet((kind, problem), patience))
+    if len(set(kinds)) > 1:
         told = "; ".join(f"rank {rank}: {problem or 'fine'}" for rank, problem in enumerate(problems))
         raise RanksApart(f"the ranks ended differently ({told})")
     if problem is not None:

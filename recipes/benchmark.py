@@ -18,7 +18,7 @@ from benchmark_engines import check, why_missing
 from benchmark_measure import measure
 from benchmark_search import search
 from benchmark_table import plot, read_reports, table
-from benchmark_world import RanksApart, attempt, free_memory, quit_at_once, start
+from benchmark_world import RanksApart, attempt, end_alone, end_together, free_memory, start
 from command_line import one_line_errors
 
 import hf_bmtrain as bmt
@@ -38,13 +38,13 @@ def main() -> None:
     try:
         for cell in cells:
             failed += not run(cell, options.gather, device, options.output)
+        if options.plot and bmt.rank() == 0:
+            job = cells[-1].job(bmt.world_size())
+            plot(read_reports(options.output, job), job, options.plot)
+        end_together(1 if failed else 0)
     except RanksApart as error:
         sys.stderr.write(f"rank {bmt.rank()}: {error}; the cells after this one need processes of their own\n")
-        quit_at_once()
-    if options.plot and bmt.rank() == 0:
-        job = cells[-1].job(bmt.world_size())
-        plot(read_reports(options.output, job), job, options.plot)
-    sys.exit(1 if failed else 0)
+        end_alone(1)
 
 
 def run(cell: Cell, gather: str, device: torch.device, output: Path) -> bool:

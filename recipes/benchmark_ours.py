@@ -19,7 +19,7 @@ def ours(cell: Cell, config, device: torch.device) -> Engine:
     """bf16 weights; the optimizer keeps their float32 copies."""
     recompute: bool | str = cell.recompute == "full"
     if cell.recompute == "auto":
-        if "str" not in str(inspect.signature(bmt.auto_wrap).parameters["use_checkpoint"].annotation):
+        if inspect.signature(bmt.auto_wrap).parameters["use_checkpoint"].annotation == "bool":
             raise ValueError("--recompute auto: auto_wrap of this version takes use_checkpoint=True or False only")
         recompute = "auto"
     model = make_model(config, torch.bfloat16, device)

@@ -23,7 +23,8 @@ KINDS = (
 )
 """The first pattern that is found in a name says what a kernel, copy or fill does."""
 TRAVELLING = ("gather", "reduce", "offload")
-PEER_REDUCE = r"peer|from_ranks"
+PEER_REDUCE = r"^peer_"
+PULLS = ("Memcpy PtoP", "Memcpy DtoD")
 LONGEST = 5
 Interval = tuple[float, float]
 
@@ -81,13 +82,12 @@ def kind_of(name: str) -> str:
 
 
 def kind_on(item: Work, compute: int, reducing: set[int]) -> str:
-    """Copies beside the compute stream are pulled weights, or gradients on a stream that also adds them up."""
-    kind = kind_of(item.name)
-    if item.stream in reducing and re.search(PEER_REDUCE, item.name):
+    """Copies beside the compute stream are pulled weights, or pulled gradients."""
+    if item.stream in reducing:
         return "reduce"
-    if item.stream != compute and item.name.startswith(("Memcpy PtoP", "Memcpy DtoD")):
-        return "reduce" if item.stream in reducing else "gather"
-    return kind
+    if item.stream != compute and item.name.startswith(PULLS):
+        return "gather"
+    return kind_of(item.name)
 
 
 def compute_stream(work: list[Work]) -> int:
@@ -100,9 +100,19 @@ def compute_stream(work: list[Work]) -> int:
 
 
 def reduce_streams(work: list[Work], compute: int) -> set[int]:
-    """Streams beside the compute stream on which gradients are summed."""
-    pattern = f"ReduceScatter|{PEER_REDUCE}"
-    return {item.stream for item in work if item.stream != compute and re.search(pattern, item.name)}
+    """The side streams on which pulled gradients are summed, and those that pull them.
+
+    Weights are pulled from the beginning of the forward on, gradients shortly before they are summed.
+    """
+    summed = [item for item in work if item.stream != compute and re.search(PEER_REDUCE, item.name)]
+    if not summed:
+        return set()
+    middle = (min(item.begin for item in work) + min(item.begin for item in summed)) / 2
+    first: dict[int, float] = {}
+    for item in work:
+        if item.stream != compute and item.name.startswith(PULLS):
+            first[item.stream] = min(item.begin, first.get(item.stream, item.begin))
+    return {item.stream for item in summed} | {stream for stream, begin in first.items() if begin > middle}
 
 
 def milliseconds(work: list[Work], kinds: list[str]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -110,11 +110,17 @@ def mapped_bytes() -> int:
     return getattr(bmt.current_world().step.gather, "mapped_bytes", 0)
 
 
-def quit_at_once() -> None:
-    """End this process without waiting for anyone; the launcher ends the others."""
+def end_together(status: int) -> NoReturn:
+    """End all ranks' processes at once: threads and communicators of so many libraries do not end well. Collective."""
+    meet(status)
+    end_alone(status)
+
+
+def end_alone(status: int) -> NoReturn:
+    """End this process without waiting for anyone; after a failure the launcher ends the others."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)
 
 
 def _one_line(error: BaseException) -> str:

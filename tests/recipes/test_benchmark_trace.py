@@ -27,18 +27,19 @@ def test_account_of_a_trace():
 
 
 def test_copies_count_by_their_stream():
-    """Pulled weights on two streams; pulled gradients on a third, which adds them up; a packing copy; an offload."""
+    """Pulled weights on two streams; gradients pulled on a third and summed on a fourth; a packing copy; an offload."""
     pull = "Memcpy PtoP (Device -> Device)"
     local = "Memcpy DtoD (Device -> Device)"
     events = [
         event("nvjet_gemm", 0, 10), event(local, 10, 1, "gpu_memcpy"),
         event(pull, 0, 2, "gpu_memcpy", 20), event(local, 1, 2, "gpu_memcpy", 21),
-        event(pull, 4, 4, "gpu_memcpy", 24), event("peer_mean_bf16", 8, 1, stream=24),
+        event(pull, 5, 3, "gpu_memcpy", 24), event("peer_mean", 8, 1, stream=25),
+        event("add_functor", 9, 0.5, stream=25),
         event("Memcpy HtoD (Pinned -> Device)", 9, 4, "gpu_memcpy", 28),
     ]  # fmt: skip
     account = benchmark_trace.account(events)
     found = account["milliseconds"]
-    assert (found["gather"], found["reduce"], found["offload"], found["packing"]) == (4, 5, 4, 1)
+    assert (found["gather"], found["reduce"], found["offload"], found["packing"]) == (4, 4.5, 4, 1)
     assert (found["exposed gather"], found["exposed reduce"], found["exposed offload"]) == (0, 0, 2)
     assert account["streams"]["gather"] == {"busy": 3, "exposed": 0}  # two streams of one role
     assert account["streams"]["offload"] == {"busy": 4, "exposed": 2}

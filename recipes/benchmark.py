@@ -71,6 +71,8 @@ def run(cell: Cell, gather: str, device: torch.device, output: Path) -> bool:
 
 def attempt_search(cell: Cell, name: str, device: torch.device, output: Path) -> str | None:
     """Why a search failed; its trials agree among themselves."""
+    if device.type != "cuda":
+        return "--largest-batch needs GPUs: the host's memory has no limit that is found without harm"
     try:
         search(cell, name, device, lambda report: write(report, output))
     except RanksApart:

@@ -69,6 +69,10 @@ class Communicator(Protocol):
         """The current stream goes on when the shards may be written: no rank is gathering them. Collective."""
         ...
 
+    def free_dropped(self) -> None:
+        """Give back the memory of shards from `allocate` that nobody holds any more. Collective."""
+        ...
+
     def close(self, abort: bool) -> None:
         """End the lane; `abort` does not wait for other ranks."""
         ...
@@ -93,6 +97,9 @@ class _Collective:
 
     def quiesce(self) -> None:
         pass
+
+    def free_dropped(self) -> None:
+        pass  # torch's allocator has them back already
 
 
 class SingleProcess(_Collective):

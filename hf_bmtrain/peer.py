@@ -74,7 +74,7 @@ class PeerCommunicator:
         nbytes = numel * dtype.itemsize
         if nbytes < max(self._smallest, 1):
             return self._below.allocate(numel, dtype, device, settle)
-        self._free_dropped()
+        self.free_dropped()
         shard, handle, alive = self._memory.allocate(numel, dtype)
         handles = self._exchange(handle)
         sources = [None if rank == self.rank else self._memory.map(other, nbytes) for rank, other in enumerate(handles)]
@@ -85,7 +85,7 @@ class PeerCommunicator:
         note.shared = self._shared[self._made] = _Shared(shard, sources, handle, alive, settle)
         return shard
 
-    def _free_dropped(self) -> None:
+    def free_dropped(self) -> None:
         """Give back the shards that are gone on every rank; collective, as `allocate` is."""
         dropped = [number for number, shared in self._shared.items() if shared.alive() is None]
         everywhere = set.intersection(*(set(numbers) for numbers in self._exchange(dropped)))

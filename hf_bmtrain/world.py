@@ -149,11 +149,15 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 
 
 def synchronize() -> None:
-    """Wait until every rank has come here and this rank's device has finished what was queued."""
+    """Wait until every rank has come here and this rank's device has finished what was queued.
+
+    Shards of models that every rank has dropped are given back to the device.
+    """
     world = current_world()
     world.step.gather.quiesce()
     wait_loader()
     world.assemble("synchronize", seconds=1800)
+    world.step.gather.free_dropped()
 
 
 def wait_loader() -> None:

@@ -1,18 +1,35 @@
-"""What the benchmark trains: named sizes or any causal language model, with weights that every engine draws alike."""
+"""What the benchmark trains: named sizes or any language model; every engine gets the same weights and batches."""
 
 import zlib
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedModel,
+)
 from transformers.configuration_utils import PreTrainedConfig
 
-NAMED = ("tiny", "gpt-1.5b", "gpt-13b", "llama-8b")
+NAMED = ("tiny", "bert-base", "gpt2-small", "gpt-1.5b", "gpt-13b", "llama-8b")
+MASKED = ("bert", "roberta", "distilbert", "electra", "modernbert", "deberta-v2")
+"""Model types that learn masked words, seeing both sides; all others learn the next word."""
+IGNORED = -100
 
 
 def make_config(name: str, length: int) -> PreTrainedConfig:
     """The config of a name in NAMED, or of a folder or hub name; dropout is off."""
     if name == "tiny":
         return gpt(layers=4, width=64, heads=4, length=length, vocabulary=512)
+    if name == "bert-base":
+        return BertConfig(
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=max(512, length)
+        )
+    if name == "gpt2-small":
+        return gpt(layers=12, width=768, heads=12, length=max(1024, length), vocabulary=50257, tied=True)
     if name == "gpt-1.5b":
         return gpt(layers=48, width=1600, heads=25, length=length, vocabulary=50257, tied=True)
     if name == "gpt-13b":  # the published table of BMTrain: 128 heads of 40
@@ -33,9 +50,10 @@ def gpt(layers: int, width: int, heads: int, length: int, vocabulary: int, tied:
 
 
 def make_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model on `device`; its weights depend on their names alone."""
+    """The model on `device`; its weights depend on their names alone, but for rounding to `dtype`."""
+    kind = AutoModelForMaskedLM if config.model_type in MASKED else AutoModelForCausalLM
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
         fill(name, parameter)
     return model.train()
@@ -43,24 +61,42 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devic
 
 @torch.no_grad()
 def fill(name: str, parameter: torch.Tensor) -> None:
-    """Matrices normal with 0.02, norms one, biases zero."""
+    """Matrices normal with 0.02, norms one, biases zero. Drawn in float32, so that every dtype has the same draws."""
     if parameter.dim() > 1:
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-        parameter.normal_(0.0, 0.02, generator=generator)
+        drawn = parameter if parameter.dtype == torch.float32 else torch.empty_like(parameter, dtype=torch.float32)
+        parameter.copy_(drawn.normal_(0.0, 0.02, generator=generator))
     else:
         parameter.fill_(float(not name.endswith("bias")))
 
 
+def make_batch(config: PreTrainedConfig, rows: int, length: int, seed: int, device: torch.device) -> dict:
+    """`input_ids` and `labels`, each (rows, length), random; a masked model gets 15 % of the tokens to guess."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
+    if config.model_type not in MASKED:
+        ids = ids.to(device)
+        return {"input_ids": ids, "labels": ids}
+    hidden = torch.rand(rows, length, generator=generator) < 0.15
+    hidden[:, 0] = True  # or a short batch might have none, and no loss
+    labels = ids.masked_fill(~hidden, IGNORED)
+    return {"input_ids": ids.masked_fill(hidden, config.vocab_size - 1).to(device), "labels": labels.to(device)}
+
+
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The decoder layers: the items of the longest ModuleList."""
+    """The model's layers: the items of the longest ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return list(max(lists, key=len))
 
 
 def flops_a_token(model: PreTrainedModel, length: int) -> float:
-    """Multiply-adds counted twice, forward and backward, causal attention, no recomputation (PaLM, appendix B)."""
+    """Multiply-adds counted twice, forward and backward, no recomputation (PaLM, appendix B).
+
+    A causal layer is taken to compute the lower half of its attention scores only.
+    """
     inside = sum(p.numel() for layer in layers_of(model) for p in layer.parameters())
     output = model.get_output_embeddings()
     head = output.weight.numel() if isinstance(output, torch.nn.Linear) else 0
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
-    return 6.0 * (inside + head) + 6.0 * layers * width * length
+    attention = 12.0 if model.config.model_type in MASKED else 6.0
+    return 6.0 * (inside + head) + attention * layers * width * length

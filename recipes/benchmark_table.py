@@ -7,38 +7,50 @@ from benchmark_quoted import quoted_reports
 
 
 def read_reports(folder: Path, job: str) -> list[dict]:
-    """What was measured of `job` in `folder` and what is quoted of it, the fastest first."""
+    """What was measured of `job` in `folder` and what is quoted of it, the best first."""
     reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted([r for r in reports if r["job"] == job] + quoted_reports(job), key=lambda report: report["ms"])
+    reports = [report for report in reports if report["job"] == job]
+    reports += quoted_reports(job, [report["engine"] for report in reports])
+    return sorted(reports, key=lambda report: (-report.get("largest_batch", 0), report.get("ms", 0.0)))
 
 
 def table(reports: list[dict]) -> str:
     """A line a run, with its losses, and below it where the milliseconds went."""
-    lines = [
-        f"{'engine':24s}{'ms':>9s}{'spread':>16s}{'tokens/s':>10s}{'TFLOP/s':>9s}{'of GEMM':>9s}{'peak GB':>9s}  losses"
-    ]
+    width = max([len("engine"), *(len(report["engine"]) for report in reports)]) + 1
+    head = ("rows", "ms", "spread", "tokens/s", "TFLOP/s", "of GEMM", "peak GB")
+    lines = [f"{'engine':{width}s}" + _columns(head) + "  losses"]
     for report in reports:
-        lines.append(_line(report))
+        lines.append((f"{report['engine']:{width}s}" + _columns(_values(report)) + "  " + _losses(report)).rstrip())
         if report.get("milliseconds"):
             lines.append("    " + ", ".join(f"{name} {value:g}" for name, value in report["milliseconds"].items()))
     return "\n".join(lines)
 
 
-def _line(report: dict) -> str:
-    spread = "{:.1f}-{:.1f}".format(*report["spread_ms"]) if "spread_ms" in report else "other run"
-    tokens = f"{report['tokens_a_second_a_rank']:.0f}" if "tokens_a_second_a_rank" in report else ""
+def _columns(values: tuple[str, ...]) -> str:
+    return "".join(f"{value:>{width}s}" for value, width in zip(values, (6, 9, 16, 10, 9, 9, 9)))
+
+
+def _values(report: dict) -> tuple[str, ...]:
+    """Rows only of a search; empty what a report does not have."""
     share = f"{report['TFLOPs'] / report['gemm_TFLOPs']:.0%}" if "gemm_TFLOPs" in report else ""
-    peak = f"{report['peak_GB']:.1f}" if "peak_GB" in report else ""
-    losses = report.get("losses", [])
-    shown = " ".join(f"{loss:.4f}" for loss in losses[:: max(1, len(losses) // 4)])
+    spread = "other run" if report.get("other run") else "{:.1f}-{:.1f}".format(*report.get("spread_ms", (0, 0)))
     return (
-        f"{report['engine']:24s}{report['ms']:9.1f}{spread:>16s}{tokens:>10s}{report['TFLOPs']:9.3g}{share:>9s}{peak:>9s}"
-        f"  {shown}".rstrip()
+        *(f"{report[name]:{form}}" if name in report else "" for name, form in (("largest_batch", "d"), ("ms", ".1f"))),
+        spread,
+        f"{report['tokens_a_second_a_rank']:.0f}" if "tokens_a_second_a_rank" in report else "",
+        f"{report['TFLOPs']:.3g}" if "TFLOPs" in report else "",
+        share,
+        f"{report['peak_GB']:.1f}" if "peak_GB" in report else "",
     )
 
 
+def _losses(report: dict) -> str:
+    losses = report.get("losses", [])
+    return " ".join(f"{loss:.4f}" for loss in losses[:: max(1, len(losses) // 4)])
+
+
 def plot(reports: list[dict], job: str, file: Path) -> None:
-    """Milliseconds a step, the fastest on top; what was measured in another run is hatched."""
+    """Milliseconds a step, the best on top; what was measured in another run is hatched."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -5,53 +5,155 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 KINDS = (
-    ("gather", r"AllGather"),
+    ("GEMM", r"^triton_tem_"),  # Triton's own products
+    ("element-wise", r"^triton_"),  # named after what they fuse, be it an attention's neighbour
+    ("gather", r"AllGather|Broadcast"),
     ("reduce", r"ReduceScatter|AllReduce"),
-    ("optimizer", r"[Aa]dam|squared_norm|lpnorm|LpNorm"),
-    ("attention", r"flash|fmha|attention|mha_"),
+    ("optimizer", r"[Aa]dam|squared_norm|piece_squares|segment_squares|lpnorm|LpNorm"),
+    ("attention", r"flash|fmha|attention|mha_|sdpa"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|gemv|splitK"),
+    ("offload", r"Memcpy (HtoD|DtoH)"),
+    ("gather", r"Memcpy PtoP"),
     ("packing", r"CopyFunctor|foreach_copy|CatArray|split_with_sizes|chunk_cat|Memcpy|Memset"),
 )
-TRAVELLING = ("gather", "reduce")
+"""The first pattern that is found in a name says what a kernel, copy or fill does."""
+TRAVELLING = ("gather", "reduce", "offload")
+PEER_REDUCE = r"^peer_"
+PULLS = ("Memcpy PtoP", "Memcpy DtoD")
+LONGEST = 5
 Interval = tuple[float, float]
 
 
-def profile_step(step: Callable[[], object], trace: Path | None) -> dict[str, float]:
-    """Milliseconds of one step by kind, exposed communication and idle time; a Chrome trace if `trace` is given."""
+class Work(NamedTuple):
+    """Something that ran on the device: name, stream, microseconds."""
+
+    name: str
+    stream: int
+    begin: float
+    end: float
+
+
+def profile_step(step: Callable[[], object], trace: Path | None) -> dict:
+    """One step under the profiler, see `account`; a Chrome trace, with the host's side, if `trace` is given."""
+    activity = torch.profiler.ProfilerActivity
+    wanted = [activity.CUDA, *([activity.CPU] if trace else [])]  # the host's side costs the host time
     with tempfile.TemporaryDirectory() as folder:
         path = trace or Path(folder) / "trace.json"
-        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with torch.profiler.profile(activities=wanted) as profiler:
             step()
             torch.cuda.synchronize()
         profiler.export_chrome_trace(str(path))
         return account(json.loads(path.read_text())["traceEvents"])
 
 
-def account(events: Iterable[dict]) -> dict[str, float]:
-    """Milliseconds of device time by kind; `exposed …` is what no computation covers."""
-    found: dict[str, list[Interval]] = {name: [] for name, _ in KINDS} | {"element-wise": []}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            found[kind_of(event["name"])].append((event["ts"], event["ts"] + event["dur"]))
-    computing = merge(interval for name, own in found.items() if name not in TRAVELLING for interval in own)
-    gathering, reducing = (merge(found[name]) for name in TRAVELLING)
-    everything = merge([*computing, *gathering, *reducing])
-    if not everything:
-        return {}
-    result = {name: length(own) for name, own in found.items()}
-    exposed = length(everything) - length(computing)
-    result["exposed gather"] = length(merge([*computing, *gathering])) - length(computing)
-    result["exposed reduce"] = exposed - result["exposed gather"]
-    result["idle"] = everything[-1][1] - everything[0][0] - length(everything)
-    return {name: round(value / 1e3, 2) for name, value in result.items()}
+def account(events: Iterable[dict]) -> dict:
+    """What the device did, by kind and by stream.
+
+    milliseconds: device time of each kind, what of gathers, reductions and offloading no computation covers
+    (exposed), and idle time. streams: beside the compute stream, by what they mostly do: when one was busy, and when
+    it was and the compute stream was not. longest element-wise: the kernels that no pattern knows.
+    """
+    work = [work_of(event) for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not work:
+        return {"milliseconds": {}}
+    compute = compute_stream(work)
+    reducing = reduce_streams(work, compute)
+    kinds = [kind_on(item, compute, reducing) for item in work]
+    return {
+        "milliseconds": milliseconds(work, kinds),
+        "streams": by_stream(work, kinds, compute),
+        "longest element-wise": longest(item for item, kind in zip(work, kinds) if kind == "element-wise"),
+    }
 
 
-def kind_of(kernel: str) -> str:
-    return next((name for name, pattern in KINDS if re.search(pattern, kernel)), "element-wise")
+def work_of(event: dict) -> Work:
+    stream = event.get("args", {}).get("stream", event.get("tid", 0))
+    return Work(event["name"], stream, event["ts"], event["ts"] + event["dur"])
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "element-wise")
+
+
+def kind_on(item: Work, compute: int, reducing: set[int]) -> str:
+    """Copies beside the compute stream are pulled weights, or pulled gradients."""
+    if item.stream in reducing:
+        return "reduce"
+    if item.stream != compute and item.name.startswith(PULLS):
+        return "gather"
+    return kind_of(item.name)
+
+
+def compute_stream(work: list[Work]) -> int:
+    """The stream that computes longest."""
+    spent: dict[int, float] = {}
+    for item in work:
+        if kind_of(item.name) not in TRAVELLING:
+            spent[item.stream] = spent.get(item.stream, 0.0) + item.end - item.begin
+    return max(spent, key=lambda stream: spent[stream]) if spent else work[0].stream
+
+
+def reduce_streams(work: list[Work], compute: int) -> set[int]:
+    """The side streams on which pulled gradients are summed, and those that pull them.
+
+    Weights are pulled from the beginning of the forward on, gradients shortly before they are summed.
+    """
+    summed = [item for item in work if item.stream != compute and re.search(PEER_REDUCE, item.name)]
+    if not summed:
+        return set()
+    middle = (min(item.begin for item in work) + min(item.begin for item in summed)) / 2
+    first: dict[int, float] = {}
+    for item in work:
+        if item.stream != compute and item.name.startswith(PULLS):
+            first[item.stream] = min(item.begin, first.get(item.stream, item.begin))
+    return {item.stream for item in summed} | {stream for stream, begin in first.items() if begin > middle}
+
+
+def milliseconds(work: list[Work], kinds: list[str]) -> dict[str, float]:
+    found: dict[str, list[Interval]] = {kind: [] for kind, _ in KINDS}
+    for item, kind in zip(work, kinds):
+        found[kind].append((item.begin, item.end))
+    result = {kind: length(own) for kind, own in found.items()}
+    covered = merge(interval for kind, own in found.items() if kind not in TRAVELLING for interval in own)
+    for kind in TRAVELLING:  # what two of them leave uncovered counts for the first
+        more = merge([*covered, *found[kind]])
+        result[f"exposed {kind}"] = length(more) - length(covered)
+        covered = more
+    result["idle"] = covered[-1][1] - covered[0][0] - length(covered)
+    return {kind: round(value / 1e3, 2) for kind, value in result.items()}
+
+
+def by_stream(work: list[Work], kinds: list[str], compute: int) -> dict[str, dict[str, float]]:
+    """Busy and exposed milliseconds of the streams beside the compute stream, those of one role together."""
+    spent: dict[int, dict[str, float]] = {}
+    for item, kind in zip(work, kinds):
+        own = spent.setdefault(item.stream, {})
+        own[kind] = own.get(kind, 0.0) + item.end - item.begin
+    roles = {stream: max(own, key=lambda kind: own[kind]) for stream, own in spent.items()} | {compute: "compute"}
+    intervals: dict[str, list[Interval]] = {}
+    for item in work:
+        intervals.setdefault(roles[item.stream], []).append((item.begin, item.end))
+    computing = merge(intervals["compute"])
+    result = {}
+    for role, own in intervals.items():
+        exposed = length(merge([*computing, *own])) - length(computing) if role != "compute" else 0.0
+        result[role] = {"busy": round(length(merge(own)) / 1e3, 2), "exposed": round(exposed / 1e3, 2)}
+    return result
+
+
+def longest(work: Iterable[Work]) -> dict[str, float]:
+    """Milliseconds of the names that took most."""
+    spent: dict[str, float] = {}
+    for item in work:
+        spent[item.name] = spent.get(item.name, 0.0) + item.end - item.begin
+    names = sorted(spent, key=lambda name: -spent[name])[:LONGEST]
+    return {name[:120]: round(spent[name] / 1e3, 2) for name in names}
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:

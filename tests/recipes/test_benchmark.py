@@ -1,70 +1,131 @@
-"""The benchmark from the command line to its table and chart, on CPU; its accounting of a trace on made-up events."""
+"""The benchmark from the command line to its table and chart, on CPU."""
 
 import json
 
-import benchmark_trace
 import pytest
+from benchmark_cell import parse
+from benchmark_engines import OPTIONS, check, why_missing
+from benchmark_models import IGNORED, make_batch, make_config
 from benchmark_table import read_reports, table
 from small_job import ROOT, TWO_RANKS, run
 
 BENCHMARK = ROOT / "recipes" / "benchmark.py"
-TINY = ("--model", "tiny", "--batch", 2, "--length", 16, "--warmup", 1, "--steps", 3)
+TINY = ("--model", "tiny", "--batch", 2, "--seq", 16, "--warmup", 1, "--steps", 3, "--lr", 0.01)
+JOB = "tiny 2x16 2 ranks"
+ENGINES = {
+    "ours": "--engine ours  # as it is\n\n",
+    "ours collective": None,
+    "fsdp2": "--engine fsdp2\n",
+    "ddp": "--engine ddp\n",
+    "ours recompute=full offload linear-loss": "--recompute full --offload --linear-loss\n",
+    "fsdp2 tuned recompute=full offload": "--engine fsdp2 --tuned --recompute full --offload\n",
+    "ddp tuned recompute=full": "--engine ddp --tuned --recompute full\n",
+}
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Two cells that fail, for want of a model and of a package, before all engines that run on CPU."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    lines = ["--model /no/such/model\n", "--engine bmtrain --recompute full\n", *filter(None, ENGINES.values())]
+    (folder / "cells").write_text("".join(lines))
+    options = ("--cells", folder / "cells", "--output", folder / "out", "--plot", folder / "bars.png")
+    return run(TWO_RANKS, BENCHMARK, *TINY, *options), folder
+
+
+def test_engines_learn_alike(several):
+    """In one process group, one after another. An optimizer that did nothing would be off by 0.05."""
+    done, folder = several
+    reports = read_reports(folder / "out", JOB)
+    assert sorted(report["engine"] for report in reports) == sorted(name for name, line in ENGINES.items() if line)
+    for report in reports:
+        assert len(report["losses"]) == 4
+        assert report["losses"] == pytest.approx(reports[0]["losses"], abs=2e-3), report["engine"]
+        assert report["spread_ms"][0] <= report["ms"] <= report["spread_ms"][1]
+        assert report["tokens_a_second_a_rank"] == pytest.approx(2 * 16 / report["ms"] * 1e3)
+        assert set(report["seconds"]) == {"build", "first step", "other steps"}
+    assert (folder / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_cell_that_fails_is_told_and_the_next_runs(several):
+    done, folder = several
+    assert done.returncode == 1
+    assert "/no/such/model 2x16 2 ranks: ours failed: OSError" in done.stdout
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("bmtrain is left out")]
+    assert "pip install bmtrain" in line
+    assert done.stdout.count("engine") >= len(reports_of(folder)) == 6
+
+
+def reports_of(folder):
+    return list((folder / "out").glob("*.json"))
 
 
 @pytest.mark.parametrize(
-    "engines", [("ours", "fsdp2"), pytest.param(("ddp", "fsdp2", "ours"), marks=pytest.mark.slow)], ids=len
+    ("options", "told"),
+    [
+        (("--engine", "fsdp2", "--recompute", "auto"), "--engine fsdp2 has no --recompute auto"),
+        (("--engine", "ours", "--tuned"), "--engine ours has no --tuned"),
+        (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
+    ],
 )
-def test_engines_learn_alike(tmp_path, engines):
-    """Losses side by side agree within bf16, so a wrong engine would show."""
-    for engine in engines:
-        done = run(
-            TWO_RANKS, BENCHMARK, *TINY, "--engine", engine, "--output", tmp_path, "--plot", tmp_path / "bars.png"
-        )
-        assert done.returncode == 0, done.stderr
-    reports = read_reports(tmp_path, "tiny 2x16 kept 2 ranks")
-    assert sorted(report["engine"] for report in reports) == sorted(engines)
-    for report in reports:
-        assert len(report["losses"]) == 4
-        assert report["losses"] == pytest.approx(reports[0]["losses"], abs=2e-3)
-        assert report["spread_ms"][0] <= report["ms"] <= report["spread_ms"][1]
-        assert report["tokens_a_second_a_rank"] == pytest.approx(2 * 16 / report["ms"] * 1e3)
-    assert done.stdout.count("\n") == 2 + len(engines)  # job, heading, a line each
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+def test_what_an_engine_cannot_do_is_refused(options, told):
+    [cell], _ = parse(options)
+    with pytest.raises(ValueError, match=told):
+        check(cell)
+    assert set(OPTIONS) >= {cell.engine}
+
+
+def test_lines_of_a_file_are_cells(tmp_path, capsys):
+    file = tmp_path / "cells"
+    file.write_text("# nothing\n--engine ddp --batch 4\n--compile --recompute full --gather auto\n")
+    cells, options = parse(["--cells", str(file), "--seq", "64", "--gather", "peer", "--batch", "2"][:4])
+    assert [(cell.engine, cell.batch, cell.seq) for cell in cells] == [("ddp", 4, 64), ("ours", 8, 64)]
+    assert [cell.name(options.gather) for cell in cells] == ["ddp", "ours compiled recompute=full"]
+    assert cells[1].name("peer") == "ours peer compiled recompute=full"
+    file.write_text("--batch 4\n--gather peer\n")
+    with pytest.raises(ValueError, match="line 2: --gather holds for all cells"):
+        parse(["--cells", str(file)])
+    file.write_text("--batch 4\n\n--engine none\n")
+    with pytest.raises(SystemExit):
+        parse(["--cells", str(file)])
+    assert f"in {file}, line 3" in capsys.readouterr().err
 
 
 def test_what_was_not_measured_here_is_marked(tmp_path):
-    job = "gpt-13b 8x512 recomputed 4 ranks"
+    job = "gpt-13b 8x512 4 ranks"
     report = {"engine": "ours", "job": job, "ms": 864.0, "spread_ms": [860.0, 870.0], "TFLOPs": 368.0, "losses": [1.0]}
     (tmp_path / "one.json").write_text(json.dumps(report))
     (tmp_path / "other_job.json").write_text(json.dumps(report | {"job": "tiny"}))
-    lines = table(read_reports(tmp_path, job)).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["ours", "deepspeed", "bmtrain"]  # the fastest first
-    assert ["other run" in line for line in lines[1:]] == [False, True, True]
+    assert marked(tmp_path, job) == [("megatron-fsdp", True), ("ours", False), ("deepspeed", True), ("bmtrain", True)]
+    (tmp_path / "two.json").write_text(json.dumps(report | {"engine": "deepspeed tuned", "ms": 900.0}))
+    assert marked(tmp_path, job)[2] == ("deepspeed", False)  # what was measured is not quoted besides
 
 
-def event(name: str, begin: float, duration: float, category: str = "kernel") -> dict:
-    return {"name": name, "cat": category, "ts": 1e3 * begin, "dur": 1e3 * duration}
+def marked(folder, job) -> list[tuple[str, bool]]:
+    lines = table(read_reports(folder, job)).splitlines()[1:]
+    return [(line.split()[0], "other run" in line) for line in lines]
 
 
-def test_account_of_a_trace():
-    """GEMM 0-4 and 6-8 ms, a gather 3-7, a reduction 7-9, a copy 10-11."""
-    events = [
-        event("nvjet_gemm", 0, 4), event("nvjet_gemm", 6, 2), event("ncclDevKernel_AllGather", 3, 4),
-        event("ncclDevKernel_ReduceScatter", 7, 2), event("Memcpy DtoD", 10, 1, "gpu_memcpy"),
-        event("aten::mm", 0, 100, "cpu_op"),  # not on the device
-    ]  # fmt: skip
-    found = benchmark_trace.account(events)
-    assert (found["GEMM"], found["gather"], found["reduce"], found["packing"]) == (6, 4, 2, 1)
-    assert found["exposed gather"] == 2  # from 4 to 6
-    assert found["exposed reduce"] == 1  # from 8 to 9
-    assert found["idle"] == 1  # from 9 to 10
-    assert benchmark_trace.account([event("aten::mm", 0, 1, "cpu_op")]) == {}
+def test_the_largest_batch_comes_first(tmp_path):
+    job = "tiny largest batch x16 2 ranks"
+    for engine, rows in (("ours", 12), ("fsdp2", 8), ("ddp", 0)):
+        report = {"engine": engine, "job": job, "largest_batch": rows} | ({"ms": 9.0, "TFLOPs": 1.0} if rows else {})
+        (tmp_path / f"{engine}.json").write_text(json.dumps(report))
+    lines = table(read_reports(tmp_path, job)).splitlines()[1:]
+    assert [line.split()[:2] for line in lines] == [["ours", "12"], ["fsdp2", "8"], ["ddp", "0"]]
 
 
-def test_kinds_of_kernels():
-    kinds = {
-        "adam_step_bf16": "optimizer", "squared_norm": "optimizer", "flash_fwd_kernel": "attention",
-        "void cutlass::Kernel2": "GEMM", "multi_tensor_apply_kernel<CopyFunctor>": "packing",
-        "vectorized_elementwise_kernel": "element-wise",
-    }  # fmt: skip
-    assert {name: benchmark_trace.kind_of(name) for name in kinds} == kinds
+def test_engines_of_torch_are_never_missing():
+    assert [why_missing(engine) for engine in ("ours", "fsdp2", "ddp")] == [None, None, None]
+
+
+def test_every_engine_gets_the_same_batch():
+    device = __import__("torch").device("cpu")
+    bert = make_batch(make_config("bert-base", 32), 8, 32, 7, device)
+    guessed = bert["labels"] != IGNORED
+    assert (guessed.any(dim=1)).all() and 0.1 < guessed.float().mean() < 0.25
+    assert (bert["input_ids"][guessed] == 30521).all()
+    causal = make_batch(make_config("tiny", 32), 8, 32, 7, device)
+    assert causal["labels"] is causal["input_ids"]
+    again = make_batch(make_config("tiny", 32), 8, 32, 7, device)
+    assert (again["input_ids"] == causal["input_ids"]).all()

@@ -1,0 +1,30 @@
+"""BMTrain on a Hugging Face model."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from benchmark_engine import WEIGHT_DECAY, Engine
+from benchmark_models import flops_a_token, make_model
+from benchmark_ours import managed_step
+
+if TYPE_CHECKING:
+    from benchmark_cell import Cell
+
+
+def bmtrain(cell: Cell, config, device: torch.device) -> Engine:
+    """Its wrapper makes every layer a block that recomputes."""
+    package: Any = importlib.import_module("bmtrain")
+    if not package.config["initialized"]:
+        package.init_distributed(seed=0)
+    model = make_model(config, torch.bfloat16, device)
+    flops = flops_a_token(model, cell.seq)
+    model = package.BMTrainModelWrapper(model)
+    kind = package.optim.AdamOffloadOptimizer if cell.offload else package.optim.AdamOptimizer
+    optimizer = kind(model.parameters(), lr=cell.lr, weight_decay=WEIGHT_DECAY)
+    manager = package.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    return Engine(managed_step(model, optimizer, manager), flops, f"bmtrain {version('bmtrain')}, bf16 weights")

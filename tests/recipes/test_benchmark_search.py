@@ -1,0 +1,170 @@
+"""The search for the largest batch, and how ranks agree that one of them has failed, on CPU."""
+
+import dataclasses
+import gc
+import os
+import time
+
+import benchmark_search
+import pytest
+import torch
+from benchmark_cell import parse
+from benchmark_engines import ENGINES
+from benchmark_models import make_config
+from benchmark_search import largest_batch, search
+from benchmark_world import RanksApart, attempt, free_memory, mapped_bytes, meet
+from torch.distributed.tensor import DTensor
+
+from ranks import Ranks
+
+TINY = ("--model", "tiny", "--seq", "8", "--batch", "2", "--largest-batch")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("first", [1, 2, 8, 32])
+@pytest.mark.parametrize("limit", range(0, 70, 3))
+def test_largest_batch_is_found(first, limit):
+    asked = []
+
+    def fits(batch: int) -> bool:
+        asked.append(batch)
+        return batch <= limit
+
+    assert largest_batch(fits, first) == (limit if limit < 4 else limit // 4 * 4)
+    assert len(asked) == len(set(asked)) <= 14
+
+
+def searched(limit: int, failing: tuple[int, ...]):
+    """A search with an engine whose second step finds no memory for more than `limit` rows on some ranks."""
+    real, cell, seen = ENGINES["ours"], parse(TINY)[0][0], []
+
+    def scarce(cell, config, device):
+        engine, before = real(cell, config, device), []
+
+        def step(batch):
+            loss, rows = engine.step(batch), len(batch["labels"])
+            before.append(rows)
+            if rows > limit and before.count(rows) == 2 and rank() in failing:
+                raise torch.OutOfMemoryError("CUDA out of memory: Tried to allocate 2 GiB")
+            return loss
+
+        return dataclasses.replace(engine, step=step)
+
+    benchmark_search.ENGINES["ours"] = scarce
+    try:
+        return search(cell, "ours", CPU, lambda report: seen.append(report["largest_batch"])), seen
+    except RanksApart as error:
+        return str(error), seen
+    finally:
+        benchmark_search.ENGINES["ours"] = real
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_search_on_two_ranks(world):
+    for report, seen in world(2)(searched, 12, (0, 1)):
+        assert report["largest_batch"] == report["batch"] == 12
+        assert [(trial["batch"], trial["fits"]) for trial in report["trials"]] == [
+            (2, True), (4, True), (8, True), (16, False), (12, True),
+        ]  # fmt: skip
+        assert report["job"] == "tiny largest batch x8 2 ranks"
+        assert seen == [2, 4, 8, 8, 12]  # written after every trial
+
+
+@pytest.fixture
+def own():
+    """Ranks that a test may leave in disarray."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def test_one_rank_out_of_memory_ends_the_search(own):
+    for told, seen in own(searched, 4, (1,)):
+        assert "rank 0: fine; rank 1: out of memory" in told
+        assert seen == [2, 4]
+
+
+def absent() -> str:
+    """Rank 1 comes too late: rank 0 does not wait for ever."""
+    try:
+        time.sleep(3 * rank())
+        meet(None, patience=1)
+    except RanksApart as error:
+        return str(error)
+    return "met"
+
+
+def test_a_rank_that_does_not_come_is_told(own):
+    first, _ = own(absent)
+    assert "not all came within 1 s" in first
+
+
+def failing(text: str, ranks: tuple[int, ...]) -> tuple:
+    def action() -> int:
+        if rank() in ranks:
+            raise ValueError(text)
+        return 7
+
+    return attempt(action)
+
+
+def test_attempts_agree(world):
+    assert world(2)(failing, "", ()) == [(7, None)] * 2
+    assert world(2)(failing, "a\nb", (0, 1)) == [(None, "ValueError: a b")] * 2
+    assert world(2)(failing, "CUDA error: out of memory", (0, 1)) == [(None, "out of memory")] * 2
+
+
+def bytes_left(engine: str, fail: bool) -> tuple[int, int, int]:
+    """(bytes of tensors while an engine lives, more of them after than before, bytes other ranks have mapped)."""
+    free_memory()
+    before = tensor_bytes()
+    peak = trained(engine, fail)
+    free_memory()
+    return peak, tensor_bytes() - before, mapped_bytes()
+
+
+def trained(engine: str, fail: bool) -> int:
+    config = make_config("tiny", 8)
+    peak = 0
+
+    def action() -> None:
+        nonlocal peak
+        built = ENGINES[engine](dataclasses.replace(parse(TINY)[0][0], engine=engine), config, CPU)
+        ids = torch.arange(16).view(2, 8)
+        built.step({"input_ids": ids, "labels": ids})
+        peak = tensor_bytes()
+        if fail:
+            built.step({"input_ids": ids, "labels": ids + 512})  # beyond the vocabulary: fails in the middle
+
+    result, problem = attempt(action)
+    assert (problem is not None) == fail
+    return peak
+
+
+def tensor_bytes() -> int:
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and not isinstance(thing, DTensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("fail", [False, True], ids=["after steps", "after a failure"])
+@pytest.mark.parametrize("engine", ["ours", "fsdp2", "ddp"])
+def test_memory_comes_back(world, engine, fail):
+    for peak, left, _ in world(2)(bytes_left, engine, fail):
+        assert peak > 1e6
+        assert left < 0.02 * peak
+
+
+def test_mapped_shards_come_back():
+    ranks = Ranks(2, gather="peer")
+    try:
+        for peak, left, mapped in ranks(bytes_left, "ours", False):
+            assert (left < 0.02 * peak) and mapped == 0
+    finally:
+        ranks.stop()

@@ -27,7 +27,7 @@ class GradientSlots:
     """COUNT slots of equal size on every rank, and the rows into which the other ranks' slots are copied.
 
     The slots lie in peer memory, beside torch's allocator; the rows are torch's. They are made at the first gradient
-    and again for a larger one, and stay.
+    and again for a larger one, and stay until `free`.
     """
 
     def __init__(self, memory: PeerMemory, exchange: Callable[[Any], list[Any]], rank: int, device: torch.device):
@@ -45,8 +45,8 @@ class GradientSlots:
         """Bytes that lie outside of torch's allocator, whose statistics do not show them."""
         return len(self._slots) * self.nbytes
 
-    def grow(self, nbytes: int) -> None:
-        """Slots of `nbytes` in the place of smaller ones, out of which this rank copies no more. Collective."""
+    def free(self) -> None:
+        """Give the slots back, out of which this rank copies no more. Collective."""
         for source in self._sources:
             if source is not None:
                 self._memory.unmap(source)
@@ -55,6 +55,10 @@ class GradientSlots:
         if self._handle is not None:
             self._exchange(None)  # nobody has them mapped
             self._memory.free(self._handle)
+        self._handle, self.nbytes = None, 0
+
+    def make(self, nbytes: int) -> None:
+        """Slots of `nbytes`, where there are none. Collective."""
         whole, self._handle, _ = self._memory.allocate(COUNT * nbytes, torch.uint8)
         handles = self._exchange(self._handle)
         for rank, handle in enumerate(handles):

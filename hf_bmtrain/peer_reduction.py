@@ -70,9 +70,13 @@ class PeerReduction:
     def take(self, nbytes: int) -> Slot:
         """A slot of at least `nbytes`. Collective; the host waits where they are too small so far."""
         if nbytes > self._slots.nbytes:
-            self._pulling.mark().synchronize()
-            self._slots.grow(nbytes)
+            self.free()
+            self._slots.make(nbytes)
         return self._slots.take()
+
+    def free(self) -> None:
+        self._pulling.mark().synchronize()
+        self._slots.free()
 
     def carry(
         self, slot: Slot, pack: Callable[[], object], shard: torch.Tensor, total: torch.Tensor | None

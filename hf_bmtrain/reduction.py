@@ -62,6 +62,10 @@ class Reduction(Protocol):
         """One for parameters of `shapes` that lie as in `layout`, of the dtype and on the device of `like`."""
         ...
 
+    def free(self) -> None:
+        """Give back memory that is kept from one gradient to the next. Collective."""
+        ...
+
 
 class CollectiveReduction:
     """Reduces by the lane's reduce-scatter. A buffer that travels holds its packed gradients, all of them."""
@@ -73,6 +77,9 @@ class CollectiveReduction:
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         return _CollectiveReducer(self, layout, shapes, like, poison)
+
+    def free(self) -> None:
+        pass
 
 
 class _CollectiveReducer:
@@ -198,3 +205,6 @@ class LocalReduction:
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> LocalReducer:
         return LocalReducer(layout, shapes, poison)
+
+    def free(self) -> None:
+        pass

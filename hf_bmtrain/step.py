@@ -79,6 +79,12 @@ class Step:
         """Bytes of shards and gradient slots that lie outside of torch's allocator, whose statistics miss them."""
         return sum(getattr(owner, "mapped_bytes", 0) for owner in (self.gather, self._blocks))
 
+    def free_dropped(self) -> None:
+        """Give back what models that every rank has dropped have left mapped. Collective."""
+        self.gather.free_dropped()
+        if not getattr(self.gather, "mapped_bytes", 0):
+            self._blocks.free()
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     @property

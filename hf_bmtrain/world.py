@@ -157,7 +157,7 @@ def synchronize() -> None:
     world.step.gather.quiesce()
     wait_loader()
     world.assemble("synchronize", seconds=1800)
-    world.step.gather.free_dropped()
+    world.step.free_dropped()
 
 
 def wait_loader() -> None:

@@ -41,12 +41,14 @@ class Step:
     """Shared by all buffers and blocks of a world; given to them when they are made.
 
     gather, reduce: the two lanes. poison: the debug switch that fills unfilled and released memory with NaN.
-    inspector: what notes activations at present, see `inspect`. buffers_made, backwards: how many there were so far.
+    inspector: what notes activations at present, see `inspect`. planner: of blocks with use_checkpoint="auto".
+    buffers_made, backwards: how many there were so far.
     """
 
     def __init__(self, gather: Communicator, reduce: Communicator, poison: bool = False) -> None:
         self.gather, self.reduce, self.poison = gather, reduce, poison
         self.inspector: Any = None
+        self.planner: Any = None
         self.buffers_made = self.backwards = 0
         self._depth = 0
         self._readers: dict[Releasable, None] | None = None

@@ -21,8 +21,9 @@ class CheckpointBlock(SelfReducing, torch.nn.Module):
     """`CheckpointBlock(layer)` returns `layer` itself, sharded in place, its class extended by this one.
 
     Names, isinstance, hooks, attributes and state_dict keys of the layer stay true. use_checkpoint: recompute the
-    forward in backward instead of keeping its activations; "auto": where memory asks for it. zero_level: 3 frees the parameters between forward and
-    backward, 2 keeps them; None takes the world's. Layers that hold DistributedParameters are accepted. Collective.
+    forward in backward instead of keeping its activations, "auto" as `auto_wrap` has it. zero_level: 3 frees the
+    parameters between forward and backward, 2 keeps them; None takes the world's. Layers that hold
+    DistributedParameters are accepted. Collective.
     """
 
     _bmt: BlockState

@@ -125,6 +125,23 @@ class BlockState:
             return layer_forward(*args, **kwargs)
 
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+        (args, kwargs), inputs = leave_backward(self, (args, kwargs))
+        versions = [tensor._version for tensor in inputs]
+        with uncached_autocast():
+            if self.recomputation.recomputes(args, kwargs, self.pending):
+                outputs = self._forward_to_recompute(layer_forward, args, kwargs)
+            else:
+                outputs = self._forward_to_keep(layer_forward, args, kwargs)
+        if versions != [tensor._version for tensor in inputs]:
+            raise RuntimeError(
+                "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
+                "write `x = x + y` for `x += y` at the start of its forward."
+            )
+        outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
+        self.pending += differentiable
+        return outputs, differentiable
+
+    def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         again = False
 
         def run(*args, **kwargs):
@@ -136,22 +153,24 @@ class BlockState:
             with self.recomputation.counting(args, kwargs, self.pending):
                 return self._inside(layer_forward, *args, **kwargs)
 
-        (args, kwargs), inputs = leave_backward(self, (args, kwargs))
-        versions = [tensor._version for tensor in inputs]
-        with uncached_autocast():
-            if self.recomputation.recomputes(args, kwargs, self.pending):
-                with self.replay.first(args, kwargs) as moment:
-                    outputs = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
-            else:
-                outputs = run(*args, **kwargs)
-        if versions != [tensor._version for tensor in inputs]:
-            raise RuntimeError(
-                "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
-                "write `x = x + y` for `x += y` at the start of its forward."
-            )
-        outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
-        self.pending += differentiable
-        return outputs, differentiable
+        with self.replay.first(args, kwargs) as moment:
+            return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+
+    def _forward_to_keep(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Activations stay. Where that is a plan's choice and memory does not suffice after all, it is taken back."""
+        draws = self.recomputation.remember_draws()
+        if draws is None:
+            return self._inside(layer_forward, *args, **kwargs)
+        with self.replay.first(args, kwargs) as moment:
+            try:
+                return self._inside(layer_forward, *args, **kwargs)
+            except torch.OutOfMemoryError:
+                if moment.caches:  # they may have been appended to
+                    raise
+        self.recomputation.take_back()
+        self.replay.put_back(moment)
+        draws.restore()
+        return self._forward_to_recompute(layer_forward, args, kwargs)
 
     def _open(self, neighbour: BlockState | None) -> None:
         """Whole and shown. Order of the gather lane: this block, then the neighbour."""

@@ -5,39 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
-from torch.utils import _pytree as pytree
 
 from .device_memory import DeviceMemory, Memory
 from .plan import make_plan
+from .random_state import RandomState
 from .recomputation import Fixed, Recomputation, UseCheckpoint
-from .saved_bytes import SavedBytes, saving_hooks
-from .sharding import ShardedBuffer
+from .share import Block, Measure, Share
 from .world import World
 
 _log = logging.getLogger("hf_bmtrain")
-Shapes = tuple[torch.Size, ...]
-
-
-class Block(Protocol):
-    """What is planned for."""
-
-    buffers: list[ShardedBuffer]
-    zero_level: int
-
-
-@dataclass(frozen=True)
-class _Measure:
-    """One forward of a block: the shapes of its inputs, the bytes it would keep, how many then waited for backward."""
-
-    shapes: Shapes
-    nbytes: int
-    calls: int
 
 
 @dataclass(frozen=True)
@@ -48,72 +26,6 @@ class _Reading:
     forward_room: int
     backward_room: int
     activations: list[int]
-
-
-class Share:
-    """One block's part: what its activations take, for which inputs that is known, and whether it keeps them.
-
-    Inputs are known by the shapes of the tensors among them; those that are in no dimension larger than measured ones
-    take no more. nbytes: the most measured in a forward, times `calls`, the most forwards ahead of one backward.
-    """
-
-    use_checkpoint: UseCheckpoint = "auto"
-
-    def __init__(self, planner: Planner, block: Block) -> None:
-        self._planner, self.block = planner, block
-        self.kept = False
-        self.calls = self._most = 0
-        self._measured: list[Shapes] = []
-        self._fitting: set[Shapes] = set()
-
-    @property
-    def nbytes(self) -> int:
-        return self._most * self.calls
-
-    @property
-    def parameters(self) -> int:
-        """Bytes of the whole parameters, 0 where nothing frees them between forward and backward."""
-        if self.block.zero_level == 2:
-            return 0
-        return sum(b.layout.numel * b.shard.dtype.itemsize for b in self.block.buffers if b.sharded)
-
-    def enter(self) -> None:
-        self._planner.enter()
-
-    def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        """Someone else's checkpoint, or offloading, around the block has its own way with activations: as if True."""
-        if self._planner.in_backward or saving_hooks() is not None:
-            return True
-        if not self._fits(_shapes(args, kwargs)):
-            self._planner.measure()
-        return self._planner.measuring or not self.kept or pending >= self.calls
-
-    def _fits(self, shapes: Shapes) -> bool:
-        if shapes not in self._fitting and any(_within(shapes, measured) for measured in self._measured):
-            self._fitting.add(shapes)
-        return shapes in self._fitting
-
-    @contextmanager
-    def counting(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        if not self._planner.measuring or self._planner.in_backward:
-            yield
-            return
-        held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held += [buffer.wholes[0] for buffer in self.block.buffers]
-        saved = SavedBytes(held)
-        with saved.counting():
-            yield
-        self._planner.note(self, _Measure(_shapes(args, kwargs), saved.nbytes, pending + 1))
-
-    def learn(self, measure: _Measure) -> None:
-        self._most, self.calls = max(self._most, measure.nbytes), max(self.calls, measure.calls)
-        self._measured = [shapes for shapes in self._measured if not _within(shapes, measure.shapes)]
-        self._measured.append(measure.shapes)
-        self._fitting.add(measure.shapes)
-
-    def before_backward(self) -> None:
-        if self._planner.measuring:
-            self._planner.before_backward()
 
 
 class Planner:
@@ -131,9 +43,9 @@ class Planner:
     def __init__(self, world: World, memory: Memory) -> None:
         self._world, self._memory = world, memory
         self._shares: list[weakref.ref[Share]] = []  # in the order of their first forwards
-        self._fresh: list[tuple[Share, _Measure]] = []
+        self._fresh: list[tuple[Share, Measure]] = []
         self._backwards = -1
-        self._began = self._forward = self._backward = self._whole = 0
+        self._began = self._forward = self._backward = self._whole = self._lost = 0
         self._versions: list[int] = []
         self._planned_for: int | None = None
         self._left_forward = False
@@ -173,7 +85,7 @@ class Planner:
             self.measuring, self._stale, self._left_forward = True, True, False
             self._memory.reset_peak()
 
-    def note(self, share: Share, measure: _Measure) -> None:
+    def note(self, share: Share, measure: Measure) -> None:
         self._fresh.append((share, measure))
 
     def before_backward(self) -> None:
@@ -196,11 +108,30 @@ class Planner:
     def abandon_backward(self) -> None:
         self._fresh = []
 
+    # -- out of memory ------------------------------------------------------------------------------------------
+
+    def remember_draws(self) -> RandomState:
+        return RandomState(self._world.device)
+
+    def take_back(self, share: Share) -> None:
+        """The plan was wrong: `share` and those after it recompute, and so much less is given from now on."""
+        shares = self._present()
+        later = [other for other in shares[shares.index(share) :] if other.kept]
+        self._lost += sum(other.nbytes for other in later)
+        for other in later:
+            other.kept = False
+        self._stale = True
+        _log.warning(
+            "rank %d: out of memory in a block that was to keep its activations; it and %d later blocks recompute, and "
+            "%.2f GiB less are planned with from now on",
+            self._world.rank, len(later) - 1, self._lost / 2**30,
+        )  # fmt: skip
+
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _read(self, shares: Sequence[Share]) -> _Reading:
         versions = _versions(shares)
-        free = self._memory.usable() - max(self._began, self._planned_for or 0)
+        free = self._memory.usable() - max(self._began, self._planned_for or 0) - self._lost
         activations = [share.nbytes for share in shares]
         stepped = not versions or versions != self._versions
         return _Reading(stepped, free - self._forward, free - self._backward, activations)
@@ -240,21 +171,6 @@ class Planner:
 def _versions(shares: Sequence[Share]) -> list[int]:
     """Of the weights that an optimizer changes."""
     return [buffer.version for share in shares for buffer in share.block.buffers if buffer.trainable]
-
-
-def _shapes(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Of the tensors among the arguments or, where there are none, inside of them."""
-    shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    if shapes:
-        return shapes
-    return tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-
-
-def _within(shapes: Shapes, measured: Shapes) -> bool:
-    """Whether no tensor is larger in any dimension than the measured one in its place."""
-    return [len(shape) for shape in shapes] == [len(shape) for shape in measured] and all(
-        size <= most for shape, other in zip(shapes, measured) for size, most in zip(shape, other)
-    )
 
 
 def choose(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recomputation:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
+from .random_state import RandomState
+
 UseCheckpoint = bool | Literal["auto"]
 
 
@@ -25,6 +27,12 @@ class Recomputation(Protocol):
         """Around the layer's own forward, the first time."""
         ...
 
+    def remember_draws(self) -> RandomState | None:
+        """Ahead of a forward that keeps its activations: where random numbers stand, None if it may not be repeated."""
+
+    def take_back(self) -> None:
+        """A forward that keeps its activations has run out of memory and is repeated, to be recomputed."""
+
     def before_backward(self) -> None:
         """Backward has come to the block."""
 
@@ -43,6 +51,12 @@ class Fixed:
 
     def counting(self, args: tuple, kwargs: dict[str, Any], pending: int) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def remember_draws(self) -> RandomState | None:
+        return None
+
+    def take_back(self) -> None:
+        raise AssertionError("nothing was remembered")
 
     def before_backward(self) -> None:
         pass

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 def saving_hooks() -> tuple[Callable, Callable] | None:
     """The saved-tensor hooks that are in force here: somebody's checkpoint, say."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SavedBytes:

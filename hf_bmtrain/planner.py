@@ -12,7 +12,7 @@ from .device_memory import DeviceMemory, Memory
 from .plan import make_plan
 from .random_state import RandomState
 from .recomputation import Fixed, Recomputation, UseCheckpoint
-from .share import Block, Measure, Share
+from .share import Block, Measure, Shapes, Share
 from .world import World
 
 _log = logging.getLogger("hf_bmtrain")
@@ -43,7 +43,7 @@ class Planner:
     def __init__(self, world: World, memory: Memory) -> None:
         self._world, self._memory = world, memory
         self._shares: list[weakref.ref[Share]] = []  # in the order of their first forwards
-        self._fresh: list[tuple[Share, Measure]] = []
+        self._fresh: dict[tuple[Share, Shapes], Measure] = {}
         self._backwards = -1
         self._began = self._forward = self._backward = self._whole = self._lost = 0
         self._versions: list[int] = []
@@ -72,7 +72,7 @@ class Planner:
             for buffer in share.block.buffers:
                 buffer.gradient.let_go()
         self._began = self._memory.allocated()
-        self._fresh, self.measuring = [], False
+        self._fresh, self.measuring = {}, False
         if self._planned_for is None:
             if not shares or not self._agree(shares):
                 self.measure()
@@ -86,7 +86,8 @@ class Planner:
             self._memory.reset_peak()
 
     def note(self, share: Share, measure: Measure) -> None:
-        self._fresh.append((share, measure))
+        key = share, measure.shapes
+        self._fresh[key] = measure.or_more(self._fresh.get(key, measure))
 
     def before_backward(self) -> None:
         if not self._left_forward:
@@ -98,15 +99,15 @@ class Planner:
         """The end of a backward that was measured: what the forward has counted holds now."""
         self._backward = max(self._backward, self._memory.peak() - self._began)
         known = self._present()
-        for share, measure in self._fresh:
+        for (share, _), measure in self._fresh.items():
             share.learn(measure)
             if share not in known:
                 known.append(share)
-        self._shares, self._fresh = [weakref.ref(share) for share in known], []
+        self._shares, self._fresh = [weakref.ref(share) for share in known], {}
         self._versions = _versions(known)
 
     def abandon_backward(self) -> None:
-        self._fresh = []
+        self._fresh = {}
 
     # -- out of memory ------------------------------------------------------------------------------------------
 

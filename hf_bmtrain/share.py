@@ -33,6 +33,9 @@ class Measure:
     nbytes: int
     calls: int
 
+    def or_more(self, other: Measure) -> Measure:
+        return Measure(self.shapes, max(self.nbytes, other.nbytes), max(self.calls, other.calls))
+
 
 class Owner(Protocol):
     """The planner: see `planner.Planner`."""

@@ -1,6 +1,9 @@
 """use_checkpoint="auto": what the planner decides when, and that nothing it decides changes a number."""
 
 import contextlib
+import functools
+import gc
+import itertools
 import logging
 
 import pytest
@@ -75,11 +78,11 @@ def plain_loss(model, step, rank):
 
 
 def shares(model):
-    return [layer._bmt.recomputation for layer in model.layers]
+    return [module._bmt.recomputation for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
 
 
 def kept(model):
-    return "".join("01"[share.kept] for share in shares(model))
+    return "".join("01"[getattr(share, "kept", False)] for share in shares(model))
 
 
 def layer_bytes(layer=Layer, **options):
@@ -215,8 +218,6 @@ def two_models():
                 optimizer.zero_grad()
         assert (kept(one), kept(two)) == ("001", "111")
         del two, model, optimizers, optimizer
-        import gc
-
         gc.collect()
         one(rows(5)).backward()
         one(rows(5)).backward()
@@ -357,7 +358,7 @@ def train(make, loss, use_checkpoint, zero_level, schedule=None, steps=6):
     seen = []
     for step in range(steps):
         if schedule is not None and step >= 2:
-            for share, keeps in zip(shares(model), schedule[step % len(schedule)]):
+            for share, keeps in zip(shares(model), itertools.cycle(schedule[step % len(schedule)])):
                 share.kept = keeps == "1"
         value = loss(model, step, bmt.rank())
         seen += [value.detach(), torch.rand(())]  # random numbers go on as without recomputation
@@ -408,6 +409,14 @@ def cached_loss(model, step, rank):
     return model(ids(step, rank), Cache())
 
 
+def family_loss(family):
+    def loss(model, step, rank):
+        torch.manual_seed(step)
+        return model(**batch(family, 10 * step + rank, rows=2 + step % 2)).loss
+
+    return loss
+
+
 def foreign(plan, reentrant):
     def make():
         model = Recomputing(plan, reentrant, True).train()
@@ -427,6 +436,7 @@ CASES = {
     "evaluation": (tower_of(Noisy), evaluating_loss),
     "accumulation": (tower_of(Noisy), adding_loss),
     "batches grow": (tower_of(Noisy), growing_loss),
+    **{family: (functools.partial(build, family, dropout=0.2), family_loss(family)) for family in ("t5", "mixtral")},
     **{f"{plan}, {reentrant}": (foreign(plan, reentrant), plain_loss)
        for plan in ("each layer", "all layers", "everything") for reentrant in (False, True)},
 }  # fmt: skip
@@ -473,12 +483,15 @@ def out_of_memory(zero_level):
 
         def make():
             models.append(tower_of(Full)())
-            models[0].layers[2].fails = (4,)  # twice in the step that is measured; the third step
+            layer = models[0].layers[2]
+            layer.fails = (4,) if bmt.rank() == 0 else ()  # of the first step are two; this is the third
             return models[0]
 
         mine = train(make, plain_loss, "auto", zero_level)
-        assert kept(models[0]) == "1111" or bmt.current_world().step.planner._lost > 0
-        assert models[0].layers[2].runs == 6 + 1 + 1 + 1
+        assert kept(models[0]) == "1111", "what is left is not given out again"
+        failed = bmt.rank() == 0
+        assert models[0].layers[2].runs == 6 + 1 + 2 * failed
+        assert (bmt.current_world().step.planner._lost > 0) == failed
     assert all(torch.equal(one, other) for one, other in zip(mine, expected))
 
 
@@ -504,7 +517,7 @@ def compiled(family):
     with memory_of(ENOUGH):
         model = bmt.auto_wrap(build(family).train(), use_checkpoint="auto", compile="aot_eager")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        blocks = [module._bmt.recomputation for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
+        blocks = shares(model)
         for step in range(8):
             if step > 3:
                 for index, share in enumerate(blocks):

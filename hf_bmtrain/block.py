@@ -9,31 +9,33 @@ import torch
 
 from .block_state import BlockState
 from .guard import SelfReducing
+from .planner import choose
+from .recomputation import UseCheckpoint
 from .replay import Replay
 from .sharding import ShardedBuffer
 from .slot import Slot, StateDict, copy_wholes, find_places, hidden, shard_places, slice_loads
-from .step import Step
-from .world import check_zero_level, current_world
+from .world import World, check_zero_level, current_world
 
 
 class CheckpointBlock(SelfReducing, torch.nn.Module):
     """`CheckpointBlock(layer)` returns `layer` itself, sharded in place, its class extended by this one.
 
     Names, isinstance, hooks, attributes and state_dict keys of the layer stay true. use_checkpoint: recompute the
-    forward in backward instead of keeping its activations. zero_level: 3 frees the parameters between forward and
-    backward, 2 keeps them; None takes the world's. Layers that hold DistributedParameters are accepted. Collective.
+    forward in backward instead of keeping its activations, "auto" as `auto_wrap` has it. zero_level: 3 frees the
+    parameters between forward and backward, 2 keeps them; None takes the world's. Layers that hold
+    DistributedParameters are accepted. Collective.
     """
 
     _bmt: BlockState
 
-    def __new__(cls, layer: torch.nn.Module, use_checkpoint: bool = True, zero_level: int | None = None):
+    def __new__(cls, layer: torch.nn.Module, use_checkpoint: UseCheckpoint = True, zero_level: int | None = None):
         if isinstance(layer, CheckpointBlock):
             return layer
         world = current_world()
         level = world.zero_level if zero_level is None else zero_level
         check_zero_level(level)
         sharded = shard_places(world.step, find_places(layer.modules()), world.device)
-        extend(layer, sharded, world.step, use_checkpoint, level)
+        extend(layer, sharded, world, use_checkpoint, level)
         return layer
 
     def __init__(self, *args, **kwargs) -> None:
@@ -66,13 +68,15 @@ class CheckpointBlock(SelfReducing, torch.nn.Module):
 def extend(
     layer: torch.nn.Module,
     sharded: tuple[list[ShardedBuffer], list[Slot]],
-    step: Step,
-    use_checkpoint: bool,
+    world: World,
+    use_checkpoint: UseCheckpoint,
     zero_level: int,
 ) -> None:
     """Make `layer` a CheckpointBlock over parameters that `shard_places` has sharded."""
     buffers, slots = sharded
-    layer._bmt = BlockState(step, buffers, slots, Replay(layer), use_checkpoint, zero_level)  # pyright: ignore
+    state = BlockState(world.step, buffers, slots, Replay(layer), zero_level)
+    state.recomputation = choose(use_checkpoint, state, world)
+    layer._bmt = state  # pyright: ignore[reportArgumentType]
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
     layer._bmt.own_forward = layer.__dict__.pop("forward", None)  # pyright: ignore
     layer.__class__ = _extended_class(type(layer))

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .boundary import enter_backward, leave_backward
 from .precision import uncached_autocast
+from .recomputation import Fixed, Recomputation, UseCheckpoint
 from .replay import Replay
 from .sharding import ShardedBuffer
 from .slot import Slot
@@ -34,11 +35,11 @@ class BlockState:
         buffers: list[ShardedBuffer],
         slots: list[Slot],
         replay: Replay,
-        use_checkpoint: bool,
         zero_level: int,
     ) -> None:
         self.step, self.buffers, self.slots, self.replay = step, buffers, slots, replay
-        self.use_checkpoint, self.zero_level = use_checkpoint, zero_level
+        self.zero_level = zero_level
+        self.recomputation: Recomputation = Fixed(True)
         self.previous: BlockState | None = None
         self.next: BlockState | None = None
         self.own_forward: Callable | None = None
@@ -56,9 +57,13 @@ class BlockState:
         self.replay = replay
 
     @property
+    def use_checkpoint(self) -> UseCheckpoint:
+        return self.recomputation.use_checkpoint
+
+    @property
     def keeps_no_cache(self) -> bool:
         """Whether a key-value cache must stay out of its training forward."""
-        return self.use_checkpoint or self.compiled
+        return bool(self.use_checkpoint) or self.compiled
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -68,6 +73,8 @@ class BlockState:
         if self.pending > 0 and self.step.in_backward:
             return self._run_again(layer_forward, args, kwargs)
         self.step.forget_failed_backward()
+        if torch.is_grad_enabled():
+            self.recomputation.enter()
         differentiable = False
         try:
             self._open(self.next)
@@ -121,10 +128,10 @@ class BlockState:
         args, kwargs, inputs = leave_backward(self, args, kwargs)
         versions = [tensor._version for tensor in inputs]
         with uncached_autocast():
-            if self.use_checkpoint:
-                outputs = self._checkpoint(layer_forward, args, kwargs)
+            if self.recomputation.recomputes(args, kwargs, self.pending):
+                outputs = self._forward_to_recompute(layer_forward, args, kwargs)
             else:
-                outputs = self._inside(layer_forward, *args, **kwargs)
+                outputs = self._forward_to_keep(layer_forward, args, kwargs)
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
                 "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
@@ -134,8 +141,7 @@ class BlockState:
         self.pending += differentiable
         return outputs, differentiable
 
-    def _checkpoint(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """The layer's own forward, run again in backward instead of keeping its activations."""
+    def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         again = False
 
         def run(*args, **kwargs):
@@ -144,10 +150,27 @@ class BlockState:
                 with self.replay.again(moment, args, kwargs) as (args, kwargs):
                     return self._recompute(layer_forward, args, kwargs)
             again = True
-            return self._inside(layer_forward, *args, **kwargs)
+            with self.recomputation.counting(args, kwargs, self.pending):
+                return self._inside(layer_forward, *args, **kwargs)
 
         with self.replay.first(args, kwargs) as moment:
             return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+
+    def _forward_to_keep(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Activations stay. Where that is a plan's choice and memory does not suffice after all, it is taken back."""
+        draws = self.recomputation.remember_draws()
+        if draws is None:
+            return self._inside(layer_forward, *args, **kwargs)
+        with self.replay.first(args, kwargs) as moment:
+            try:
+                return self._inside(layer_forward, *args, **kwargs)
+            except torch.OutOfMemoryError:
+                if moment.caches:  # they may have been appended to
+                    raise
+        self.recomputation.take_back()
+        self.replay.put_back(moment)
+        draws.restore()
+        return self._forward_to_recompute(layer_forward, args, kwargs)
 
     def _open(self, neighbour: BlockState | None) -> None:
         """Whole and shown. Order of the gather lane: this block, then the neighbour."""
@@ -183,6 +206,7 @@ class BlockState:
     def before_backward(self, token: list[int]) -> None:
         """Whole again. token: the buffers' versions in forward, which must still be the present ones."""
         self.step.enlist(self)
+        self.recomputation.before_backward()
         if token != [buffer.version for buffer in self.buffers]:
             raise RuntimeError(
                 "The weights of a block changed between its forward and its backward (an optimizer step or a load "

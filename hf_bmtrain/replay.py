@@ -71,6 +71,11 @@ class Replay:
             for (module, name), buffer in present.items():
                 module._buffers[name] = buffer
 
+    def put_back(self, moment: Moment) -> None:
+        """The buffers are what the forward began from."""
+        for (module, name), value in moment.buffers.items():
+            module._buffers[name] = value
+
     def _buffer(self, place: tuple[torch.nn.Module, str]) -> torch.Tensor | None:
         module, name = place
         return module._buffers.get(name)

@@ -57,7 +57,8 @@ class Step:
 
     gather, reduce: the two lanes. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged.
     poison: the debug switch that fills unfilled and released memory with NaN.
-    inspector: what notes activations at present, see `inspect`. buffers_made, backwards: how many there were so far.
+    inspector: what notes activations at present, see `inspect`. planner: of blocks with
+    use_checkpoint="auto". buffers_made, backwards: how many there were so far.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Step:
         self.gather, self.reduce, self.poison = gather, reduce, poison
         self._blocks, self._apart = blocks, apart
         self.inspector: Any = None
+        self.planner: Any = None
         self.buffers_made = self.backwards = 0
         self._inside = _Inside()
         self._readers: dict[Releasable, None] | None = None

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .recomputation import Fixed
+
 _log = logging.getLogger("hf_bmtrain")
 
 
@@ -29,7 +31,7 @@ def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
     """In the place of gradient_checkpointing_enable and _disable; its options are those of torch's checkpoint."""
     _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
     for block in blocks:
-        block._bmt.use_checkpoint = on
+        block._bmt.recomputation = Fixed(on)
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Sequence[Any]) -> None:

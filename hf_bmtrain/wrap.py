@@ -16,6 +16,7 @@ from .compiled import compile_blocks
 from .guard import watch
 from .outside import place_buffers, shard_outside, shared_parameters
 from .precision import follow_accelerator
+from .recomputation import UseCheckpoint
 from .slot import Place, find_places, shard_places
 from .takeover import keep_cache_out, keep_ranks_together, route_recomputation
 from .world import World, check_zero_level, current_world
@@ -26,7 +27,7 @@ _log = logging.getLogger("hf_bmtrain")
 def auto_wrap(
     model: torch.nn.Module,
     zero_level: int | None = None,
-    use_checkpoint: bool = True,
+    use_checkpoint: UseCheckpoint = True,
     compile: bool | str = False,
     blocks: Iterable[torch.nn.Module] | None = None,
 ) -> torch.nn.Module:
@@ -42,7 +43,9 @@ def auto_wrap(
     sharded too, in the block they lie in.
 
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them; None takes the world's.
-    use_checkpoint: recompute each block in backward instead of keeping its activations.
+    use_checkpoint: recompute each block in backward instead of keeping its activations. "auto": on a GPU the first
+    step measures, and then only as many blocks recompute as memory asks for; where none does, as many as it allows
+    stay whole from forward to backward. On the CPU, whose memory is not measured, none recomputes.
     compile: torch.compile the blocks, with its default backend or the one that is named.
     blocks: modules of the model to make blocks instead, in the order in which they run; a ModuleList or Sequential
     stands for its items.
@@ -63,7 +66,7 @@ def auto_wrap(
         places = find_places(block.modules())
         left += [place for place in places if id(place[2]) in shared]
         own = [place for place in places if id(place[2]) not in shared]
-        extend(block, shard_places(world.step, own, world.device), world.step, use_checkpoint, level)
+        extend(block, shard_places(world.step, own, world.device), world, use_checkpoint, level)
     shard_outside(world, left, outside)
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class

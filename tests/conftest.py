@@ -26,7 +26,7 @@ SAMPLED = {
     "test_distributed": 2, "test_state_dict": 2, "test_bmtrain_defects": 2, "test_train_gpt2": 3,
     "test_trainer_matrix": 3, "test_transformers_cases": 4, "test_twenty_steps": 3, "test_wrap": 2, "test_zoo": 2,
     "test_programs": 2, "test_hold_steps": 3, "test_delta": 2, "test_peft": 3, "test_foreign_checkpoint": 8,
-    "test_timm": 3,
+    "test_timm": 3, "test_planner": 4,
 }  # fmt: skip
 """One case in so many of a file runs by default, chosen by its name; `pytest -m "full or not full"` runs all."""
 

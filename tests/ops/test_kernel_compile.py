@@ -44,8 +44,9 @@ def ask_for_everything() -> None:
         attempt(grad_norm.accumulate_squared_norm, flat, out)
         attempt(grad_norm.segmented_squared_norm, flat, grad_norm.Segments([0, 3, n], "cpu"))
         attempt(cross_entropy.rescale_, place(torch.ones(3, 5, dtype=dtype)), torch.ones(1), torch.ones(3))
-    for grad, exp_avg, weight in itertools.product(DTYPES, DTYPES, (*DTYPES, None)):
-        tensors = [place(torch.ones(n, dtype=d)) for d in (grad, torch.float32, exp_avg, torch.float32)]
+    kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None))
+    for grad, master, exp_avg, weight in kinds:
+        tensors = [place(torch.ones(n, dtype=d)) for d in (grad, master, exp_avg, torch.float32)]
         attempt(
             adam.adam_update,
             *tensors,

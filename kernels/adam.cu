@@ -11,7 +11,7 @@
 // 14 bytes in and 14 out an element; a bf16 exp_avg takes 2 less each way.
 // GRAD: float, fp16 or bf16. EXP_AVG: float or bf16. WEIGHT: fp16, bf16, or none when the master is the
 // parameter. MASTER: float; or short, with a bf16 weight: how many float32 numbers the master lies above it
-// (ops/residual.py). Then the weight is read, too: 12 bytes in and 12 out, 8 of them state.
+// (ops/residual.py). Then the weight is read, too: 14 bytes in and 12 out, 10 of each state.
 #include "device.cuh"
 
 struct Record {  // one run's numbers for this step, in the order of `adam.RECORD`
@@ -108,19 +108,23 @@ __device__ __forceinline__ void split(float p, bf16& weight, short& residual, fl
 __device__ __forceinline__ bf16 as_bf16(unsigned bits) { return bf16{(unsigned short)bits}; }
 
 // Four masters with what goes with them, elements 4i .. 4i+3 of arrays aligned to four; then a single one.
-template <typename W> __device__ __forceinline__ void load_master4(const float* p, const W*, long long i, float* y, float*) {
+template <typename W>
+__device__ __forceinline__ void load_master4(const float* p, const W*, long long i, float* y, float*) {
     load4(p, i, y);
 }
-__device__ __forceinline__ void load_master4(const short* p, const bf16* weight, long long i, float* y, float* v) {
+__device__ __forceinline__ void load_master4(const short* p, const bf16* weight, long long i, float* y,
+                                             float* v) {
     uint2 r = load_once((const uint2*)p + i), w = load_once((const uint2*)weight + i);
     y[0] = join(as_bf16(w.x), (short)r.x, v[0]), y[1] = join(as_bf16(w.x >> 16), (short)(r.x >> 16), v[1]);
     y[2] = join(as_bf16(w.y), (short)r.y, v[2]), y[3] = join(as_bf16(w.y >> 16), (short)(r.y >> 16), v[3]);
 }
-template <typename W> __device__ __forceinline__ void store_master4(float* p, W* weight, long long i, const float* x, float*) {
+template <typename W>
+__device__ __forceinline__ void store_master4(float* p, W* weight, long long i, const float* x, float*) {
     store4(p, i, x);
     store4(weight, i, x);
 }
-template <> __device__ __forceinline__ void store_master4(float* p, none*, long long i, const float* x, float*) {
+template <>
+__device__ __forceinline__ void store_master4(float* p, none*, long long i, const float* x, float*) {
     store4(p, i, x);
 }
 __device__ __forceinline__ void store_master4(short* p, bf16* weight, long long i, const float* x, float* v) {
@@ -133,7 +137,9 @@ __device__ __forceinline__ void store_master4(short* p, bf16* weight, long long 
     store_once((uint2*)weight + i,
                make_uint2(w[0].bits | (unsigned)w[1].bits << 16, w[2].bits | (unsigned)w[3].bits << 16));
 }
-template <typename W> __device__ __forceinline__ float load_master(const float* p, const W*, float&) { return *p; }
+template <typename W> __device__ __forceinline__ float load_master(const float* p, const W*, float&) {
+    return *p;
+}
 __device__ __forceinline__ float load_master(const short* p, const bf16* weight, float& v) {
     return join(*weight, *p, v);
 }

@@ -25,6 +25,10 @@ class AdamOptimizer(torch.optim.Optimizer):
     even into them. Neighbouring slices of one parameter group are updated in one launch. Parameters without a
     gradient (`.grad is None`) are left as they are. Ordinary parameters are accepted beside slices.
 
+    Half-precision weights that someone else writes between steps (a load, an average, a mask) take their masters along:
+    a bfloat16 weight's stays as far from it as it was from its rounding, at most half a unit in the last place, and
+    so rounds to it; a float16 weight's becomes the weight. Masters of weights that keep their value do not move.
+
     hold_steps: the first so many steps that a parameter takes update m, v and t, and leave w as it is: the moments
     settle before they move anything. t counts them, since m and v hold their gradients, so that the first step after
     them has the bias correction of a step after `hold_steps` others; BMTrain does the same. Skipped steps are not

@@ -10,6 +10,8 @@ from ..ops.adam_step import Elements
 from ..ops.residual import follow
 from .runs import Run
 
+_PIECE = 1 << 20  # elements at once, for the sake of memory
+
 
 @dataclass(eq=False)
 class RunState:
@@ -67,6 +69,6 @@ def follow_writes(master: torch.Tensor, weights: torch.Tensor) -> None:
     """
     weights = weights.to(master.device)
     if weights.dtype == torch.bfloat16:
-        follow(master, weights)
-    else:
-        master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
+        return follow(master, weights)
+    for p, w in zip(master.split(_PIECE), weights.split(_PIECE)):
+        p.copy_(torch.where(w == p.to(w.dtype), p, w.float()))

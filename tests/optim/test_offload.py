@@ -110,6 +110,19 @@ def hand_written(seed):
             assert all(torch.equal(a, values["master"]) for a, values in zip(before, states(trainee)))
 
 
+def written_while_frozen(seed):
+    """What is written to a weight that no step updates is there when one does again; nobody asks for the state."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(6):
+            for trainee in trainees:
+                trainee.model.layers[1].linear.requires_grad_(number in (0, 1, 4, 5))
+                trainee.step(number)
+                if number in (1, 2, 3):
+                    write(trainee, 2)
+        assert_equal(*trainees, "frozen")
+
+
 def states(trainee):
     """The state of every parameter, in their order."""
     optimizer = trainee.optimizer
@@ -348,7 +361,8 @@ def test_streamed_with_a_short_exp_avg_is_the_same(world):
 CASES = [
     *((case, dtype) for case in (on_host, streamed_twenty_steps, moved) for dtype in DTYPES),
     (steps_in_a_row,), (ordinary,), (without_a_gradient,), (the_first_buffers_come_first,),
-    (written_gradients_wait,), (direct_reads,), (hand_written,), (another_master_is_loaded,), (all_dtypes_at_once,),
+    (written_gradients_wait,), (direct_reads,), (hand_written,), (written_while_frozen,),
+    (another_master_is_loaded,), (all_dtypes_at_once,),
 ]  # fmt: skip
 
 

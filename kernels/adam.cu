@@ -10,7 +10,8 @@
 // (Loshchilov and Hutter 2019, algorithm 2; eps outside the root.) Moves, for a 16-bit gradient and weight,
 // 14 bytes in and 14 out an element; a bf16 exp_avg takes 2 less each way.
 // GRAD: float, fp16 or bf16. EXP_AVG: float or bf16. WEIGHT: fp16, bf16, or none when the master is the
-// parameter.
+// parameter. MASTER: float; or short, with a bf16 weight: how many float32 numbers the master lies above it
+// (ops/residual.py). Then the weight is read, too: 14 bytes in and 12 out, 10 of each state.
 #include "device.cuh"
 
 struct Record {  // one run's numbers for this step, in the order of `adam.RECORD`
@@ -87,20 +88,75 @@ __device__ __forceinline__ void store_exp_avg(float* p, float m, long long, unsi
 __device__ __forceinline__ void store_exp_avg(bf16* p, float m, long long element, unsigned seed) {
     round_stochastic(m, random_bits(element, seed), *p);
 }
-template <typename T> __device__ __forceinline__ void store_weight4(T* p, long long i, const float* w) {
-    store4(p, i, w);
+
+// A residual has 65537 values; the last, a tie above, is written as the first with the sign of v for a mark.
+// A weight that was written since and that no master at this distance rounds to is its own master.
+__device__ __forceinline__ float join(bf16 weight, short residual, float& v) {
+    unsigned bits = __float_as_uint(v), tie = bits >> 31;
+    v = __uint_as_float(bits & 0x7fffffffu);
+    float p = __uint_as_float(((unsigned)weight.bits << 16) + (unsigned)(int)residual + (tie << 16));
+    bf16 rounded;
+    from_float(p, rounded);
+    return rounded.bits == weight.bits ? p : to_float(weight);
 }
-template <typename T> __device__ __forceinline__ void store_weight(T* p, long long i, float w) {
-    from_float(w, p[i]);
+__device__ __forceinline__ void split(float p, bf16& weight, short& residual, float& v) {
+    from_float(p, weight);
+    unsigned distance = p == p ? __float_as_uint(p) - ((unsigned)weight.bits << 16) : 0u;
+    residual = (short)distance;
+    v = __uint_as_float((__float_as_uint(v) & 0x7fffffffu) | (distance == 0x8000u) << 31);
 }
-template <> __device__ __forceinline__ void store_weight4(none*, long long, const float*) {}
-template <> __device__ __forceinline__ void store_weight(none*, long long, float) {}
+__device__ __forceinline__ bf16 as_bf16(unsigned bits) { return bf16{(unsigned short)bits}; }
+
+// Four masters with what goes with them, elements 4i .. 4i+3 of arrays aligned to four; then a single one.
+template <typename W>
+__device__ __forceinline__ void load_master4(const float* p, const W*, long long i, float* y, float*) {
+    load4(p, i, y);
+}
+__device__ __forceinline__ void load_master4(const short* p, const bf16* weight, long long i, float* y,
+                                             float* v) {
+    uint2 r = load_once((const uint2*)p + i), w = load_once((const uint2*)weight + i);
+    y[0] = join(as_bf16(w.x), (short)r.x, v[0]), y[1] = join(as_bf16(w.x >> 16), (short)(r.x >> 16), v[1]);
+    y[2] = join(as_bf16(w.y), (short)r.y, v[2]), y[3] = join(as_bf16(w.y >> 16), (short)(r.y >> 16), v[3]);
+}
+template <typename W>
+__device__ __forceinline__ void store_master4(float* p, W* weight, long long i, const float* x, float*) {
+    store4(p, i, x);
+    store4(weight, i, x);
+}
+template <>
+__device__ __forceinline__ void store_master4(float* p, none*, long long i, const float* x, float*) {
+    store4(p, i, x);
+}
+__device__ __forceinline__ void store_master4(short* p, bf16* weight, long long i, const float* x, float* v) {
+    bf16 w[4];
+    short r[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) split(x[k], w[k], r[k], v[k]);
+    store_once((uint2*)p + i, make_uint2((unsigned short)r[0] | (unsigned)(unsigned short)r[1] << 16,
+                                         (unsigned short)r[2] | (unsigned)(unsigned short)r[3] << 16));
+    store_once((uint2*)weight + i,
+               make_uint2(w[0].bits | (unsigned)w[1].bits << 16, w[2].bits | (unsigned)w[3].bits << 16));
+}
+template <typename W> __device__ __forceinline__ float load_master(const float* p, const W*, float&) {
+    return *p;
+}
+__device__ __forceinline__ float load_master(const short* p, const bf16* weight, float& v) {
+    return join(*weight, *p, v);
+}
+template <typename W> __device__ __forceinline__ void store_master(float* p, W* weight, float x, float&) {
+    *p = x;
+    from_float(x, *weight);
+}
+template <> __device__ __forceinline__ void store_master(float* p, none*, float x, float&) { *p = x; }
+__device__ __forceinline__ void store_master(short* p, bf16* weight, float x, float& v) {
+    split(x, *weight, *p, v);
+}
 
 // Elements head .. head + 4 * quads of every array are aligned to four elements and updated four at a time,
 // one quad a thread; what is left, before and after, one at a time by all threads of the grid. index_base:
 // the number of element 0 in the whole model, for the random bits.
 extern "C" __global__ __launch_bounds__(256) void adam_update(
-    const GRAD* __restrict__ grad, float* __restrict__ master, EXP_AVG* __restrict__ exp_avg,
+    const GRAD* __restrict__ grad, MASTER* __restrict__ master, EXP_AVG* __restrict__ exp_avg,
     float* __restrict__ exp_avg_sq, WEIGHT* __restrict__ weight, long long n, long long head, long long quads,
     long long index_base, const float* __restrict__ record) {
     const Record r = *(const Record*)record;
@@ -109,24 +165,22 @@ extern "C" __global__ __launch_bounds__(256) void adam_update(
     if (thread < quads) {
         float g[4], p[4], m[4], v[4];
         load4(grad + head, thread, g);
-        load4(master + head, thread, p);
         load4(exp_avg + head, thread, m);
         load4(exp_avg_sq + head, thread, v);
+        load_master4(master + head, weight + head, thread, p, v);
 #pragma unroll
         for (int k = 0; k < 4; k++) update(r, g[k], p[k], m[k], v[k]);
-        store4(master + head, thread, p);
+        store_master4(master + head, weight + head, thread, p, v);
         store_exp_avg4(exp_avg + head, thread, m, index_base + head + 4 * thread, r.seed);
         store4(exp_avg_sq + head, thread, v);
-        store_weight4(weight + head, thread, p);
     }
     long long threads = (long long)gridDim.x * blockDim.x, body = 4 * quads;
     for (long long i = thread; i < n - body; i += threads) {
         long long at = i < head ? i : i + body;
-        float p = master[at], m = to_float(exp_avg[at]), v = exp_avg_sq[at];
+        float m = to_float(exp_avg[at]), v = exp_avg_sq[at], p = load_master(master + at, weight + at, v);
         update(r, to_float(grad[at]), p, m, v);
-        master[at] = p;
+        store_master(master + at, weight + at, p, v);
         store_exp_avg(exp_avg + at, m, index_base + at, r.seed);
         exp_avg_sq[at] = v;
-        store_weight(weight, at, p);
     }
 }

@@ -30,13 +30,20 @@ def bench_norm() -> list[Line]:
 class Step:
     """A flat parameter's tensors, our whole optimizer step, and torch's."""
 
-    def __init__(self, grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None):
+    def __init__(
+        self,
+        grad: torch.dtype,
+        exp_avg: torch.dtype,
+        weight: torch.dtype | None,
+        master: torch.dtype = torch.float32,
+    ):
         with torch.device("cuda"):
             self.grad = torch.randn(ELEMENTS).to(grad)
-            self.master = torch.randn(ELEMENTS)
+            values = torch.randn(ELEMENTS)
+            self.master = values if master == torch.float32 else torch.zeros(ELEMENTS, dtype=master)
             self.exp_avg = torch.zeros(ELEMENTS, dtype=exp_avg)
             self.exp_avg_sq = torch.zeros(ELEMENTS)
-            self.weight = None if weight is None else self.master.to(weight)
+            self.weight = None if weight is None else values.to(weight)
             self.squares = torch.zeros(2, dtype=torch.float64)
             self.grad_scale, self.found_inf = torch.ones(1), torch.zeros(1)
             self.hyper = torch.tensor([[1e-4, 0.9, 0.95, 1e-8, 0.1, 0]], dtype=torch.float64)
@@ -92,6 +99,7 @@ def bench_adam() -> list[Line]:
         ("adam bf16 grad and weight", (half, full, half), 28, "copy 0.95"),
         ("adam bf16, bf16 exp_avg", (half, half, half), 24, ""),
         ("adam fp32 grad, bf16 weight", (full, full, half), 30, ""),
+        ("adam bf16, residuals for masters", (half, full, half, torch.int16), 26, ""),
         ("adam fp32", (full, full, None), 28, ""),
     ):
         step = Step(*dtypes)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_bmtrain.ops import adam, grad_norm, peer_sum
+from hf_bmtrain.ops import adam, grad_norm, peer_sum, residual
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, rescale_
 
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -175,6 +175,74 @@ def check_adam_skips(place: Place) -> None:
     adam.adam_update(tensors[0], tensors[1], tensors[2], tensors[3], weight, record(place, skip=True))
     assert all(torch.equal(a, b) for a, b in zip(tensors[1:], before[1:]))
     assert not bool(weight.any())
+
+
+LYING = [(1, (0, 0, 0, 0, 0)), (1003, (0, 0, 0, 0, 0)), (1030, (3, 3, 3, 3, 3)), (517, (0, 1, 2, 3, 1))]
+"""Numbers of elements, and offsets of grad, master, exp_avg, exp_avg_sq, weight."""
+
+
+def check_residual(
+    place: Place, grad: torch.dtype, exp_avg: torch.dtype, n: int, offsets: tuple[int, int, int, int, int]
+) -> None:
+    """Three updates with the master in 16 bits give the bits of those with the whole master."""
+    torch.manual_seed(n)
+    master = torch.randn(n)
+    master[::7] = (master[::7].view(torch.int32) & -65536 | 0x8000).view(torch.float32)  # both kinds of ties
+    low, weight, squares = torch.zeros(n, dtype=torch.int16), torch.empty(n).bfloat16(), torch.rand(n)
+    marked = squares.clone()
+    residual.split(master, weight, low, marked)
+    moment = torch.randn(n).to(exp_avg)
+    p, m, v, w = (Guarded(t, at, place) for t, at in zip((master, moment, squares, weight), offsets[1:]))
+    m2, v2, w2 = (Guarded(t, at, place) for t, at in zip((moment, marked, weight), offsets[2:]))
+    around = place(torch.nn.functional.pad(low, (GUARD + offsets[1], GUARD)))
+    r = around[GUARD + offsets[1] :][:n]
+    for step in range(1, 4):
+        g = Guarded(torch.randn(n).to(grad), offsets[0], place)
+        adam.adam_update(g.view, p.view, m.view, v.view, w.view, record(place, step), index_base=5)
+        adam.adam_update(g.view, r, m2.view, v2.view, w2.view, record(place, step), index_base=5)
+        found, squares = residual.join(*(_plain(t) for t in (w2.view, r, v2.view)))
+        pairs = (found, p.view), (squares, v.view), (m2.view, m.view), (w2.view, w.view)
+        assert all(torch.equal(_plain(a), _plain(b)) for a, b in pairs), step
+    for tensor in (m2, v2, w2):
+        tensor.assert_intact()
+    r.zero_()
+    assert not bool(around.any())
+
+
+def check_residual_patterns(place: Place, n: int) -> None:
+    """Masters of all exponents, ties above and below among them, apart and together again in a held step.
+
+    Then once more under weights that someone else has written.
+    """
+    torch.manual_seed(n)
+    bits = torch.randint(-(1 << 31), 1 << 31, (n,))
+    bits[::3] = bits[::3] & -65536 | 0x8000
+    bits[1::97] = bits[1::97] & -0x80000000  # zeros
+    bits[2::97] = bits[2::97] & -0x7F800001  # subnormal numbers
+    bits[3::97] = bits[3::97] & -0x80000000 | 0x7F7FFFFF  # inf as a weight
+    master = bits.to(torch.int32).view(torch.float32)
+    master = torch.where(master.isnan(), 1.0, master)
+    weight, low, squares = torch.empty(n).bfloat16(), torch.empty(n).short(), torch.rand(n)
+    marked = squares.clone()
+    residual.split(master, weight, low, marked)
+    assert n // 24 < int((marked < 0).sum()) < n // 3
+    hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 9]], dtype=torch.float64)
+    records = torch.zeros(1, len(adam.RECORD))
+    adam.prepare_reference(torch.ones(1), torch.zeros(1), hyper, torch.zeros(1), records)
+    g, m = torch.randn(n), torch.randn(n)
+    written = torch.arange(-32768, 32768).short().view(torch.bfloat16)[torch.randint(1 << 16, (n,))]
+    for first in (weight, torch.where(written.isnan(), 1.0, written)):
+        master, _ = residual.join(first, low, marked)
+        assert torch.equal(master.bfloat16(), first)
+        whole = [place(t.clone()) for t in (g, master, m, squares, first)]
+        parts = [place(t.clone()) for t in (g, low, m, marked, first)]
+        adam.adam_update(*whole, place(records)[0])
+        adam.adam_update(*parts, place(records)[0])
+        _, p, _, v, w = (_plain(t) for t in whole)
+        found = residual.join(*(_plain(parts[i]) for i in (4, 1, 3)))
+        assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, (p, v)))
+        assert torch.equal(w.view(torch.int16), _plain(parts[4]).view(torch.int16))
+        assert torch.equal(w, first)
 
 
 def check_stochastic_rounding(place: Place, n: int) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
+from hf_bmtrain.ops.residual import join, split
 
 THREADS = 256
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps")
@@ -33,15 +34,20 @@ _REFERENCE_CHUNK = 1 << 20
 
 
 @cache
-def variant(grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None) -> Variant:
+def variant(
+    grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None, master: torch.dtype = torch.float32
+) -> Variant:
     """Which kernel updates these dtypes. ValueError for a combination that has none."""
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
+    if master == torch.int16 and weight != torch.bfloat16:
+        raise ValueError(f"a master of 16 bits goes with a bfloat16 weight, not with {weight}")
     return Variant(
         "adam",
         (
             ("EXP_AVG", C_NAMES[exp_avg]),
             ("GRAD", C_NAMES[grad]),
+            ("MASTER", {torch.float32: "float", torch.int16: "short"}[master]),
             ("WEIGHT", C_NAMES[weight] if weight else "none"),
         ),
     )
@@ -49,9 +55,11 @@ def variant(grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None)
 
 def variants(arch: int) -> list[Variant]:
     """All that this module can ask the compiler for."""
-    pairs = [(grad, None) for grad in C_NAMES]
-    pairs += [(grad, weight) for weight in (torch.float16, torch.bfloat16) for grad in (weight, torch.float32)]
-    return [variant(grad, exp_avg, weight) for grad, weight in pairs for exp_avg in (torch.float32, torch.bfloat16)]
+    kinds = [(grad, None, torch.float32) for grad in C_NAMES]
+    kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
+    kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
+    moments = (torch.float32, torch.bfloat16)
+    return [variant(grad, exp_avg, weight, master) for grad, weight, master in kinds for exp_avg in moments]
 
 
 def adam_prepare(
@@ -119,7 +127,8 @@ def adam_update(
     """One AdamW step of n adjacent elements, in place; nothing changes when the record says skip.
 
     grad         (n,) float32, float16 or bfloat16; the dtype of `weight`, or float32; only read
-    master       (n,) float32; the parameter itself when `weight` is None
+    master       (n,) float32; the parameter itself when `weight` is None; or int16, a bfloat16 weight's residual
+                 (ops/residual.py): then `weight` is read as well, and exp_avg_sq carries marks
     exp_avg      (n,) float32, or bfloat16 rounded stochastically
     exp_avg_sq   (n,) float32
     weight       (n,) float16 or bfloat16, written: `master` rounded to nearest even; or None
@@ -131,14 +140,14 @@ def adam_update(
     decoupled and eps outside the root (Loshchilov and Hutter 2019); weight_decay = 0 is Adam.
     """
     n, device = master.numel(), master.device
-    expect("master", master, (torch.float32,), (n,), device)
+    expect("master", master, (torch.float32, torch.int16), (n,), device)
     expect("grad", grad, C_NAMES, (n,), device)
     expect("exp_avg", exp_avg, (torch.float32, torch.bfloat16), (n,), device)
     expect("exp_avg_sq", exp_avg_sq, (torch.float32,), (n,), device)
     if weight is not None:
         expect("weight", weight, (torch.float16, torch.bfloat16), (n,), device)
     expect("record", record, (torch.float32,), (len(RECORD),), device)
-    chosen = variant(grad.dtype, exp_avg.dtype, None if weight is None else weight.dtype)
+    chosen = variant(grad.dtype, exp_avg.dtype, None if weight is None else weight.dtype, master.dtype)
     if n == 0:
         return
     if not master.is_cuda:
@@ -176,11 +185,18 @@ def update_reference(
         part = slice(start, start + _REFERENCE_CHUNK)
         g = grad[part].float() * r["grad_scale"]
         m, v, p = exp_avg[part].float(), exp_avg_sq[part], master[part]
+        if master.dtype == torch.int16:
+            assert weight is not None
+            p, v = join(weight[part], master[part], exp_avg_sq[part])
         m = m + (g - m) * r["one_minus_beta1"]
         v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"])
         p.mul_(r["decay"]).addcdiv_(m, v.sqrt().mul_(r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])
         exp_avg[part] = round_stochastic(m, index_base + start, seed) if exp_avg.dtype == torch.bfloat16 else m
-        if weight is not None:
+        if master.dtype == torch.int16:
+            assert weight is not None
+            exp_avg_sq[part] = v
+            split(p, weight[part], master[part], exp_avg_sq[part])
+        elif weight is not None:
             weight[part] = p
 
 

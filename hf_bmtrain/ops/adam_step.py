@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .adam import HYPER, RECORD, adam_prepare, adam_update
+from .residual import join
 
 Number = float | torch.Tensor
 """A number, or a tensor of one."""
@@ -20,7 +21,8 @@ Hyper = Sequence[Number]
 class Elements:
     """Adjacent elements that are updated at once, a run or a part of one: the arguments of `adam_update`.
 
-    grad is only read, the other tensors are updated in place. weight: None where master is the weight itself.
+    grad is only read, the other tensors are updated in place. weight: None where master is the weight itself. master
+    and exp_avg_sq as they are kept, perhaps residuals and marks: `numbers` gives what they stand for.
     """
 
     grad: torch.Tensor
@@ -29,6 +31,13 @@ class Elements:
     exp_avg_sq: torch.Tensor
     weight: torch.Tensor | None
     index_base: int
+
+    def numbers(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The float32 master and exp_avg_sq of the elements in `part`. To be read only."""
+        if self.master.dtype == torch.float32:
+            return self.master[part], self.exp_avg_sq[part]
+        assert self.weight is not None
+        return join(self.weight[part], self.master[part], self.exp_avg_sq[part])
 
 
 class KernelSteps:

@@ -32,6 +32,7 @@ _POINTED = {
     "double": torch.float64,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
+    "short": torch.int16,
     "int": torch.int32,
     "long long": torch.int64,
     "none": None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps
 from ..sharding import DistributedParameter
-from .run_state import RunState
+from .run_state import RunState, follow_writes
 from .runs import Run, neighbours
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -23,6 +24,10 @@ class AdamOptimizer(torch.optim.Optimizer):
     All state is float32: m, v and, for half-precision parameters, a master copy of w that is rounded to nearest
     even into them. Neighbouring slices of one parameter group are updated in one launch. Parameters without a
     gradient (`.grad is None`) are left as they are. Ordinary parameters are accepted beside slices.
+
+    Half-precision weights that someone else writes between steps (a load, an average, a mask) take their masters along:
+    a bfloat16 weight's stays as far from it as it was from its rounding, at most half a unit in the last place, and
+    so rounds to it; a float16 weight's becomes the weight. Masters of weights that keep their value do not move.
 
     hold_steps: the first so many steps that a parameter takes update m, v and t, and leave w as it is: the moments
     settle before they move anything. t counts them, since m and v hold their gradients, so that the first step after
@@ -65,6 +70,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         super().__init__(params, settings)
         self.loss_scale: torch.Tensor | None = None
         self._active: list[list[torch.nn.Parameter]] = []
+        self._loaded: set[torch.nn.Parameter] = set()  # those whose state is a file's and in no run yet
         self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
 
@@ -185,6 +191,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         for name, view in views.items():
             if name in earlier:
                 view.copy_(earlier[name].reshape(view.shape))
+        if "master" in views and "master" in earlier and parameter not in self._loaded:
+            follow_writes(views["master"], parameter.detach().view(-1))  # it may have been written while frozen
+        self._loaded.discard(parameter)
         self.state[parameter] = views
 
     def _index_bases(self) -> dict[Any, int]:
@@ -203,15 +212,31 @@ class AdamOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # the state of another AdamW has none
             group.setdefault("hold_steps", self.defaults["hold_steps"])
 
+    def state_dict(self) -> dict:
+        kept = self.state
+        self.state = defaultdict(dict, {parameter: self._shown(parameter, held) for parameter, held in kept.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = kept
+
+    def _shown(self, parameter: torch.Tensor, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One parameter's state for a state dict: its master is that of the weights as they are now."""
+        if "master" in held and parameter not in self._loaded:
+            follow_writes(held["master"], parameter.detach().view(-1))
+        return held
+
     def load_state_dict(self, state_dict: dict) -> None:
         """State keeps its own dtype: torch would cast the float32 masters and moments to the parameters'."""
         groups = state_dict["param_groups"]
         ids = [key for group in groups for key in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self._loaded.clear()
         for key, parameter in zip(ids, mine):
             if key in state_dict["state"]:
                 loaded = state_dict["state"][key]
+                self._loaded.add(parameter)
                 self.state[parameter] = {
                     name: value.detach().to(self._home(parameter), torch.float32, copy=True)
                     for name, value in loaded.items()

@@ -34,7 +34,7 @@ class ChunkUpdate:
         self,
         part: Part,
         gradient: torch.Tensor,
-        state: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
+        state: Sequence[torch.Tensor | None],
         weight: torch.Tensor,
     ) -> None:
         """Update one part, which lies in `state` (master, exp_avg, exp_avg_sq of the chunk) and in `weight`.

@@ -26,11 +26,11 @@ class Conveyor:
     * the current stream may write gradients, numbers and weights again after the tickets, or `updated`.
     """
 
-    def __init__(self, numel: int, with_master: bool, exp_avg_dtype: torch.dtype, device: torch.device) -> None:
-        """Buffers for chunks of up to `numel` elements."""
+    def __init__(self, numel: int, master_bytes: int, exp_avg_dtype: torch.dtype, device: torch.device) -> None:
+        """Buffers for chunks of up to `numel` elements, whose masters have up to `master_bytes` bytes."""
         self._buffers = [
             (
-                torch.empty(numel, device=device) if with_master else None,
+                torch.empty(numel * master_bytes, device=device, dtype=torch.uint8),
                 torch.empty(numel, device=device, dtype=exp_avg_dtype),
                 torch.empty(numel, device=device),
             )
@@ -52,9 +52,10 @@ class Conveyor:
 
     def _pass(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Ticket:
         home = chunk.slab.part(chunk.start, chunk.stop)
-        master, exp_avg, exp_avg_sq = self._buffers[number]
-        numel = chunk.stop - chunk.start
-        here = None if home[0] is None or master is None else master[:numel], exp_avg[:numel], exp_avg_sq[:numel]
+        here = tuple(
+            None if at_home is None else buffer.view(at_home.dtype)[: chunk.stop - chunk.start]
+            for buffer, at_home in zip(self._buffers[number], home)
+        )
 
         def update_parts() -> None:
             for part in chunk.parts:

@@ -47,10 +47,11 @@ class DeltaRecord:
         e = elements
         for start in range(0, e.master.numel(), _PIECE):
             part = slice(start, start + _PIECE)
-            g, m, v = e.grad[part].float() * inverse_scale, e.exp_avg[part].float(), e.exp_avg_sq[part]
+            g, m = e.grad[part].float() * inverse_scale, e.exp_avg[part].float()
+            master, v = e.numbers(part)
             m = m + (g - m) * (1 - beta1)
             v = v * beta2 + g * g * (1 - beta2)
-            delta = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + weight_decay * e.master[part]
+            delta = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + weight_decay * master
             self._sums[int(sliced)] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
 
     def end(self, parameters: Sequence[torch.nn.Parameter], found_inf: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..ops.adam_step import Elements, TorchSteps
+from ..ops.residual import join, split
 from ..ops.streams import has_own_memory
 from .adam import AdamOptimizer
 from .chunk_update import ChunkUpdate
@@ -19,10 +20,18 @@ from .runs import Run
 from .slabs import Chunk, Place, allocate_slabs, cut
 
 _log = logging.getLogger("hf_bmtrain")
+_MASTERS = {torch.float32: None, torch.float16: torch.float32, torch.bfloat16: torch.int16}
+"""What travels of a master on its way to the device, by the weights' dtype."""
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """AdamOptimizer with its state (12 bytes an element) in page-locked host memory; the results are the same bits.
+    """AdamOptimizer with its state in page-locked host memory; the results are the same bits.
+
+    Each way, and in host memory, the state of an element takes 10 bytes for bfloat16 weights, 12 for float16, 8 for
+    float32, which is its own master; 2 less with exp_avg_dtype=torch.bfloat16. A bfloat16 weight's master is there as
+    the 16 bits by which it differs from the weight on the device; a 17th, for ties, is the sign of exp_avg_sq, which
+    has none. That restores every float32 master exactly (ops/residual.py). The state dict, AdamOptimizer's, holds it
+    whole: making one takes 8 bytes an element more for the while. With update_on="host" it is 12 bytes always.
 
     `step` streams the state through the device in chunks, on streams of its own, and returns while chunks are under
     way: those of the first buffers first, so that the next forward begins before the last ones are updated. A
@@ -39,7 +48,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     takes some 30 MiB where the arithmetic is done and an all-reduce of three numbers, torch computes it beside the
     fused update, which takes several times as long then, and the next forward begins after the last chunk.
 
-    RuntimeError where there is less host memory than the state takes. The state dict is AdamOptimizer's.
+    RuntimeError where there is less host memory than the state takes.
     """
 
     def __init__(
@@ -156,8 +165,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._on_host:
             self._mover = HostUpdate(numel, device)
         else:
-            with_master = any(place.slab.master is not None for place in self._places.values())
-            self._mover = Conveyor(numel, with_master, self._exp_avg_dtype, device)
+            masters = [place.slab.master for place in self._places.values()]
+            width = max(0 if master is None else master.itemsize for master in masters)
+            self._mover = Conveyor(numel, width, self._exp_avg_dtype, device)
 
     def _allocate(self, runs: Sequence[Run]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """In slabs, in the order of the buffers and not of the groups: so the first buffers are updated first."""
@@ -165,8 +175,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             return super()._allocate(runs)
         bases = self._index_bases()
         ordered = sorted(runs, key=lambda run: (bases[run.owner], run.start))
-        with_master = [self._on_host or run.weights.dtype != torch.float32 for run in ordered]
-        places = allocate_slabs(ordered, with_master, self._exp_avg_dtype)
+        masters = [torch.float32 if self._on_host else _MASTERS[run.weights.dtype] for run in ordered]
+        places = allocate_slabs(ordered, masters, self._exp_avg_dtype)
         _log.info(
             "the Adam state of %d elements lies in %d slabs of page-locked host memory and is updated on the %s",
             sum(run.weights.numel() for run in runs),
@@ -178,10 +188,26 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for run in runs:
             place = self._places[run]
             master, exp_avg, exp_avg_sq = place.slab.part(place.start, place.start + run.weights.numel())
-            if master is not None:
-                master.copy_(run.weights)
+            if master is not None and master.dtype == torch.float32:
+                master.copy_(run.weights)  # zero is the residual of a master that is the weight
             states.append((run.weights if master is None else master, exp_avg, exp_avg_sq))
         return states
+
+    def _adopt(self, parameter: torch.nn.Parameter, views: dict[str, torch.Tensor]) -> None:
+        master = self.state.get(parameter, {}).get("master")
+        super()._adopt(parameter, views)
+        if "residual" not in views or master is None:
+            return
+        weight = master.new_empty(master.numel(), dtype=torch.bfloat16)
+        split(master.reshape(-1), weight, views["residual"], views["exp_avg_sq"])
+        parameter.detach().view(-1).copy_(weight)  # those bits already, unless the file is of other weights
+
+    def _shown(self, parameter: torch.Tensor, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if "residual" not in held:
+            return super()._shown(parameter, held)
+        weight = parameter.detach().view(-1).to(held["residual"].device)
+        master, exp_avg_sq = join(weight, held["residual"], held["exp_avg_sq"])
+        return {"step": held["step"], "exp_avg": held["exp_avg"], "exp_avg_sq": exp_avg_sq, "master": master}
 
     def _steps_device(self, runs: Sequence[Run]) -> torch.device:
         device = super()._steps_device(runs)

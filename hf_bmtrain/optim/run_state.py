@@ -7,14 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from ..ops.adam_step import Elements
+from ..ops.residual import follow
 from .runs import Run
+
+_PIECE = 1 << 20  # elements at once, for the sake of memory
 
 
 @dataclass(eq=False)
 class RunState:
     """What the optimizer keeps of one run.
 
-    master, exp_avg_sq: float32 (n,); master is the weights themselves where those are float32. exp_avg: float32 or
+    master, exp_avg_sq: float32 (n,); master is the weights themselves where those are float32. Or, for bfloat16
+    weights, master is their int16 residuals and exp_avg_sq carries the marks (ops/residual.py). exp_avg: float32 or
     bfloat16 (n,). step: float32 (), steps taken. index_base: the number of element 0 among all of the optimizer's,
     the same for any number of ranks. version: of the weights, when the optimizer last wrote them.
     """
@@ -38,10 +42,9 @@ class RunState:
         return self.weight is not None and self.version not in (-1, self.run.weights._version)
 
     def heed_writes(self) -> None:
-        """The master follows the weights where they are no longer its rounding."""
-        weights = self.run.weights.to(self.master.device)
-        unchanged = weights == self.master.to(weights.dtype)
-        self.master.copy_(torch.where(unchanged, self.master, weights.float()))
+        """The master follows the weights where they are no longer its rounding; residuals lie on the weights anyway."""
+        if self.master.dtype == torch.float32:
+            follow_writes(self.master, self.run.weights)
 
     def elements(self) -> Elements:
         """All of the run, for one step with the gradient that lies there."""
@@ -52,4 +55,20 @@ class RunState:
         """One parameter's part, under the names of torch's AdamW."""
         part = slice(self.run.begin(parameter), self.run.begin(parameter) + parameter.numel())
         views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
-        return views if self.weight is None else {**views, "master": self.master[part]}
+        if self.weight is None:
+            return views
+        return {**views, "master" if self.master.dtype == torch.float32 else "residual": self.master[part]}
+
+
+def follow_writes(master: torch.Tensor, weights: torch.Tensor) -> None:
+    """`master` (float32, in place) follows half-precision `weights`, of any device, that are no longer its rounding.
+
+    A bfloat16 weight takes its master along, at the distance that it had from its rounding: at most half a unit in the
+    last place, and the master rounds to the weight. (AdamOffloadOptimizer keeps nothing but that distance, which does
+    not tell which weights were written; so this is what both do.) The master of a float16 weight is the weight.
+    """
+    weights = weights.to(master.device)
+    if weights.dtype == torch.bfloat16:
+        return follow(master, weights)
+    for p, w in zip(master.split(_PIECE), weights.split(_PIECE)):
+        p.copy_(torch.where(w == p.to(w.dtype), p, w.float()))

@@ -20,20 +20,26 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """The state of several runs, page-locked: float32 (n,) each, exp_avg perhaps bfloat16; master may be None."""
+    """The state of several runs, page-locked, (n,) each.
+
+    master: float32; None where the weights are float32 themselves; or the int16 residuals of bfloat16 weights, and
+    then exp_avg_sq carries their marks (ops/residual.py). exp_avg: float32 or bfloat16. exp_avg_sq: float32.
+    """
 
     master: torch.Tensor | None
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
     @classmethod
-    def allocate(cls, numel: int, with_master: bool, exp_avg_dtype: torch.dtype, device: torch.device, purpose: str):
+    def allocate(
+        cls, numel: int, master: torch.dtype | None, exp_avg: torch.dtype, device: torch.device, purpose: str
+    ) -> Slab:
         """Zeroed state of `numel` elements, in one piece of memory that `device` reads directly."""
-        dtypes = [torch.float32] * with_master + [exp_avg_dtype, torch.float32]
+        dtypes = [dtype for dtype in (master, exp_avg, torch.float32) if dtype is not None]
         sizes = [numel * dtype.itemsize for dtype in dtypes]
         memory = pinned_bytes(sum(sizes), device, purpose)
         tensors = [part.view(dtype) for part, dtype in zip(memory.split(sizes), dtypes)]
-        return cls(tensors[0] if with_master else None, *tensors[-2:])
+        return cls(None if master is None else tensors[0], *tensors[-2:])
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         master = None if self.master is None else self.master[start:stop]
@@ -67,13 +73,18 @@ class Chunk:
     parts: list[Part]
 
 
-def allocate_slabs(runs: Sequence[Run], with_master: Sequence[bool], exp_avg_dtype: torch.dtype) -> dict[Run, Place]:
-    """A place for every run, side by side in the order given. RuntimeError where memory does not suffice."""
+def allocate_slabs(
+    runs: Sequence[Run], masters: Sequence[torch.dtype | None], exp_avg_dtype: torch.dtype
+) -> dict[Run, Place]:
+    """A place for every run, side by side in the order given. RuntimeError where memory does not suffice.
+
+    masters: the dtype of each run's master, None for none; a slab holds those of one dtype.
+    """
     places: dict[Run, Place] = {}
     first = 0
     while first < len(runs):
         last, end, starts = first, 0, []
-        while last < len(runs) and with_master[last] == with_master[first]:
+        while last < len(runs) and masters[last] == masters[first]:
             numel = -(-runs[last].weights.numel() // ALIGNMENT) * ALIGNMENT
             if starts and end + numel > SLAB_ELEMENTS:
                 break
@@ -81,7 +92,7 @@ def allocate_slabs(runs: Sequence[Run], with_master: Sequence[bool], exp_avg_dty
             end, last = end + numel, last + 1
         members = runs[first:last]
         purpose = f"the Adam state of {end:,} elements in {sum(len(run.parameters) for run in members)} parameters"
-        slab = Slab.allocate(end, with_master[first], exp_avg_dtype, members[0].weights.device, purpose)
+        slab = Slab.allocate(end, masters[first], exp_avg_dtype, members[0].weights.device, purpose)
         places.update({run: Place(slab, start) for run, start in zip(members, starts)})
         first = last
     return places

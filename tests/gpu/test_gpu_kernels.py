@@ -71,6 +71,17 @@ def test_adam_update(grad, exp_avg, weight, n: int, offsets) -> None:
     checks.check_adam(place, (grad, exp_avg, weight), n, offsets)
 
 
+@pytest.mark.parametrize("exp_avg", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "offsets"), [*checks.LYING, (1_000_003, (3, 3, 3, 3, 3)), (1 << 22, (0, 0, 0, 0, 0))])
+def test_update_of_residuals(grad, exp_avg, n: int, offsets) -> None:
+    checks.check_residual(place, grad, exp_avg, n, offsets)
+
+
+def test_residuals_of_all_kinds() -> None:
+    checks.check_residual_patterns(place, 1 << 24)
+
+
 def test_adam_skips() -> None:
     checks.check_adam_skips(place)
 

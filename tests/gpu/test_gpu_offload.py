@@ -90,6 +90,66 @@ def written_after_a_step(seed):
         assert all(torch.equal(a, b) for a, b in zip(*(trainee.result() for trainee in trainees)))
 
 
+def written_in_part(seed):
+    """Masks and additions between steps, on weights of which some are frozen for a while."""
+    with small_chunks(), lagging(seed):
+        trainees = [Wide(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(8):
+            for trainee in trainees:
+                trainee.model.layers[1].wide.requires_grad_(number not in (2, 3))
+                trainee.backward(number)
+                trainee.end_step()
+                if number % 2:
+                    bmt.synchronize()
+                    for parameter in trainee.model.parameters():
+                        values = parameter.data
+                        values.mul_(torch.arange(values.numel(), device=values.device) % 3 > 0)
+                        values[1::7] += 1e-3
+            assert all(torch.equal(a, b) for a, b in zip(*(trainee.result() for trainee in trainees))), number
+
+
+def moved(dtype, seed):
+    """A state dict goes from one kind of optimizer to the other, and back."""
+    kinds = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
+    with small_chunks(), lagging(seed):
+        trainees = [Wide(kind, dtype) for kind in kinds]
+        for number in range(6):
+            if number in (2, 4):
+                for trainee, kind in zip(trainees, reversed(kinds) if number == 2 else kinds):
+                    state = trainee.optimizer.state_dict()
+                    trainee.optimizer = kind(groups(trainee.model.named_parameters()), **OPTIONS)
+                    trainee.optimizer.load_state_dict(state)
+                    trainee.manager.optimizers[0] = trainee.optimizer
+            for trainee in trainees:
+                trainee.backward(number)
+                trainee.end_step()
+            assert all(torch.equal(a, b) for a, b in zip(*(trainee.result() for trainee in trainees))), number
+
+
+def all_dtypes_at_once():
+    """Parameters of three dtypes in one optimizer, and the bytes of state an element that they have on the host."""
+    dtypes, numel = (torch.float32, torch.float16, torch.bfloat16), 200_000
+    for exp_avg_dtype, travel in ((torch.float32, 8 + 12 + 10), (torch.bfloat16, 6 + 10 + 8)):
+        pair = [
+            [torch.nn.Parameter(torch.linspace(-1, 1, numel, device="cuda").to(dtype)) for dtype in dtypes]
+            for _ in range(2)
+        ]
+        kinds = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
+        optimizers = [kind(ps, **OPTIONS, exp_avg_dtype=exp_avg_dtype) for kind, ps in zip(kinds, pair)]
+        for step in range(5):
+            for parameters, optimizer in zip(pair, optimizers):
+                for number, p in enumerate(parameters):
+                    p.grad = (number + step + 1) * p.detach().sin()
+                optimizer.step()
+        states = [[*optimizer.state_dict()["state"].values()] for optimizer in optimizers]
+        assert all(torch.equal(a, b) for a, b in zip(*pair))
+        assert all(torch.equal(one[k].cpu(), other[k].cpu()) for one, other in zip(*states) for k in one)
+        places = optimizers[1]._places.values()
+        held = [t for slab in {place.slab for place in places} for t in slab.part(0, numel) if t is not None]
+        assert sum(t.element_size() for t in held) == travel
+        assert all(t.is_pinned() for t in held)
+
+
 def twenty_steps(dtype, update_on):
     def make(*args, **options):
         return bmt.optim.AdamOffloadOptimizer(*args, **options, update_on=update_on)
@@ -170,7 +230,8 @@ def too_much_is_refused():
 CASES = [
     *((the_same, d, m, s) for s in range(3) for d in DTYPES for m in (torch.float32, torch.bfloat16)),
     *((twenty_steps, dtype, where) for dtype in DTYPES for where in ("device", "host")),
-    (written_after_a_step, 1), *((on_host, dtype) for dtype in DTYPES), (never_waits,),
+    (written_after_a_step, 1), (written_in_part, 2), *((moved, dtype, 3) for dtype in DTYPES), (all_dtypes_at_once,),
+    *((on_host, dtype) for dtype in DTYPES), (never_waits,),
     (the_next_forward_begins_early,), (memory_is_unlocked,), (too_much_is_refused,),
 ]  # fmt: skip
 

@@ -209,6 +209,7 @@ template <typename T> struct Wide {
 };
 inline uint4 load_once(const uint4* p) { return *aligned(p, 16); }
 inline void store_once(uint4* p, uint4 v) { *aligned(p, 16) = v; }
+inline uint2 load_once(const uint2* p) { return *aligned(p, 8); }
 inline void store_once(uint2* p, uint2 v) { *aligned(p, 8) = v; }
 template <typename T> void load4(const T* p, long long i, float* y) {
     for (int k = 0; k < 4; k++) y[k] = to_float(aligned(p, 4 * sizeof(T))[4 * i + k]);

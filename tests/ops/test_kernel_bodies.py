@@ -81,6 +81,17 @@ def test_adam_update(place: checks.Place, dtypes, n: int, offsets) -> None:
     checks.check_adam(place, dtypes, n, offsets)
 
 
+@pytest.mark.parametrize("exp_avg", [torch.float32, torch.bfloat16], ids=NAMES)
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=NAMES)
+@pytest.mark.parametrize(("n", "offsets"), checks.LYING, ids=str)
+def test_update_of_residuals(place: checks.Place, grad: torch.dtype, exp_avg: torch.dtype, n: int, offsets) -> None:
+    checks.check_residual(place, grad, exp_avg, n, offsets)
+
+
+def test_residuals_of_all_kinds(place: checks.Place) -> None:
+    checks.check_residual_patterns(place, 1 << 14)
+
+
 def test_adam_skips(place: checks.Place) -> None:
     checks.check_adam_skips(place)
 

@@ -47,8 +47,9 @@ def ask_for_everything() -> None:
             rows = place(torch.ones(2, n, dtype=dtype))
             attempt(peer_sum.peer_mean, flat, rows, 1, flat, None if total is None else place(total))
         attempt(cross_entropy.rescale_, place(torch.ones(3, 5, dtype=dtype)), torch.ones(1), torch.ones(3))
-    for grad, exp_avg, weight in itertools.product(DTYPES, DTYPES, (*DTYPES, None)):
-        tensors = [place(torch.ones(n, dtype=d)) for d in (grad, torch.float32, exp_avg, torch.float32)]
+    kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None))
+    for grad, master, exp_avg, weight in kinds:
+        tensors = [place(torch.ones(n, dtype=d)) for d in (grad, master, exp_avg, torch.float32)]
         attempt(
             adam.adam_update,
             *tensors,

@@ -59,6 +59,7 @@ def tensors(n: int = 8) -> dict[str, torch.Tensor]:
         ("grad", torch.ones(8).double(), "grad must be"),
         ("grad", torch.ones(8).half(), "gradients of a torch.bfloat16 weight must be"),
         ("master", torch.ones(8).half(), "master must be contiguous float32"),
+        ("master", torch.ones(8).int(), "master must be contiguous float32 or int16"),
         ("exp_avg", torch.ones(8).half(), "exp_avg must be contiguous float32 or bfloat16"),
         ("exp_avg_sq", torch.ones(16)[::2], "exp_avg_sq must be contiguous"),
         ("weight", torch.ones(8), "weight must be contiguous float16 or bfloat16"),
@@ -69,6 +70,14 @@ def test_adam_update_refuses(name: str, value: torch.Tensor, message: str) -> No
     arguments = {**tensors(), "weight": torch.ones(8).bfloat16(), name: value}
     with pytest.raises(ValueError, match=message):
         adam.adam_update(**arguments)
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(8).half()], ids=["none", "fp16"])
+def test_a_residual_needs_a_bfloat16_weight(weight: torch.Tensor | None) -> None:
+    with pytest.raises(
+        ValueError, match="a master of 16 bits goes with a bfloat16 weight, not with (None|torch.float16)"
+    ):
+        adam.adam_update(**{**tensors(), "weight": weight, "master": torch.ones(8).short()})
 
 
 def test_adam_prepare_refuses_a_single_row() -> None:

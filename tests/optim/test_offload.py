@@ -13,7 +13,7 @@ from slow_streams import Clock
 from twenty_steps import OPTIONS, groups, train
 from twins import Tower, ids
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @contextmanager
@@ -86,6 +86,137 @@ def written(trainees):
         trainee.model.load_state_dict({k: torch.full_like(v, 0.5) for k, v in Tower().state_dict().items()})
         trainee.step(21)
     assert_equal(*trainees, "loaded")
+
+
+def hand_written(seed):
+    """Weights written in part or whole between steps, also while frozen: every master keeps rounding to its weight."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(12):
+            for trainee in trainees:
+                trainee.model.layers[1].linear.requires_grad_(number not in (4, 5, 8))
+                trainee.step(number)
+                if number % 3 < 2:
+                    write(trainee, number)
+            assert_equal(*trainees, number)
+            for p, values in zip(trainees[1].model.parameters(), states(trainees[1])):
+                assert torch.equal(values["master"].bfloat16(), p.data), number
+        for trainee in trainees:  # the same values once more: no master moves
+            before = [values["master"] for values in states(trainee)]
+            with bmt.gathered(trainee.model, modify=True):
+                pass
+            trainee.optimizer.param_groups[0]["lr"] = trainee.optimizer.param_groups[1]["lr"] = 0.0
+            trainee.step(20)
+            assert all(torch.equal(a, values["master"]) for a, values in zip(before, states(trainee)))
+
+
+def written_while_frozen(seed):
+    """What is written to a weight that no step updates is there when one does again; nobody asks for the state."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(6):
+            for trainee in trainees:
+                trainee.model.layers[1].linear.requires_grad_(number in (0, 1, 4, 5))
+                trainee.step(number)
+                if number in (1, 2, 3):
+                    write(trainee, 2)
+        assert_equal(*trainees, "frozen")
+
+
+def states(trainee):
+    """The state of every parameter, in their order."""
+    optimizer = trainee.optimizer
+    held = optimizer.state_dict()
+    pairs = zip(optimizer.param_groups, held["param_groups"])
+    by_parameter = {id(p): held["state"][key] for own, saved in pairs for p, key in zip(own["params"], saved["params"])}
+    return [by_parameter[id(p)] for p in trainee.model.parameters()]
+
+
+def write(trainee, number):
+    """A mask, a doubling, a value for all, and what has no master at the old distance: ±0 and inf."""
+    if hasattr(trainee.optimizer, "wait"):
+        trainee.optimizer.wait()
+    for index, parameter in enumerate(trainee.model.parameters()):
+        values = parameter.detach()
+        kind = (index + number) % 5
+        if kind == 0:
+            values.mul_(torch.arange(values.numel()) % 3 > 0)
+        elif kind == 1:
+            values[: values.numel() // 2] *= 2
+        elif kind == 2:
+            values[1::2] = 0.0 if number % 2 else -0.0
+        elif kind == 3:
+            values.add_(1e-3)
+
+
+def another_master_is_loaded(seed):
+    """A loaded master wins over the weights, which were another's."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for trainee in trainees:
+            trainee.step(0)
+            state = trainee.optimizer.state_dict()
+            for values in state["state"].values():
+                values["master"] = (values["master"] + 0.37).sin()
+            trainee.optimizer.load_state_dict(state)
+            trainee.step(1)
+        assert_equal(*trainees, "loaded")
+
+
+def all_dtypes_at_once(seed):
+    """Parameters of three dtypes in one optimizer; what travels of each is as many bytes as the docstring says."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for exp_avg_dtype, travel in ((torch.float32, (8, 12, 10)), (torch.bfloat16, (6, 10, 8))):
+        with as_on_a_gpu(seed):
+            pair = [
+                [torch.nn.Parameter(torch.linspace(-1, 1, n).to(d).view(-1, 3)) for n in (300, 69) for d in dtypes]
+                for _ in range(2)
+            ]
+            kinds = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
+            optimizers = [kind(ps, **OPTIONS, exp_avg_dtype=exp_avg_dtype) for kind, ps in zip(kinds, pair)]
+            for step in range(4):
+                for parameters, optimizer in zip(pair, optimizers):
+                    for number, p in enumerate(parameters):
+                        p.grad = (number + step + 1) * p.detach().sin()
+                    optimizer.step()
+            assert all(torch.equal(a, b) for a, b in zip(*pair))
+            own, other = (optimizer.state_dict()["state"] for optimizer in optimizers)
+            assert [[*state] for state in own.values()] == [[*state] for state in other.values()]
+            assert all(torch.equal(own[k][name], other[k][name]) for k in own for name in own[k])
+            for chunk in optimizers[1]._chunks:
+                held = [t for t in chunk.slab.part(chunk.start, chunk.stop) if t is not None]
+                kind = dtypes.index(optimizers[1]._states[chunk.parts[0].run].run.weights.dtype)
+                assert sum(t.element_size() for t in held) == travel[kind]
+
+
+def saved_by_two_ranks(folder):
+    """Both kinds write the same file; each is saved under its name."""
+    with as_on_a_gpu(3):
+        for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
+            trainee = Trainee(cls, torch.bfloat16)
+            for number in range(3):
+                trainee.step(number)
+            state = trainee.model.state_dict(), trainee.manager.state_dict(gather_opt=True)
+            if bmt.rank() == 0:
+                torch.save(state, f"{folder}/{cls.__name__}.pt")
+    bmt.synchronize()
+
+
+def loaded_by_others(folder):
+    """By one rank: each kind goes on from the other's file, and steps alike."""
+    with as_on_a_gpu(4):
+        kinds = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
+        files = [torch.load(f"{folder}/{cls.__name__}.pt", weights_only=True) for cls in kinds]
+        flat = [torch.utils._pytree.tree_leaves(file) for file in files]
+        assert len(flat[0]) == len(flat[1])
+        assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*flat))
+        trainees = [Trainee(cls, torch.bfloat16) for cls in kinds]
+        for trainee, (weights, state) in zip(trainees, reversed(files)):
+            trainee.model.load_state_dict(weights)
+            trainee.manager.load_state_dict(state, gather_opt=True)
+            for number in range(3):
+                trainee.step(number)
+        assert_equal(*trainees, "on another number of ranks")
 
 
 def streamed(dtype, seed, exp_avg_dtype=torch.float32):
@@ -230,7 +361,8 @@ def test_streamed_with_a_short_exp_avg_is_the_same(world):
 CASES = [
     *((case, dtype) for case in (on_host, streamed_twenty_steps, moved) for dtype in DTYPES),
     (steps_in_a_row,), (ordinary,), (without_a_gradient,), (the_first_buffers_come_first,),
-    (written_gradients_wait,), (direct_reads,),
+    (written_gradients_wait,), (direct_reads,), (hand_written,), (written_while_frozen,),
+    (another_master_is_loaded,), (all_dtypes_at_once,),
 ]  # fmt: skip
 
 
@@ -238,6 +370,11 @@ CASES = [
 @pytest.mark.parametrize("size", [1, 2])
 def test_offload(world, size, case):
     world(size)(*case, 7)
+
+
+def test_a_file_fits_both_kinds_and_any_number_of_ranks(world, tmp_path):
+    world(2)(saved_by_two_ranks, str(tmp_path))
+    world(1)(loaded_by_others, str(tmp_path))
 
 
 def test_settings_are_checked():

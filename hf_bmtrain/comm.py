@@ -67,6 +67,10 @@ class Communicator(Protocol):
         """The current stream goes on when the shards may be written: no rank is gathering them. Collective."""
         ...
 
+    def announce(self, shard: torch.Tensor, update: Ticket) -> None:
+        """The `shard` is being written until `update`, and will then be gathered. Collective."""
+        ...
+
     def close(self, abort: bool) -> None:
         """End the lane; `abort` does not wait for other ranks."""
         ...
@@ -90,6 +94,9 @@ class _Collective:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def quiesce(self) -> None:
+        pass
+
+    def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         pass
 
 

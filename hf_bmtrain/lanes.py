@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -33,18 +34,19 @@ def open_lanes(
         import_nccl()  # a missing CuPy is told before anything waits for other ranks
     _join(rank, size, device, timeout)
     control: Any = dist.new_group(backend="gloo", timeout=timeout)
-    lanes: list[Communicator] = []
-    for name in ("gather", "reduce"):
+
+    def open_lane(name: str) -> Communicator:
         if device.type == "cpu":
-            lanes.append(GlooCommunicator(name, timeout))
-            continue
+            return GlooCommunicator(name, timeout)
         unique_id = [import_nccl().get_unique_id() if rank == 0 else None]
         dist.broadcast_object_list(unique_id, src=0, group=control)
         assert unique_id[0] is not None
-        lanes.append(NcclCommunicator(name, rank, size, unique_id[0], device))
+        return NcclCommunicator(name, rank, size, unique_id[0], device)
+
+    gathering, reducing = open_lane("gather"), open_lane("reduce")
     if gather != "collective":
-        lanes[0] = _with_peers(lanes[0], device, control, gather == "peer")
-    return lanes[0], lanes[1], control
+        gathering = _with_peers(gathering, device, control, gather == "peer", open_lane)
+    return gathering, reducing, control
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -61,7 +63,9 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
 
 
-def _with_peers(below: Communicator, device: torch.device, control: Any, forced: bool) -> Communicator:
+def _with_peers(
+    below: Communicator, device: torch.device, control: Any, forced: bool, open_lane: Callable[[str], Communicator]
+) -> Communicator:
     """The gather lane with peer gathers where all ranks can read each other's memory and it is faster."""
 
     def exchange(value: Any) -> list[Any]:
@@ -80,7 +84,7 @@ def _with_peers(below: Communicator, device: torch.device, control: Any, forced:
     memory = HostMemory() if device.type == "cpu" else CudaMemory(device, below.size)
     smallest = 0 if forced else SMALLEST_PULLED
     _log.info("rank %d: shards from %d MiB are gathered by pulling from peers", below.rank, smallest >> 20)
-    return PeerCommunicator(below, memory, exchange, smallest, device)
+    return PeerCommunicator(below, memory, exchange, smallest, device, lambda: open_lane("updates"))
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:

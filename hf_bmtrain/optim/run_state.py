@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..ops.adam_step import Elements
+from ..sharding import ShardedBuffer
 from .runs import Run
 
 
@@ -53,3 +55,13 @@ class RunState:
         part = slice(self.run.begin(parameter), self.run.begin(parameter) + parameter.numel())
         views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
         return views if self.weight is None else {**views, "master": self.master[part]}
+
+
+def by_owner(
+    states: Sequence[RunState], numbers: Sequence[int]
+) -> dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]]:
+    """The states with these numbers by whose elements they hold, in the order of the elements."""
+    owners: dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]] = {}
+    for number in sorted(numbers, key=lambda number: states[number].index_base):
+        owners.setdefault(states[number].run.owner, {})[number] = states[number]
+    return owners

@@ -73,7 +73,6 @@ class AdamOptimizer(UpdatesInBackward):
         self._exp_avg_dtype = exp_avg_dtype
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
         super().__init__(params, settings, overlap_forward)
-        self._active: list[list[torch.nn.Parameter]] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
         self._stream: UpdateStream | None = None
 
@@ -264,6 +263,7 @@ class AdamOptimizer(UpdatesInBackward):
                     for name, value in loaded.items()
                 }
         self._states, self._active = [], []
+        self._early.end()
 
 
 def _same(a: list[list], b: list[list]) -> bool:

@@ -24,7 +24,7 @@ class EarlyUpdates:
     def __init__(self) -> None:
         self.parameters: set[torch.nn.Parameter] = set()
         self._numbers: list = []
-        self._gradients: list[tuple[ShardedBuffer, torch.Tensor, int]] = []
+        self._gradients: list[tuple[torch.Tensor, int]] = []
 
     def __bool__(self) -> bool:
         return bool(self.parameters)
@@ -70,8 +70,8 @@ class EarlyUpdates:
         if not self.parameters.isdisjoint(slices):
             raise RuntimeError(
                 f"A second backward inside update_in_backward() brought gradients of {len(slices)} parameters that "
-                "have been updated already. Accumulate outside of it: `with optimizer.update_in_backward():` belongs around "
-                "the last backward of a step alone, and step() after it."
+                "have been updated already. Accumulate outside of it: `with optimizer.update_in_backward():` belongs "
+                "around the last backward of a step alone, and step() after it."
             )
         return runs
 
@@ -80,7 +80,7 @@ class EarlyUpdates:
         self._numbers = _snapshot(hyper)
         buffer = states[0].run.buffer
         assert buffer is not None and buffer.gradient.shard is not None
-        self._gradients.append((buffer, buffer.gradient.shard, buffer.gradient.shard._version))
+        self._gradients.append((buffer.gradient.shard, buffer.gradient.shard._version))
         for state in states:
             self.parameters.update(state.run.parameters)
 
@@ -98,7 +98,7 @@ class EarlyUpdates:
         problem = None
         if grad_scale is not None:
             problem = "a loss scale or a clip factor came with step()"
-        elif any(g._version != version or not buffer.gradient.intact for buffer, g, version in self._gradients):
+        elif any(g._version != version for g, version in self._gradients) or self._replaced():
             problem = "gradients were changed after it (clipped or unscaled, say)"
         elif _snapshot(hyper) != self._numbers:
             problem = "lr or another setting of a parameter group changed between it and step()"
@@ -108,6 +108,10 @@ class EarlyUpdates:
                 f"{problem}, too late for them. Change them before the backward (with OptimManager, call "
                 "manager.backward), or leave update_in_backward out."
             )
+
+    def _replaced(self) -> bool:
+        slices: list[Any] = [p for p in self.parameters if p.grad is not None]
+        return not all(piece.buffer.gradient.is_handed(piece.index) for piece in slices)
 
     def end(self) -> None:
         """The step is made."""
@@ -129,6 +133,7 @@ class UpdatesInBackward(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.loss_scale: torch.Tensor | None = None
         self._overlap_forward = overlap_forward
+        self._active: list[list[torch.nn.Parameter]] = []  # by group, what the runs are made of; none: to be made
         self._states: list[RunState] = []
         self._early = EarlyUpdates()
 
@@ -167,6 +172,8 @@ class UpdatesInBackward(torch.optim.Optimizer):
         return bool(self._early)
 
     def _gradient_reduced(self, slices: list[DistributedParameter]) -> None:
+        if not self._active:
+            return
         runs = self._early.admit(slices, self._states)
         if runs:
             self._step_runs(runs, True)

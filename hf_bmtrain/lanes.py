@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .comm import Communicator, GlooCommunicator, NcclCommunicator, SingleProcess, import_nccl
+from .comm import Communicator, GlooCommunicator, SingleProcess
 from .control import Control
+from .nccl_lane import NcclCommunicator, import_nccl
 from .peer import PeerCommunicator
 from .peer_memory import CudaMemory, HostMemory, PeerMemory
 from .peer_reduction import PeerReduction
@@ -45,16 +47,17 @@ def open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta, g
         import_nccl()  # a missing CuPy is told before anything waits for other ranks
     _join(rank, size, device, timeout)
     control = Control(size, timeout)
-    lanes: list[Communicator] = []
-    for name in ("gather", "reduce"):
+
+    def open_lane(name: str) -> Communicator:
         if device.type == "cpu":
-            lanes.append(GlooCommunicator(name, timeout))
-            continue
+            return GlooCommunicator(name, timeout)
         unique_id = control.share(import_nccl().get_unique_id() if rank == 0 else None)
-        lanes.append(NcclCommunicator(name, rank, size, unique_id, device))
-    apart = CollectiveReduction(lanes[1], device)
-    found = Lanes(lanes[0], lanes[1], apart, apart, control)
-    return found if gather == "collective" else _with_peers(found, apart, device, gather == "peer")
+        return NcclCommunicator(name, rank, size, unique_id, device)
+
+    gathering, reducing = open_lane("gather"), open_lane("reduce")
+    apart = CollectiveReduction(reducing, device)
+    found = Lanes(gathering, reducing, apart, apart, control)
+    return found if gather == "collective" else _with_peers(found, apart, device, gather == "peer", open_lane)
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -71,7 +74,13 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
 
 
-def _with_peers(lanes: Lanes, apart: CollectiveReduction, device: torch.device, forced: bool) -> Lanes:
+def _with_peers(
+    lanes: Lanes,
+    apart: CollectiveReduction,
+    device: torch.device,
+    forced: bool,
+    open_lane: Callable[[str], Communicator],
+) -> Lanes:
     """With shards and packed gradients pulled where all ranks can read each other's memory and it is faster."""
     rank, size, exchange = lanes.gather.rank, lanes.gather.size, lanes.control.gather
 
@@ -89,7 +98,7 @@ def _with_peers(lanes: Lanes, apart: CollectiveReduction, device: torch.device, 
     smallest = 0 if forced else SMALLEST_PULLED
     _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by pulling", rank, smallest >> 20)
     return lanes._replace(
-        gather=PeerCommunicator(lanes.gather, memory(), exchange, smallest, device),
+        gather=PeerCommunicator(lanes.gather, memory(), exchange, smallest, device, lambda: open_lane("updates")),
         blocks=PeerReduction(apart, memory(), exchange, smallest, device),
     )
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from .comm import Communicator, Ticket
+from .ops.streams import work_stream
 from .peer_memory import PeerMemory
 
 
 class _Shared:
     """One shard that all ranks have mapped. sources: by rank, None for this one; alive: None once nobody holds it;
-    published: the version that the others may read; read: whether this rank has gathered it since it last met the
-    others."""
+    published: the version that the others may read; meeting: behind it, everyone's announced update is done; read:
+    whether this rank has gathered it since it last met the others."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class _Shared:
         self.sources, self.handle, self.alive, self.settle = sources, handle, alive, settle
         self.shard, self.nbytes = weakref.ref(shard), shard.nbytes
         self.published = -1
+        self.meeting: Ticket | None = None
         self.read = False
 
     @property
@@ -44,6 +46,14 @@ class PeerCommunicator:
       into `whole` on streams of its own, which first wait for what is queued on the compute stream.
     * Weights change at few points. The first gather after a change *publishes*: an all-reduce of one element, which
       each rank enters behind its own writes and which its later copies wait for. So they read what was written.
+    * Updates that an optimizer makes beside the computation are not published so: the first gather would come behind
+      the last of them. `announce` publishes each on its own: an all-reduce on a lane of its own, behind that update
+      alone and no other work, which the gathers of that shard wait for. All ranks announce in the optimizer's step,
+      the same shards in the same order, so they meet in the same order however they gather afterwards; and a meeting
+      waits for updates alone, which wait for no gather, so it comes to pass even where a rank gathers nothing.
+    * An update inside a backward (`update_in_backward`) writes a shard that is gathered since the last `quiesce`, and
+      may: its gradient has been reduced, to which every rank gave its part behind its own last gather of that shard
+      in this backward. It is not announced, but published by the next gather, as other writes are.
     * `quiesce` is the same meeting in the other direction: behind it, all copies that were started before it on any
       rank are done, and weights may be written. The end of a backward is one, the explicit collectives are others.
     * Weights that were written although they were gathered since the last `quiesce` may have been read half written
@@ -58,13 +68,22 @@ class PeerCommunicator:
         exchange: Callable[[Any], list[Any]],
         smallest: int,
         device: torch.device,
+        open_meetings: Callable[[], Communicator],
     ) -> None:
-        """exchange: every rank's object on every rank. smallest: bytes of a shard from which it is pulled."""
+        """exchange: every rank's object on every rank. smallest: bytes of a shard from which it is pulled.
+
+        open_meetings: makes the lane of announced updates, at the first of them; collective.
+        """
         self._below, self._memory, self._exchange, self._smallest = below, memory, exchange, smallest
         self.rank, self.size = below.rank, below.size
         self._token = torch.zeros(1, dtype=torch.float32, device=device)
         self._shared: dict[int, _Shared] = {}
         self._made = 0
+        self._beside = work_stream(device)
+        self._update_token = torch.zeros_like(self._token)
+        self._beside.follow()  # the token is there
+        self._open_meetings = open_meetings
+        self._meetings: Communicator | None = None
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -110,6 +129,9 @@ class PeerCommunicator:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
             return self._below.all_gather(whole, shard)
+        if shared.meeting is not None:
+            shared.meeting.wait()
+            shared.meeting = None
         if shared.changed:
             self._publish()
         shared.read = True
@@ -123,17 +145,36 @@ class PeerCommunicator:
         """Let everyone read what everyone has written."""
         living = [(shared, shared.shard()) for shared in self._shared.values()]
         changed = [(shared, shard) for shared, shard in living if shard is not None and shared.changed]
-        if any(shared.read and shared.published >= 0 for shared, _ in changed):
-            raise RuntimeError(
-                f"rank {self.rank}: weights were written after a forward that no backward has followed; a slower rank "
-                "may have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, "
-                "or use init_distributed(gather='collective')."
-            )
+        self._check_unread([shared for shared, _ in changed])
         for shared, _ in changed:
             shared.settle()
         self._below.all_reduce(self._token).wait()
         for shared, shard in changed:
             shared.published = shard._version
+
+    def _check_unread(self, changed: list[_Shared]) -> None:
+        if any(shared.read and shared.published >= 0 for shared in changed):
+            raise RuntimeError(
+                f"rank {self.rank}: weights were written after a forward that no backward has followed; a slower rank "
+                "may have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, "
+                "or use init_distributed(gather='collective')."
+            )
+
+    def announce(self, shard: torch.Tensor, update: Ticket) -> None:
+        shared: _Shared | None = getattr(shard, "shared", None)
+        if shared is None:
+            return  # gathered by a collective
+        self._check_unread([shared])
+        if self._meetings is None:
+            self._meetings = self._open_meetings()
+        meetings = self._meetings
+
+        def meet() -> None:
+            update.wait()
+            shared.meeting = meetings.all_reduce(self._update_token)
+
+        self._beside.run(meet)
+        shared.published = shard._version
 
     def quiesce(self) -> None:
         """The current stream goes on when no copy that was started before is under way on any rank. Collective."""
@@ -155,3 +196,5 @@ class PeerCommunicator:
 
     def close(self, abort: bool) -> None:
         self._below.close(abort)
+        if self._meetings is not None:
+            self._meetings.close(abort)

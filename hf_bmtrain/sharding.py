@@ -136,7 +136,7 @@ class ShardedBuffer:
         self._step, self._lane, self.rank = step, lane, lane.rank
         alignment = max(1, _layout.ALIGNMENT_BYTES // dtype.itemsize)
         self.layout = _layout.Layout.build([p.numel() for p in parameters], lane.size, alignment)
-        self.update = PendingUpdate()
+        self.update = PendingUpdate(lane)
         self.shard = lane.allocate(self.layout.shard_numel, dtype, device, self.update.settle)
         self._full = None if lane.size == 1 else Elastic(self.layout.numel, dtype, device, step.poison)
         self.wholes = [self._make_whole(i, p) for i, p in enumerate(parameters)]

@@ -18,10 +18,11 @@ HERE = "tests/test_architecture.py"
 
 # A module imports only from lower layers, the earlier lines. A name ending in .* means all of a package.
 LAYERS = [
-    "layout elastic control boundary accelerator parallelism replay refusals ops.launch ops.expect ops.row_loss ops.residual",
+    "layout elastic control boundary accelerator parallelism replay refusals ops.launch ops.expect ops.row_loss "
+    "ops.residual",
     "plan random_state saved_bytes device_memory",
     "comm packing precision recomputation ops.*",
-    "peer_memory reduction",
+    "nccl_lane peer_memory reduction",
     "peer gradient_slots",
     "peer_reduction",
     "lanes criterion step segment_norms pending_update ops.adam_step",
@@ -33,7 +34,7 @@ LAYERS = [
     "planner",
     "block_state",
     "block module linear_loss optim.norm optim.slabs optim.run_state",
-    "block_list compiled chains admission outside takeover optim.chunk_update",
+    "block_list compiled chains admission outside takeover optim.chunk_update optim.in_backward optim.update_stream",
     "adoption optim.conveyor optim.host_update",
     "wrap store gathered config distributed loss inspect lr_scheduler optim.adam optim.checkpoint",
     "optim.offload optim.manager optim.probe optim.whole_state optim.claim nn.* utils.* debug",
@@ -46,7 +47,7 @@ LAYERS = [
 # Only some modules may import a device's libraries. `world` and `lanes`, which choose, and `precision`, which
 # asks for its autocast, may name it besides, as an attribute (torch.cuda) or a string ("cuda:0").
 DEVICE = re.compile(r"(cuda|cupy|cupyx|nccl|nvidia|pynvml)(:.*)?")
-DEVICE_HOMES = ["comm", "peer_memory", "ops.*", "optim.offload"]
+DEVICE_HOMES = ["nccl_lane", "peer_memory", "ops.*", "optim.offload"]
 DEVICE_NAME_HOMES = [*DEVICE_HOMES, "world", "lanes", "precision"]
 # Only `hf` imports Hugging Face's packages.
 HUGGING_FACE = {"transformers", "accelerate", "peft", "trl", "datasets"}
@@ -242,7 +243,7 @@ EMPTY = dict.fromkeys(NAMES.split(), "")
         ("optim.manager", "from ..world import rank\nfrom .adam import A"),
         ("ops.__init__", "from . import adam, launch"),
         ("ops.adam", "from .launch import L"),
-        ("comm", "import cupy\nfrom cupy.cuda import nccl\nimport torch.cuda\nd = 'cuda:0'"),
+        ("nccl_lane", "import cupy\nfrom cupy.cuda import nccl\nimport torch.cuda\nd = 'cuda:0'"),
         ("optim.offload", "import torch\ntorch.cuda.synchronize()"),
         ("world", "import torch\ntorch.cuda.set_device('cuda:0')"),
         ("block", "'''cuda in a sentence'''\ndef f(x):\n  '''On cuda devices'''\n  return x.is_cuda"),
@@ -274,7 +275,7 @@ def test_what_is_allowed_passes(module, source):
         (check_layers, "wrap", "import importlib as i\ni.import_module('hf_bmtrain.hf')", "wrap:2: imports"),
         (check_layers, "novelty", "", "novelty: no layer: add it to LAYERS in tests/test_architecture.py"),
         (check_layers, "optim.novelty", "", "optim.novelty: no layer"),
-        (check_devices, "block", "import cupy", "block:1: 'cupy' may be imported only in comm, peer"),
+        (check_devices, "block", "import cupy", "block:1: 'cupy' may be imported only in nccl_lane, peer"),
         (check_devices, "wrap", "def f():\n  from torch import cuda", "wrap:2: 'cuda' may be imported only"),
         (check_devices, "optim.adam", "import nvidia.nvrtc", "optim.adam:1: 'nvidia'"),
         (check_devices, "world", "def f():\n  import cupy", "world:2: 'cupy' may be imported only"),

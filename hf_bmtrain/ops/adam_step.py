@@ -57,6 +57,7 @@ class KernelSteps:
         self._hyper = torch.zeros(runs, len(HYPER), dtype=torch.float64, device=device)
         self._records = torch.zeros(runs, len(RECORD), device=device)
         self._one, self._zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+        self._scale, self._flag = self._one, self._zero
         self._sent: list[list[float]] = []
 
     def send(self, hyper: Sequence[Hyper]) -> None:
@@ -80,8 +81,9 @@ class KernelSteps:
             self._hyper.copy_(host, non_blocking=True)
         self._sent = rows
 
-    def prepare(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Begin a step. grad_scale: what gradients are divided by; found_inf: not 0 to skip. float32 scalars."""
+    def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Take the numbers of a step. grad_scale: what gradients are divided by; found_inf: not 0 to skip. float32
+        scalars."""
         self.send(hyper)
         start = 0
         for values, runs in zip(hyper, self._groups):
@@ -89,9 +91,15 @@ class KernelSteps:
                 if isinstance(value, torch.Tensor) and self._on_device(value):
                     self._hyper[start : start + runs, column].copy_(value)
             start += runs
-        scale = self._one if grad_scale is None else grad_scale.reshape(1)
-        flag = self._zero if found_inf is None else found_inf.reshape(1)
-        adam_prepare(scale, flag, self._hyper, self.counts, self._records)
+        self._scale = self._one if grad_scale is None else grad_scale.reshape(1)
+        self._flag = self._zero if found_inf is None else found_inf.reshape(1)
+
+    def advance(self, runs: Sequence[int]) -> None:
+        """Count the step of these runs, in ascending order, and make it ready for `update`: by one launch for each
+        row of neighbours."""
+        for first, stop in _stretches(runs):
+            rows = slice(first, stop)
+            adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
 
     def update(self, run: int, elements: Elements) -> None:
         """Update elements of run number `run` in place."""
@@ -123,13 +131,15 @@ class TorchSteps:
     def send(self, hyper: Sequence[Hyper]) -> None:
         """Nothing: numbers are read at every step."""
 
-    def prepare(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+    def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         rows = [[float(value) for value in group] for group in hyper]
         self._rows = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
         self._grad_scale = None if grad_scale is None else grad_scale.to(self.counts.device)
         self.skip = found_inf is not None and bool(found_inf)
+
+    def advance(self, runs: Sequence[int]) -> None:
         if not self.skip:
-            self.counts += 1
+            self.counts[list(runs)] += 1
 
     def update(self, run: int, elements: Elements) -> None:
         e = elements
@@ -153,6 +163,17 @@ class TorchSteps:
         _, beta1, beta2, eps, weight_decay, _ = self._rows[run]
         inverse_scale = 1.0 if self._grad_scale is None else 1 / self._grad_scale
         return inverse_scale, beta1, beta2, eps, weight_decay, float(self.counts[run])
+
+
+def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as ranges [first, stop)."""
+    stretches: list[tuple[int, int]] = []
+    for number in numbers:
+        if stretches and stretches[-1][1] == number:
+            stretches[-1] = stretches[-1][0], number + 1
+        else:
+            stretches.append((number, number + 1))
+    return stretches
 
 
 def kernels_serve(device: torch.device) -> bool:

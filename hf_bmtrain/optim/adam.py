@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps
-from ..sharding import DistributedParameter
-from .run_state import RunState, follow_writes
-from .runs import Run, neighbours
+from ..sharding import ShardedBuffer
+from .in_backward import UpdatesInBackward
+from .run_state import RunState, by_owner, follow_writes
+from .runs import Run, index_bases, neighbours
+from .update_stream import UpdateStream
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class AdamOptimizer(torch.optim.Optimizer):
+class AdamOptimizer(UpdatesInBackward):
     """AdamW: eps outside the square root, decoupled weight decay, bias-corrected (Loshchilov & Hutter, 2019).
 
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
@@ -36,6 +37,14 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     exp_avg_dtype: torch.bfloat16 keeps m in 2 bytes, rounded stochastically by bits that depend on the element
     and the step alone, not on the number of ranks.
+
+    overlap_forward: `step` returns while the device still updates, on a stream of its own, in the order of the
+    buffers: the next forward begins when the first ones are done. A buffer waits for its own update when it is
+    gathered (see PendingUpdate), hence forward, backward, `parameter.gather()` and `state_dict` need no care, and
+    neither do loading, `.data` and the next `step`. Before anything else that reads or writes slices, or writes their
+    gradients in place, after a `step` (an average over `model.parameters()`, say) call `wait()`.
+
+    `with optimizer.update_in_backward():` updates already while a backward runs.
 
     `grad_scale` and `found_inf` (device scalars, set by OptimManager or torch.amp.GradScaler before `step`)
     divide the gradient and skip the update. Gradients are only read. No step waits for the device. lr and its
@@ -57,6 +66,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         hold_steps: int = 0,
         *,
         exp_avg_dtype: torch.dtype = torch.float32,
+        overlap_forward: bool = False,
     ) -> None:
         if lr < 0 or min(eps, weight_decay, hold_steps) < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
@@ -67,12 +77,10 @@ class AdamOptimizer(torch.optim.Optimizer):
             raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype}")
         self._exp_avg_dtype = exp_avg_dtype
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
-        super().__init__(params, settings)
-        self.loss_scale: torch.Tensor | None = None
-        self._active: list[list[torch.nn.Parameter]] = []
+        super().__init__(params, settings, overlap_forward)
         self._loaded: set[torch.nn.Parameter] = set()  # those whose state is a file's and in no run yet
-        self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
+        self._stream: UpdateStream | None = None
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -96,17 +104,35 @@ class AdamOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        if not _same(active, self._active):
+        early = self._early
+        early.check_used_as_they_are(self._hyper(), getattr(self, "grad_scale", None))
+        done = early.parameters
+        active = [[p for p in group["params"] if p.grad is not None or p in done] for group in self.param_groups]
+        rearranged = not _same(active, self._active)
+        if rearranged:
             self._arrange(active)
-        for state in self._states:
-            if state.stale:
-                self._heed_writes(state)
-        self._prepare()
-        self._update()
-        for state in self._states:
-            state.version = state.run.weights._version
+        left = [number for number, state in enumerate(self._states) if state not in early]
+        if left:
+            self._step_runs(left, self._overlap_forward)
+            if self._overlap_forward:
+                self._announce(left)
+        if rearranged and early:
+            self._active = []  # cut so that these fit beside the others for once
+        early.end()
         return loss
+
+    def wait(self) -> None:
+        """The current stream waits until the last step has written the weights; the host does not."""
+        for state in self._states:
+            if state.run.buffer is not None:
+                state.run.buffer.update.settle()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.wait()  # the gradients may still be read
+        super().zero_grad(set_to_none)
+
+    _finish = wait  # before state is read or moved
 
     def send_hyper_parameters(self) -> None:
         """Send settings of the groups that have changed to the device, before a captured step is replayed.
@@ -119,13 +145,34 @@ class AdamOptimizer(torch.optim.Optimizer):
         one = ("eps", "weight_decay", "hold_steps")
         return [(group["lr"], *group["betas"], *(group[name] for name in one)) for group in self.param_groups]
 
-    def _prepare(self) -> None:
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._steps.prepare(self._hyper(), grad_scale, found_inf)
+    def _step_runs(self, numbers: Sequence[int], beside: bool) -> None:
+        """One step of these runs, whose gradients are there; on another stream if they may lag behind."""
+        states = [self._states[number] for number in numbers]
+        for state in states:
+            if state.run.buffer is not None:
+                state.run.buffer.update.settle()  # the last one may still read the numbers that are written now
+            if state.stale:
+                self._heed_writes(state)
+        self._steps.begin(self._hyper(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        self._steps.advance(numbers)
+        (self._update_beside if beside else self._update)(numbers)
+        for state in states:
+            state.version = state.run.weights._version
 
-    def _update(self) -> None:
-        for number, state in enumerate(self._states):
-            self._update_elements(number, state.elements())
+    def _update(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._update_elements(number, self._states[number].elements())
+
+    def _update_beside(self, numbers: Sequence[int]) -> None:
+        if self._stream is None:
+            self._stream = UpdateStream(self._states[numbers[0]].run.weights.device)
+        self._stream.carry(by_owner(self._states, numbers), self._update_elements)
+
+    def _announce(self, numbers: Sequence[int]) -> None:
+        """Tell the gather lane what is under way, on all ranks alike."""
+        for owner in by_owner(self._states, numbers):
+            if isinstance(owner, ShardedBuffer) and owner.update.pending:
+                owner.update.announce(owner.shard)
 
     def _update_elements(self, run: int, elements: Elements) -> None:
         self._steps.update(run, elements)
@@ -137,14 +184,15 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> None:
         """Cut the parameters that have gradients into runs. Runs that stay keep their state where it is."""
-        groups = [[Run.over(members) for members in neighbours(group, self._steps_of)] for group in active]
+        self._finish()
+        groups = [[Run.over(members) for members in neighbours(group, self._kind)] for group in active]
         runs = [run for group in groups for run in group]
         device = self._steps_device(runs)
         steps = adam_steps([len(group) for group in groups], device, self._exp_avg_dtype)
         earlier = {tuple(map(id, state.run.parameters)): state for state in self._states}
         kept = [earlier.get(tuple(map(id, run.parameters))) for run in runs]
         fresh = iter(self._allocate([run for run, state in zip(runs, kept) if state is None]))
-        bases = self._index_bases()
+        bases = index_bases(self.param_groups)
         self._states = []
         for number, (run, state) in enumerate(zip(runs, kept)):
             if state is None:
@@ -158,6 +206,10 @@ class AdamOptimizer(torch.optim.Optimizer):
                     self.state[parameter]["step"] = state.step
             self._states.append(state)
         self._steps, self._active = steps, active
+
+    def _kind(self, parameter: torch.nn.Parameter) -> tuple[float, bool]:
+        """What is alike in a run: the steps taken, and whether this one is among them."""
+        return self._steps_of(parameter), parameter in self._early.parameters
 
     def _steps_of(self, parameter: torch.nn.Parameter) -> float:
         state = self.state.get(parameter)
@@ -196,23 +248,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._loaded.discard(parameter)
         self.state[parameter] = views
 
-    def _index_bases(self) -> dict[Any, int]:
-        """The number of the first element of every buffer (or ordinary parameter), in the order of the groups."""
-        bases, end = {}, 0
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            sliced = isinstance(parameter, DistributedParameter)
-            owner = parameter.buffer if sliced else parameter
-            if owner not in bases:
-                bases[owner] = end
-                end += parameter.buffer.layout.extent if sliced else parameter.numel()
-        return bases
-
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # the state of another AdamW has none
             group.setdefault("hold_steps", self.defaults["hold_steps"])
 
     def state_dict(self) -> dict:
+        self._finish()
         kept = self.state
         self.state = defaultdict(dict, {parameter: self._shown(parameter, held) for parameter, held in kept.items()})
         try:
@@ -228,6 +270,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """State keeps its own dtype: torch would cast the float32 masters and moments to the parameters'."""
+        self._finish()
         groups = state_dict["param_groups"]
         ids = [key for group in groups for key in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
@@ -242,6 +285,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                     for name, value in loaded.items()
                 }
         self._states, self._active = [], []
+        self._early.end()
 
 
 def _same(a: list[list], b: list[list]) -> bool:

@@ -14,15 +14,19 @@ from .slabs import Chunk, Part
 class ChunkUpdate:
     """What whoever carries the chunks needs of the runs, and the arithmetic for each part that has arrived.
 
-    gradients: (n,) of every run, on the parameters' device.
+    gradients: (n,) of each run, by its number, on the parameters' device.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], states: Sequence[RunState], update: Callable[[int, Elements], object]
+        self,
+        chunks: Sequence[Chunk],
+        states: Sequence[RunState],
+        runs: Sequence[int],
+        update: Callable[[int, Elements], object],
     ) -> None:
-        """update: steps `Elements` of a run, which is given by its number."""
+        """chunks: all those of `runs`, by number. update: steps `Elements` of a run, which is given by its number."""
         self.chunks, self._states, self._update = chunks, states, update
-        self.gradients = [state.run.gradient() for state in states]
+        self.gradients = {number: states[number].run.gradient() for number in runs}
 
     def gradient(self, part: Part) -> torch.Tensor:
         return self.gradients[part.run][part.of_run]

@@ -21,8 +21,7 @@ class Conveyor:
     * it is updated after it has been filled, and after what the current stream had queued at `begin`: the
       gradients, the step's numbers, whoever read the weights before;
     * it is downloaded after it has been updated;
-    * so a chunk is not uploaded before the previous step has downloaded it: downloads are made in order, and the
-      last one from a buffer was of this chunk or of a later one (a Conveyor carries the same chunks every time);
+    * a chunk is uploaded after it has been downloaded the last time;
     * the current stream may write gradients, numbers and weights again after the tickets, or `updated`.
     """
 
@@ -39,16 +38,17 @@ class Conveyor:
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
         self._upload.follow()  # the buffers' memory may have been someone else's until here
         self._emptied: list[Ticket] = [DONE] * _BUFFERS
+        self._at_home: dict[Chunk, Ticket] = {}
+        self._turn = 0
         self.updated: Ticket = DONE
         self.downloaded: Ticket = DONE
 
     def carry(self, update: ChunkUpdate) -> Iterator[Ticket]:
-        """Update every chunk, and yield its ticket once that is queued."""
+        """Update every chunk, and yield its ticket once that is queued. Gradients are kept until then by the caller."""
         self._update.follow()
-        for gradient in update.gradients:
-            self._update.uses(gradient)
-        for number, chunk in enumerate(update.chunks):
-            yield self._pass(number % _BUFFERS, chunk, update)
+        for chunk in update.chunks:
+            yield self._pass(self._turn, chunk, update)
+            self._turn = (self._turn + 1) % _BUFFERS
 
     def _pass(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Ticket:
         home = chunk.slab.part(chunk.start, chunk.stop)
@@ -62,13 +62,14 @@ class Conveyor:
                 update.apply(part, update.gradient(part), here, update.weight(part))
 
         self._upload.after(self._emptied[number])
+        self._upload.after(self._at_home.get(chunk, DONE))
         self._upload.run(lambda: _copy(here, home))
         self._update.after(self._upload.mark())
         self._update.run(update_parts)
         self.updated = self._update.mark()
         self._download.after(self.updated)
         self._download.run(lambda: _copy(home, here))
-        self._emptied[number] = self.downloaded = self._download.mark()
+        self._emptied[number] = self._at_home[chunk] = self.downloaded = self._download.mark()
         return self.updated
 
 

@@ -37,8 +37,6 @@ class HostUpdate:
         """Update every chunk, and yield the ticket of its weights."""
         self._download.follow()
         self._upload.follow()
-        for gradient in update.gradients:
-            self._download.uses(gradient)
         arrivals: list[Ticket] = []
         for number, chunk in enumerate(update.chunks):
             for ahead in range(len(arrivals), min(number + _BUFFERS, len(update.chunks))):

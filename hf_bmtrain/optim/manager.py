@@ -55,6 +55,7 @@ class OptimManager:
         self._checked: set[int] = set()
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
         self._unread: HostFlag | None = None
+        self._used_early = False
         self._stepped: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
@@ -112,6 +113,11 @@ class OptimManager:
         """
         parameters = [p for group in param_groups for p in group["params"] if p.grad is not None]
         chosen = {id(p) for p in parameters}
+        if any(_updated_in_backward(o) and chosen & {id(p) for p in _with_gradient(o)} for o in self.optimizers):
+            raise RuntimeError(
+                "clip_grad_norm after update_in_backward(): these gradients have been used during the backward. Leave "
+                "one of the two out; torch.nn.utils.get_total_norm of the gradients gives their norm."
+            )
         whole = [o for o in self.optimizers if chosen.issuperset(id(p) for p in _with_gradient(o))]
         for optimizer in list(self._clips):  # clipped before: this norm is that of the clipped gradients
             earlier = _with_gradient(optimizer)
@@ -137,6 +143,7 @@ class OptimManager:
         unchecked = [p for o in self.optimizers for p in _with_gradient(o) if id(p) not in self._checked]
         if unchecked:
             self._check(unchecked, 2.0)
+        self._used_early = any(_updated_in_backward(o) for o in self.optimizers)
         for optimizer in self.optimizers:
             self._update(optimizer, self._divisor(optimizer))
         if self._scale is not None:
@@ -241,6 +248,11 @@ class OptimManager:
             return
         skipped, self._unread = self._unread.read(), None
         stepped, self._stepped = self._stepped, []
+        if skipped and self._used_early:
+            raise RuntimeError(
+                "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped: "
+                "the weights are spoilt. Go on from a checkpoint, without update_in_backward."
+            )
         if skipped:
             for parameter, gradient, version in stepped:  # not those that a backward has made since
                 if parameter.grad is gradient and gradient._version == version:
@@ -260,3 +272,7 @@ def _non_finite(norm: torch.Tensor) -> torch.Tensor:
 
 def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, AdamOptimizer) and optimizer.updated_in_backward

@@ -9,14 +9,15 @@ import torch
 
 from ..ops.adam_step import Elements, TorchSteps
 from ..ops.residual import join, split
-from ..ops.streams import has_own_memory
+from ..ops.streams import DONE, has_own_memory
+from ..sharding import ShardedBuffer
 from .adam import AdamOptimizer
 from .chunk_update import ChunkUpdate
 from .conveyor import Conveyor
 from .delta import DeltaRecord
 from .host_update import HostUpdate
-from .run_state import RunState
-from .runs import Run
+from .run_state import RunState, by_owner
+from .runs import Run, index_bases
 from .slabs import Chunk, Place, allocate_slabs, cut
 
 _log = logging.getLogger("hf_bmtrain")
@@ -64,7 +65,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         update_on: str = "device",
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, exp_avg_dtype=exp_avg_dtype)
+        settings = lr, betas, eps, weight_decay, hold_steps
+        super().__init__(params, *settings, exp_avg_dtype=exp_avg_dtype, overlap_forward=True)
         if update_on not in ("device", "host"):
             raise ValueError(f"update_on must be 'device' or 'host', not {update_on!r}")
         if update_on == "host" and exp_avg_dtype != torch.float32:
@@ -88,18 +90,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._mover is not None:
             self._mover.updated.wait()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            self.wait()  # the gradients may still be read
-        super().zero_grad(set_to_none)
-
-    def state_dict(self) -> dict:
-        self._finish()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self._finish()
-        super().load_state_dict(state_dict)
+    def _hindrance(self) -> str | None:
+        if self._on_host:
+            return "update_on='host', where the host's cores make the backward wait"
+        if self._delta is not None:
+            return "record_delta, which adds up the update of all parameters"
+        return super()._hindrance()
 
     def _finish(self) -> None:
         """The host waits until weights and state are those of the last step."""
@@ -109,35 +105,31 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        self.wait()  # the last step may still read the numbers that are written now
-        super()._prepare()
-
-    def _update(self) -> None:
+    def _update_beside(self, numbers: Sequence[int]) -> None:
         if self._delta is None:
-            return self._update_all()
+            return self._carry(numbers)
         self._delta.begin(self._steps.counts.device)
-        self._update_all()
+        self._carry(numbers)
         self.wait()
-        updated = [p for state in self._states for p in state.run.parameters]
+        updated = [p for number in numbers for p in self._states[number].run.parameters]
         self._delta.end(updated, getattr(self, "found_inf", None))
 
-    def _update_all(self) -> None:
+    def _carry(self, numbers: Sequence[int]) -> None:
         if self._mover is None:
-            return super()._update()
+            return self._update(numbers)
         if isinstance(self._steps, TorchSteps) and self._steps.skip:
             return
-        tickets = self._mover.carry(ChunkUpdate(self._chunks, self._states, self._update_elements))
-        unguarded = None
-        for chunk, ticket in zip(self._chunks, tickets):
-            for part in chunk.parts:
-                buffer = self._states[part.run].run.buffer
-                if buffer is None:
-                    unguarded = ticket
-                else:
-                    buffer.update.begin(ticket)
-        if unguarded is not None:
-            unguarded.wait()  # nobody waits before ordinary parameters are read
+        owners = by_owner(self._states, numbers)
+        chunks = [chunk for chunk in self._chunks if self._states[chunk.parts[0].run].run.owner in owners]
+        update = ChunkUpdate(chunks, self._states, numbers, self._update_elements)
+        tickets = dict.fromkeys(owners, DONE)  # a rank may hold nothing of a buffer
+        for chunk, ticket in zip(chunks, self._mover.carry(update)):
+            tickets[self._states[chunk.parts[0].run].run.owner] = ticket
+        for owner, ticket in tickets.items():
+            if isinstance(owner, ShardedBuffer):
+                owner.update.begin(ticket, [update.gradients[number] for number in owners[owner]])
+            else:
+                ticket.wait()  # nobody waits before ordinary parameters are read
 
     def _update_elements(self, run: int, elements: Elements) -> None:
         if self._delta is not None:
@@ -151,15 +143,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> None:
-        self._finish()
         super()._arrange(active)
         runs = [state.run for state in self._states]
         self._places = {run: self._places[run] for run in runs if run in self._places}
         if not self._places:
             self._chunks, self._mover = [], None
             return
-        bases = [state.index_base for state in self._states]
-        self._chunks = cut(runs, self._places, sorted(range(len(runs)), key=bases.__getitem__))
+        left = [number for number, state in enumerate(self._states) if state not in self._early]
+        owners = by_owner(self._states, left).values()  # no chunk belongs to two: each may be updated by itself
+        self._chunks = [chunk for numbers in owners for chunk in cut(runs, self._places, list(numbers))]
         device = runs[0].weights.device
         numel = max((chunk.stop - chunk.start for chunk in self._chunks), default=0)
         if self._on_host:
@@ -173,7 +165,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """In slabs, in the order of the buffers and not of the groups: so the first buffers are updated first."""
         if not runs or not has_own_memory(runs[0].weights.device):
             return super()._allocate(runs)
-        bases = self._index_bases()
+        bases = index_bases(self.param_groups)
         ordered = sorted(runs, key=lambda run: (bases[run.owner], run.start))
         masters = [torch.float32 if self._on_host else _MASTERS[run.weights.dtype] for run in ordered]
         places = allocate_slabs(ordered, masters, self._exp_avg_dtype)

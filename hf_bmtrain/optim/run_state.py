@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..ops.adam_step import Elements
 from ..ops.residual import follow
+from ..sharding import ShardedBuffer
 from .runs import Run
 
 _PIECE = 1 << 20  # elements at once, for the sake of memory
@@ -72,3 +74,13 @@ def follow_writes(master: torch.Tensor, weights: torch.Tensor) -> None:
         return follow(master, weights)
     for p, w in zip(master.split(_PIECE), weights.split(_PIECE)):
         p.copy_(torch.where(w == p.to(w.dtype), p, w.float()))
+
+
+def by_owner(
+    states: Sequence[RunState], numbers: Sequence[int]
+) -> dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]]:
+    """The states with these numbers by whose elements they hold, in the order of the elements."""
+    owners: dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]] = {}
+    for number in sorted(numbers, key=lambda number: states[number].index_base):
+        owners.setdefault(states[number].run.owner, {})[number] = states[number]
+    return owners

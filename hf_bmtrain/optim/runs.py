@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -96,3 +97,15 @@ def neighbours(
         else:
             runs.append([later])
     return runs
+
+
+def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
+    """The number of the first element of every buffer (or ordinary parameter), in the order of the `groups`."""
+    bases, end = {}, 0
+    for parameter in (p for group in groups for p in group["params"]):
+        sliced = isinstance(parameter, DistributedParameter)
+        owner = parameter.buffer if sliced else parameter
+        if owner not in bases:
+            bases[owner] = end
+            end += parameter.buffer.layout.extent if sliced else parameter.numel()
+    return bases

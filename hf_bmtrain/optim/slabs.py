@@ -63,7 +63,7 @@ class Part:
     of_chunk: slice
 
 
-@dataclass
+@dataclass(eq=False)
 class Chunk:
     """Neighbouring elements of one slab, moved at once; parts: what of it belongs to which run."""
 

@@ -8,7 +8,7 @@ import torch
 
 import hf_bmtrain as bmt
 from hf_bmtrain.ops import adam_step, pinned
-from hf_bmtrain.optim import conveyor, host_update, offload, slabs
+from hf_bmtrain.optim import conveyor, host_update, offload, slabs, update_stream
 from slow_streams import Clock
 from twenty_steps import OPTIONS, groups, train
 from twins import Tower, ids
@@ -22,7 +22,7 @@ def as_on_a_gpu(seed, kernels=True):
     clock = Clock(seed)
     patches = [
         *(mock.patch.object(module, "has_own_memory", return_value=True) for module in (offload,)),
-        *(mock.patch.object(module, "work_stream", clock.stream) for module in (conveyor, host_update)),
+        *(mock.patch.object(module, "work_stream", clock.stream) for module in (conveyor, host_update, update_stream)),
         mock.patch.object(adam_step, "kernels_serve", return_value=kernels),
         mock.patch.object(slabs, "CHUNK_ELEMENTS", 64),
         mock.patch.object(slabs, "SLAB_ELEMENTS", 256),
@@ -61,9 +61,9 @@ def assert_equal(a, b, label):
     assert all(torch.equal(x, y) for x, y in zip(*states)), label
 
 
-def the_same(dtype, **options):
+def the_same(dtype, other=bmt.optim.AdamOffloadOptimizer, **options):
     """Steps with and without clipping, accumulation, overflow, freezing, a change of lr; compared now and then."""
-    trainees = [Trainee(cls, dtype, **options) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+    trainees = [Trainee(cls, dtype, **options) for cls in (bmt.optim.AdamOptimizer, other)]
     for number in range(10):
         for trainee in trainees:
             if number == 3:

@@ -14,9 +14,12 @@ KINDS = (
     ("optimizer", r"[Aa]dam|squared_norm|lpnorm|LpNorm"),
     ("attention", r"flash|fmha|attention|mha_"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|gemv|splitK"),
+    ("pulling", r"Memcpy PtoP"),
+    ("summing", r"peer_mean"),
     ("packing", r"CopyFunctor|foreach_copy|CatArray|split_with_sizes|chunk_cat|Memcpy|Memset"),
 )
-TRAVELLING = ("gather", "reduce")
+BESIDE = ("gather", "reduce", "pulling", "summing", "packing")
+"""What may run beside the computation, in the order in which time that several cover is given to the first."""
 Interval = tuple[float, float]
 
 
@@ -32,21 +35,20 @@ def profile_step(step: Callable[[], object], trace: Path | None) -> dict[str, fl
 
 
 def account(events: Iterable[dict]) -> dict[str, float]:
-    """Milliseconds of device time by kind; `exposed …` is what no computation covers."""
+    """Milliseconds of device time by kind; `exposed …` is what neither computation nor an earlier kind covers."""
     found: dict[str, list[Interval]] = {name: [] for name, _ in KINDS} | {"element-wise": []}
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             found[kind_of(event["name"])].append((event["ts"], event["ts"] + event["dur"]))
-    computing = merge(interval for name, own in found.items() if name not in TRAVELLING for interval in own)
-    gathering, reducing = (merge(found[name]) for name in TRAVELLING)
-    everything = merge([*computing, *gathering, *reducing])
-    if not everything:
-        return {}
+    covered = merge(interval for name, own in found.items() if name not in BESIDE for interval in own)
     result = {name: length(own) for name, own in found.items()}
-    exposed = length(everything) - length(computing)
-    result["exposed gather"] = length(merge([*computing, *gathering])) - length(computing)
-    result["exposed reduce"] = exposed - result["exposed gather"]
-    result["idle"] = everything[-1][1] - everything[0][0] - length(everything)
+    for name in BESIDE:
+        longer = merge([*covered, *found[name]])
+        result[f"exposed {name}"] = length(longer) - length(covered)
+        covered = longer
+    if not covered:
+        return {}
+    result["idle"] = covered[-1][1] - covered[0][0] - length(covered)
     return {name: round(value / 1e3, 2) for name, value in result.items()}
 
 

@@ -47,16 +47,18 @@ def event(name: str, begin: float, duration: float, category: str = "kernel") ->
 
 
 def test_account_of_a_trace():
-    """GEMM 0-4 and 6-8 ms, a gather 3-7, a reduction 7-9, a copy 10-11."""
+    """GEMM 0-4 and 6-8 ms, a gather 3-7, a reduction 7-9, a copy 10-11, one beside GEMM 1-2, a peer's 10-10.5."""
     events = [
         event("nvjet_gemm", 0, 4), event("nvjet_gemm", 6, 2), event("ncclDevKernel_AllGather", 3, 4),
         event("ncclDevKernel_ReduceScatter", 7, 2), event("Memcpy DtoD", 10, 1, "gpu_memcpy"),
+        event("multi_tensor_apply_kernel<CopyFunctor>", 1, 1), event("Memcpy PtoP", 10, 0.5, "gpu_memcpy"),
         event("aten::mm", 0, 100, "cpu_op"),  # not on the device
     ]  # fmt: skip
     found = benchmark_trace.account(events)
-    assert (found["GEMM"], found["gather"], found["reduce"], found["packing"]) == (6, 4, 2, 1)
+    assert (found["GEMM"], found["gather"], found["reduce"], found["packing"]) == (6, 4, 2, 2)
     assert found["exposed gather"] == 2  # from 4 to 6
     assert found["exposed reduce"] == 1  # from 8 to 9
+    assert (found["exposed pulling"], found["exposed packing"]) == (0.5, 0.5)  # from 10 to 10.5, to 11
     assert found["idle"] == 1  # from 9 to 10
     assert benchmark_trace.account([event("aten::mm", 0, 1, "cpu_op")]) == {}
 
@@ -65,6 +67,7 @@ def test_kinds_of_kernels():
     kinds = {
         "adam_step_bf16": "optimizer", "squared_norm": "optimizer", "flash_fwd_kernel": "attention",
         "void cutlass::Kernel2": "GEMM", "multi_tensor_apply_kernel<CopyFunctor>": "packing",
-        "vectorized_elementwise_kernel": "element-wise",
+        "vectorized_elementwise_kernel": "element-wise", "Memcpy PtoP (Device -> Device)": "pulling",
+        "peer_mean": "summing", "Memcpy DtoD (Device -> Device)": "packing",
     }  # fmt: skip
     assert {name: benchmark_trace.kind_of(name) for name in kinds} == kinds

@@ -61,7 +61,7 @@ def updates_are_announced(kind, early):
         del plain
         late = Trainee(make, lag=0.05 * bmt.rank())
         for number in range(4):
-            count = (bmt.rank() + number) % 3
+            count = (bmt.rank() + number) % 3 if number < 3 else 2
             got = late.step(number, count, early)
             assert all(torch.equal(a, b) for a, b in zip(got, expected[number][2 - count :], strict=True)), number
 

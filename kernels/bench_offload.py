@@ -1,5 +1,6 @@
 """Parts of bench.py: AdamOffloadOptimizer against the PCIe rate and the CPU, and what a training step waits for it."""
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -115,13 +116,13 @@ class Model(torch.nn.Module):
 
 
 @contextmanager
-def training(cls: type, width: int, layers: int, vocabulary: int, device: str) -> Iterator[tuple]:
+def training(make: Callable, width: int, layers: int, vocabulary: int, device: str) -> Iterator[tuple]:
     """A sharded bfloat16 model, its optimizer and manager; gone afterwards."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Model(width, layers, vocabulary).bfloat16()
     model = bmt.auto_wrap(model)
-    optimizer = cls(model.parameters(), lr=1e-4)
+    optimizer = make(model.parameters(), lr=1e-4)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     yield model, optimizer, manager
@@ -129,35 +130,58 @@ def training(cls: type, width: int, layers: int, vocabulary: int, device: str) -
     gc.collect()
 
 
-def time_steps(model, optimizer, manager, ids: torch.Tensor, update: bool, steps: int) -> float:
-    """Milliseconds a step: forward, backward, norm and, if asked for, the update; one after another."""
+def without_update(model, optimizer, manager, ids: torch.Tensor) -> None:
+    """Forward, backward and norm."""
+    manager.zero_grad()
+    manager.backward(model(ids))
+    manager.clip_grad_norm(optimizer.param_groups, 1.0)
+
+
+def clipped(model, optimizer, manager, ids: torch.Tensor) -> None:
+    without_update(model, optimizer, manager, ids)
+    manager.step()
+
+
+def in_backward(model, optimizer, manager, ids: torch.Tensor) -> None:
+    """Updated as the gradients come; the norm is taken all the same, to see whether it is finite."""
+    manager.zero_grad()
+    with optimizer.update_in_backward():
+        manager.backward(model(ids))
+    manager.step()
+
+
+def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) -> float:
+    """Milliseconds a step, one after another."""
     for number in range(steps + 3):
         if number == 3:
             bmt.synchronize()
             start = time.perf_counter()
-        manager.zero_grad()
-        manager.backward(model(ids))
-        manager.clip_grad_norm(optimizer.param_groups, 1.0)
-        if update:
-            manager.step()
+        step(*trained, ids)
     bmt.synchronize()
     return 1e3 * (time.perf_counter() - start) / steps
 
 
 def exposed(sizes: tuple[int, int, int], shape: tuple[int, int], device: str, steps: int = 10) -> list[Line]:
-    """A step without the update, with the resident and with the offloaded one; the rest is what each exposes."""
+    """A step without the update and with it in several ways; the rest is what each exposes."""
+    adam, offload = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
+    overlapping = functools.partial(adam, overlap_forward=True)
+    ways = {
+        "with the resident update": (adam, clipped),
+        "with the resident update beside the next forward": (overlapping, clipped),
+        "with the resident update during the backward, not clipped": (overlapping, in_backward),
+        "with the offloaded update": (offload, clipped),
+        "with the offloaded update during the backward, not clipped": (offload, in_backward),
+    }
     ids = torch.randint(sizes[-1], shape, device=device)
-    with training(bmt.optim.AdamOptimizer, *sizes, device) as trained:
+    with training(adam, *sizes, device) as trained:
         count = sum(p.full_shape.numel() for p in trained[0].parameters())
-        bare = time_steps(*trained, ids, False, steps)
-        resident = time_steps(*trained, ids, True, steps)
-    with training(bmt.optim.AdamOffloadOptimizer, *sizes, device) as trained:
-        offloaded = time_steps(*trained, ids, True, steps)
-    return [
-        Line(f"step of {count / 1e9:.2f} B parameters without the update", bare),
-        Line(f"  with the resident update ({resident - bare:.1f} ms exposed)", resident),
-        Line(f"  with the offloaded update ({offloaded - bare:.1f} ms exposed)", offloaded),
-    ]
+        bare = time_steps(without_update, trained, ids, steps)
+    lines = [Line(f"step of {count / 1e9:.2f} B parameters without the update", bare)]
+    for name, (make, step) in ways.items():
+        with training(make, *sizes, device) as trained:
+            taken = time_steps(step, trained, ids, steps)
+        lines.append(Line(f"  {name} ({taken - bare:.1f} ms exposed)", taken))
+    return lines
 
 
 def bench_exposed() -> list[Line]:

@@ -90,3 +90,8 @@ def has_own_memory(device: torch.device) -> bool:
 
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether the current stream is being captured in a graph, which other streams would have to join again."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -24,7 +24,7 @@ class EarlyUpdates:
     def __init__(self) -> None:
         self.parameters: set[torch.nn.Parameter] = set()
         self._numbers: list = []
-        self._gradients: list[tuple[torch.Tensor, int]] = []
+        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
 
     def __bool__(self) -> bool:
         return bool(self.parameters)
@@ -78,11 +78,11 @@ class EarlyUpdates:
     def note(self, states: Sequence[RunState], hyper: list) -> None:
         """These `states` of one buffer have been updated by these numbers."""
         self._numbers = _snapshot(hyper)
-        buffer = states[0].run.buffer
-        assert buffer is not None and buffer.gradient.shard is not None
-        self._gradients.append((buffer.gradient.shard, buffer.gradient.shard._version))
-        for state in states:
-            self.parameters.update(state.run.parameters)
+        with torch._C.DisableTorchFunctionSubclass():  # a GradSlice's version is asked for like any tensor's
+            for parameter in (p for state in states for p in state.run.parameters):
+                assert parameter.grad is not None
+                self.parameters.add(parameter)
+                self._gradients.append((parameter, parameter.grad, parameter.grad._version))
 
     def check_may_begin(self, hindrance: str | None) -> None:
         """Raise where a step cannot be made in parts, because of the `hindrance` or because one is under way."""
@@ -98,7 +98,7 @@ class EarlyUpdates:
         problem = None
         if grad_scale is not None:
             problem = "a loss scale or a clip factor came with step()"
-        elif any(g._version != version for g, version in self._gradients) or self._replaced():
+        elif self._gradients_changed():
             problem = "gradients were changed after it (clipped or unscaled, say)"
         elif _snapshot(hyper) != self._numbers:
             problem = "lr or another setting of a parameter group changed between it and step()"
@@ -109,9 +109,12 @@ class EarlyUpdates:
                 "manager.backward), or leave update_in_backward out."
             )
 
-    def _replaced(self) -> bool:
-        slices: list[Any] = [p for p in self.parameters if p.grad is not None]
-        return not all(piece.buffer.gradient.is_handed(piece.index) for piece in slices)
+    def _gradients_changed(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                parameter.grad is not None and (parameter.grad is not used or used._version != version)
+                for parameter, used, version in self._gradients
+            )
 
     def end(self) -> None:
         """The step is made."""

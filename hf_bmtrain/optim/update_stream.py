@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..ops.adam_step import Elements
-from ..ops.streams import Ticket, work_stream
+from ..ops.streams import Ticket, is_captured, work_stream
 from ..sharding import ShardedBuffer
 from .run_state import RunState
 
@@ -26,7 +26,7 @@ class UpdateStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = work_stream(device)
+        self._device, self._stream = device, work_stream(device)
 
     def carry(
         self,
@@ -34,6 +34,11 @@ class UpdateStream:
         update: Callable[[int, Elements], object],
     ) -> None:
         """Queue the updates of all runs, by owner; update: steps `Elements` of a run, which is given by its number."""
+        if is_captured(self._device):
+            raise RuntimeError(
+                "a step that is captured in a CUDA graph is one stream: make the optimizer without overlap_forward, "
+                "and leave update_in_backward out of the capture."
+            )
         elements = {
             owner: {number: state.elements() for number, state in runs.items()} for owner, runs in owners.items()
         }

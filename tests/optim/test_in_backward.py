@@ -246,14 +246,16 @@ def an_error_in_backward_leaves_no_hooks():
     assert not any(p._gradient_hooks for p in pieces)
 
 
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_lagging_is_the_same(world, size, kind, dtype, kernels):
-    if kind == "offloaded" and not kernels:
-        pytest.skip("the state of an offloaded optimizer meets kernels, or the host's cores, which are refused")
-    world(size)(lagging, kind, dtype, 5, kernels)
+def test_lagging_is_the_same(world, size, kind, dtype):
+    world(size)(lagging, kind, dtype, 5, True)
+
+
+@pytest.mark.parametrize("kind", ["resident", "overlapping"])
+def test_lagging_by_torch_is_the_same(world, kind):
+    world(2)(lagging, kind, torch.float32, 5, False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,200 @@
+"""Updates beside the next forward and inside a backward, on GPUs: the same bits, without waiting, whatever lags."""
+
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+from test_gpu_offload import DTYPES, lagging, small_chunks
+
+import hf_bmtrain as bmt
+from hf_bmtrain.ops import streams
+from ranks import Ranks
+from twenty_steps import OPTIONS, groups
+from twins import Tower, ids
+
+pytestmark = pytest.mark.gpu
+OVERLAPPING = functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True)
+MAKERS = {"resident": bmt.optim.AdamOptimizer, "overlapping": OVERLAPPING, "offloaded": bmt.optim.AdamOffloadOptimizer}
+
+
+class Trainee:
+    """A tower of wider layers whose gradients are overwritten as they arrive: a backward's last places may vary."""
+
+    def __init__(self, make, dtype, **options):
+        torch.manual_seed(0)
+        tower = Tower()
+        for layer in tower.layers:
+            layer.wide = torch.nn.Parameter(torch.randn(1000, 301))
+        self.model = bmt.auto_wrap(tower.to(dtype))
+        self.optimizer = make(groups(self.model.named_parameters()), **OPTIONS, **options)
+        self.manager = bmt.optim.OptimManager()
+        self.manager.add_optimizer(self.optimizer)
+        self._number = 0
+        for index, parameter in enumerate(self.model.parameters()):
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._overwrite, index))
+
+    def _overwrite(self, index, parameter):
+        generator = torch.Generator().manual_seed(1000 * self._number + index)
+        parameter.grad.copy_(parameter.take(torch.randn(parameter.full_shape, generator=generator)))
+
+    def step(self, number, early=False, clip=False):
+        self._number = number
+        self.manager.zero_grad()
+        with self.optimizer.update_in_backward() if early else nullcontext():
+            self.manager.backward(self.model(ids(number, bmt.rank()).cuda()))
+        if clip:
+            self.manager.clip_grad_norm(self.optimizer.param_groups, 0.1)
+        self.manager.step()
+
+    def result(self):
+        state = self.optimizer.state_dict()["state"]
+        held = [value.cpu() for values in state.values() for _, value in sorted(values.items())]
+        return [*self.model.state_dict().values(), *held]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.result(), b.result(), strict=True))
+
+
+def the_same(kind, dtype, early, seed, **options):
+    """Whatever lags, the bits are those of an AdamOptimizer that does all at once."""
+    plain = Trainee(bmt.optim.AdamOptimizer, dtype, **options)
+    with small_chunks(), lagging(seed):
+        other = Trainee(MAKERS[kind], dtype, **options)
+        for number in range(8):
+            plain.step(number, clip=not early)
+            other.step(number, early, clip=not early)
+            assert early is False or not other.optimizer.updated_in_backward
+            if number % 3 == 2:
+                assert equal(plain, other), number
+
+
+def parts_are_made_inside_the_backward(kind):
+    trainee, inside = Trainee(MAKERS[kind], torch.bfloat16), []
+    original = trainee.optimizer._step_runs
+
+    def noting(numbers, beside):
+        inside.append(torch._C._current_graph_task_id() != -1)
+        original(numbers, beside)
+
+    trainee.optimizer._step_runs = noting
+    trainee.step(0, early=True)
+    inside.clear()
+    trainee.step(1, early=True)
+    assert inside == [True] * len({p.buffer for p in trainee.model.parameters()})
+
+
+def the_next_forward_begins_early():
+    """The current stream is not behind the update at the end of a step; a gathered buffer is behind its own."""
+    trainee = Trainee(OVERLAPPING, torch.bfloat16)
+    trainee.step(0)
+    original = streams.WorkStream.run
+
+    def slow(self, function):
+        original(self, lambda: (torch.cuda._sleep(20_000_000), function()))
+
+    trainee._number = 1
+    trainee.manager.zero_grad()
+    trainee.manager.backward(trainee.model(ids(1, 0).cuda()))
+    streams.WorkStream.run = slow
+    try:
+        trainee.manager.step()
+    finally:
+        streams.WorkStream.run = original
+    current, last = torch.cuda.Event(), trainee.model.layers[2].linear._parameters["weight"].buffer
+    current.record()
+    current.synchronize()
+    ticket = last.update._ticket
+    assert not ticket.query()
+    trainee.model.embedding._parameters["weight"].buffer.gather()
+    current.record()
+    current.synchronize()
+    assert not ticket.query()
+    last.gather()
+    current.record()
+    current.synchronize()
+    assert ticket.query()
+
+
+def the_host_never_waits(kind, early):
+    trainee = Trainee(MAKERS[kind], torch.bfloat16)
+    trainee.step(0, early)
+    for parameter in trainee.model.parameters():
+        parameter._gradient_hooks.clear()  # they bring gradients from the host
+    for number in (1, 2):
+        tokens = ids(number, 0).cuda()
+        torch.cuda._sleep(200_000_000)
+        done = torch.cuda.Event()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            trainee.manager.zero_grad()
+            with trainee.optimizer.update_in_backward() if early else nullcontext():
+                trainee.manager.backward(trainee.model(tokens))
+            trainee.manager.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        done.record()
+        assert not done.query(), "the host waited for the device"
+
+
+def a_capture_is_refused():
+    trainee = Trainee(OVERLAPPING, torch.bfloat16)
+    trainee.step(0)
+    trainee.manager.zero_grad()
+    trainee.manager.backward(trainee.model(ids(1, 0).cuda()))
+    trainee.optimizer.wait()
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph is one stream"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            trainee.optimizer.step()
+
+
+def memory_is_free_for_the_next_forward():
+    """Gradients of a block are given back when its own update is over, not when the last one is."""
+    trainee = Trainee(OVERLAPPING, torch.bfloat16)
+    for number in range(3):
+        trainee.step(number)
+    trainee.manager.zero_grad()
+    held = torch.cuda.memory_allocated()
+    for parameter in trainee.model.parameters():
+        parameter.buffer.gather()
+        parameter.buffer.gradient.let_go()
+    freed = held - torch.cuda.memory_allocated()
+    assert freed >= sum(2 * p.numel() for p in trainee.model.parameters())
+
+
+CASES = [
+    *((the_same, kind, dtype, False, 1) for kind in ("overlapping", "offloaded") for dtype in DTYPES),
+    *((the_same, kind, dtype, True, 2) for kind in MAKERS for dtype in DTYPES),
+    *((parts_are_made_inside_the_backward, kind) for kind in MAKERS), (the_next_forward_begins_early,),
+    *((the_host_never_waits, kind, early) for kind in MAKERS for early in (False, True)),
+    (a_capture_is_refused,), (memory_is_free_for_the_next_forward,),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+def test_one_gpu(gpu: Ranks, case) -> None:
+    gpu(*case)
+
+
+@pytest.fixture(scope="module", params=["peer", "collective"])
+def gpus(request):
+    size = torch.cuda.device_count()
+    if size < 2:
+        pytest.skip("one CUDA device")
+    ranks = Ranks(min(size, 4), "cuda", gather=request.param)
+    yield ranks
+    ranks.stop()
+
+
+SHARED = [(kind, early) for kind in MAKERS for early in (False, True) if early or kind != "resident"]
+
+
+@pytest.mark.parametrize(("kind", "early"), SHARED)
+def test_several_gpus(gpus: Ranks, kind: str, early: bool) -> None:
+    """Ranks lag by themselves, so that one gathers what another is still updating."""
+    gpus(lagging_by_rank, kind, early)
+
+
+def lagging_by_rank(kind, early):
+    the_same(kind, torch.bfloat16, early, bmt.rank())

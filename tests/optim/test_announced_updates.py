@@ -1,0 +1,134 @@
+"""Updates beside the computation where ranks pull each other's weights: read when they are done, on every rank."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from test_offload import as_on_a_gpu
+
+import hf_bmtrain as bmt
+from hf_bmtrain.peer import PeerCommunicator
+from ranks import Ranks
+from twins import Tower, ids
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Callable[[int], Ranks]]:
+    worlds: dict[int, Ranks] = {}
+    yield lambda size: worlds.setdefault(size, Ranks(size, gather="peer"))
+    for ranks in worlds.values():
+        ranks.stop()
+
+
+def lane() -> Any:
+    gather = bmt.current_world().step.gather
+    assert isinstance(gather, PeerCommunicator)
+    return gather
+
+
+class Trainee:
+    """A sharded tower and its optimizer; `lag` seconds pass on this rank between step and forward."""
+
+    def __init__(self, make, lag=0.0) -> None:
+        self.model = bmt.auto_wrap(Tower())
+        self.optimizer = make(self.model.parameters(), lr=1e-2)
+        self._lag = lag
+
+    def step(self, number, evaluations=2, early=False) -> list[torch.Tensor]:
+        """The losses of evaluations after the step, and the weights."""
+        self.optimizer.zero_grad()
+        with self.optimizer.update_in_backward() if early else nullcontext():
+            self.model(ids(number, bmt.rank())).backward()
+        self.optimizer.step()
+        time.sleep(self._lag)
+        with torch.no_grad():
+            losses = [self.model(ids(50, 0)) for _ in range(evaluations)]
+        return [*losses, *(p.data.clone() for p in self.model.parameters())]
+
+
+def updates_are_announced(kind, early):
+    """A rank that gathers at once gets what a slower one is still updating; evaluations may differ in number."""
+    make = functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True)
+    make = make if kind == "overlapping" else bmt.optim.AdamOffloadOptimizer
+    # Late streams count writes late, too, by which unannounced ones are told; a device's are counted when queued.
+    with nullcontext() if early else as_on_a_gpu(bmt.rank()):
+        plain = Trainee(bmt.optim.AdamOptimizer)
+        expected = [plain.step(number) for number in range(4)]
+        del plain
+        late = Trainee(make, lag=0.05 * bmt.rank())
+        for number in range(4):
+            count = (bmt.rank() + number) % 3 if number < 3 else 2
+            got = late.step(number, count, early)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected[number][2 - count :], strict=True)), number
+
+
+def each_announced_update_meets_by_itself():
+    """No gather after a step has a rendezvous of its own, and the first one waits for its own update alone."""
+    trainee = Trainee(functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True))
+    trainee.step(0)
+    buffers = list(dict.fromkeys(p.buffer for p in trainee.model.parameters()))
+    peers, met, published = lane(), [], []
+    original, publish = peers._meetings.all_reduce, peers._publish
+    peers._meetings.all_reduce = lambda token: met.append(token) or original(token)
+    peers._publish = lambda: published.append(1) or publish()
+    try:
+        trainee.optimizer.zero_grad()
+        trainee.model(ids(1, 0)).backward()
+        assert (len(met), len(published)) == (0, 0)
+        trainee.optimizer.step()
+        assert len(met) == len(buffers)
+        assert all(buffer.shard.shared.meeting is not None for buffer in buffers)
+        buffers[0].gather()
+        assert [buffer.shard.shared.meeting is None for buffer in buffers] == [True] + [False] * (len(buffers) - 1)
+        trainee.model(ids(2, 0)).backward()
+        assert (len(met), len(published)) == (len(buffers), 0)
+    finally:
+        del peers._meetings.all_reduce, peers._publish
+
+
+def loaded_after_an_announcement():
+    """Weights that are written right after a step win over it, on every rank."""
+    model, other = bmt.auto_wrap(Tower()), Tower()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), overlap_forward=True)
+    for number in range(3):
+        model(ids(number, bmt.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(0.5)
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(model(ids(0, 0)), other(ids(0, 0)))
+        bmt.synchronize()
+
+
+def an_update_after_a_forward_is_refused():
+    """As any write is that a slower rank may read half done."""
+    trainee = Trainee(functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True))
+    trainee.step(0)
+    trainee.optimizer.zero_grad()
+    trainee.model(ids(1, 0)).backward()
+    with torch.no_grad():
+        trainee.model(ids(1, 0))
+    with pytest.raises(RuntimeError, match="half written"):
+        trainee.optimizer.step()
+    bmt.synchronize()
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after", "inside"])
+@pytest.mark.parametrize("kind", ["overlapping", "offloaded"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_updates_beside_the_computation(peers, size, kind, early):
+    peers(size)(updates_are_announced, kind, early)
+
+
+OWN = [each_announced_update_meets_by_itself, loaded_after_an_announcement, an_update_after_a_forward_is_refused]
+
+
+@pytest.mark.parametrize("case", OWN, ids=lambda case: case.__name__)
+def test_announced(peers, case):
+    peers(2)(case)

@@ -14,6 +14,7 @@ import hf_bmtrain as bmt
 
 def trained(cell, other):
     one, two, three = train(cell, 3), train(cell, 3), train(other, 3)
+    assert len(one[2]) > 100 * len(one[1]), "no shards"
     return count_differences(one, two), count_differences(one, three), bmt.rank()
 
 

@@ -115,7 +115,7 @@ class GPT2(torch.nn.Module):
         super().__init__()
         config = transformers.GPT2Config(
             n_embd=WIDTH, n_inner=WIDTH, n_layer=BLOCKS, n_head=2, n_positions=8, vocab_size=8,
-            attn_implementation="sdpa", attn_pdrop=0.0, resid_pdrop=0.0,
+            bos_token_id=0, eos_token_id=0, attn_implementation="sdpa", attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
         self.layers = transformers.GPT2Model(config).h
 

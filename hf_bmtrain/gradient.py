@@ -138,7 +138,11 @@ class GradientBuffer:
     @property
     def intact(self) -> bool:
         """Whether every slice's `.grad` is still the view of `shard` that was handed out."""
-        return all(piece.grad is handed for piece, handed in zip(self._slices, self._handed) if piece.grad is not None)
+        for piece, handed in zip(self._slices, self._handed):
+            gradient = piece.grad
+            if gradient is not None and gradient is not handed:
+                return False
+        return True
 
     def is_handed(self, index: int) -> bool:
         """Whether slice `index` has the `.grad` that the last backward gave it, and nobody has written to any since."""

@@ -115,7 +115,7 @@ class GPT2(torch.nn.Module):
         super().__init__()
         config = transformers.GPT2Config(
             n_embd=WIDTH, n_inner=WIDTH, n_layer=BLOCKS, n_head=2, n_positions=8, vocab_size=8,
-            attn_implementation="sdpa", attn_pdrop=0.0, resid_pdrop=0.0,
+            bos_token_id=0, eos_token_id=0, attn_implementation="sdpa", attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
         self.layers = transformers.GPT2Model(config).h
 
@@ -197,12 +197,14 @@ def count_calls(tower: torch.nn.Module, x: torch.Tensor) -> list[int]:
         counts[phase] += event in ("call", "c_call")
 
     y = x
+    gc.disable()  # its callbacks come when they come
     for phase in (0, 1):
         sys.setprofile(count)
         try:
             y = tower(x) if phase == 0 else y.backward(x)
         finally:
             sys.setprofile(None)
+    gc.enable()
     tower.zero_grad(set_to_none=True)
     return counts
 

@@ -10,12 +10,18 @@ from tiny_models import batch, build
 STEPS = 4
 
 
-def train(model, family, graphs=None):
+def train(model, family, graphs=None, length=lambda step: 7):
+    """Steps, of which none after the second may recompile."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = bmt.current_world().device
     losses = []
     for step in range(STEPS):
-        loss = model(**batch(family, 10 * step + bmt.rank())).loss
-        loss.backward()
+        inputs = {
+            key: value.to(device) for key, value in batch(family, 10 * step + bmt.rank(), 2, length(step)).items()
+        }
+        with torch._dynamo.config.patch(error_on_recompile=step >= 2):
+            loss = model(**inputs).loss
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(bmt.sum_loss(loss.detach()))
@@ -24,15 +30,23 @@ def train(model, family, graphs=None):
     return torch.stack(losses)
 
 
-def compiled_once(family, use_checkpoint):
+def compiled_once(family, use_checkpoint, backend="aot_eager", rtol=2e-6):
     torch._dynamo.reset()
     counters.clear()
     graphs = []
-    model = bmt.auto_wrap(build(family).train(), use_checkpoint=use_checkpoint, compile="aot_eager")
+    model = bmt.auto_wrap(build(family).train(), use_checkpoint=use_checkpoint, compile=backend)
     losses = train(model, family, graphs)
     plain = train(bmt.auto_wrap(build(family).train(), use_checkpoint=use_checkpoint), family)
-    torch.testing.assert_close(losses, plain, rtol=2e-6, atol=0)
+    torch.testing.assert_close(losses, plain, rtol=rtol, atol=0)
     return graphs, len(find_layers(model))
+
+
+def a_recompilation_raises():
+    """What the other cases rely on: a longer batch in step 3 compiles again."""
+    torch._dynamo.reset()
+    model = bmt.auto_wrap(build("llama").train(), compile="aot_eager")
+    with pytest.raises(torch._dynamo.exc.RecompileError):
+        train(model, "llama", length=lambda step: 7 if step < 2 else 9)
 
 
 def find_layers(model):
@@ -43,8 +57,15 @@ def find_layers(model):
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_compiled_once_for_all_layers(world, size, family, use_checkpoint):
-    graphs, layers = world(size)(compiled_once, family, use_checkpoint)[0]
+    check(*world(size)(compiled_once, family, use_checkpoint)[0], use_checkpoint)
+
+
+def check(graphs, layers, use_checkpoint):
     assert layers > 1
     assert graphs[0] >= 1, "nothing was compiled"
     assert graphs[-1] == graphs[1], "compiled again after step 2"
     assert graphs[-1] <= 1 + use_checkpoint, "the layers do not share a graph"
+
+
+def test_a_recompilation_is_seen(world):
+    world(1)(a_recompilation_raises)

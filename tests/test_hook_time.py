@@ -18,8 +18,8 @@ def test_calls_of_the_hooks(make):
     first, again = (hook_time.added_calls(make) for _ in range(2))
     assert first == again, "not the same in every step"
     forward, backward = again
-    assert 0 < forward <= 120
-    assert 0 < backward <= 120
+    assert 0 < forward <= 140
+    assert 0 < backward <= 140
 
 
 def test_calls_for_a_parameter():

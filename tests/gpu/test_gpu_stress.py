@@ -1,0 +1,31 @@
+"""A short run of `stress.py` on two GPUs, and what it sees when a wait is missing."""
+
+from unittest import mock
+
+import pytest
+import torch
+from stress import CELLS, GATHERS, pausing, run_cell, stress
+
+from hf_bmtrain.sharding import ShardedBuffer
+
+pytestmark = pytest.mark.gpu
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two
+@pytest.mark.parametrize("gather", GATHERS)
+def test_late_streams_change_nothing(gather):
+    assert stress("cuda", 10, CELLS[::5], [gather]) == 0
+
+
+def without_waiting(cell, steps, seed):
+    """A compute stream that does not wait for gathers, which come late."""
+    with mock.patch.object(ShardedBuffer, "wait", return_value=None), pausing(seed):
+        return run_cell(cell, steps, seed)
+
+
+@needs_two
+@pytest.mark.parametrize("gather", GATHERS)
+def test_a_missing_wait_is_seen(gather):
+    with pytest.raises(AssertionError, match="was computed with"):
+        stress("cuda", 10, CELLS[:1], [gather], without_waiting)

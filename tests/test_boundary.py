@@ -1,0 +1,116 @@
+"""The two boundaries find and replace differentiable tensors wherever they stand, and tell their owner in time."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_bmtrain.boundary import enter_backward, leave_backward
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+class Opaque:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Owner:
+    def __init__(self):
+        self.told = []
+
+    def before_backward(self, token):
+        self.told.append(("before", token))
+
+    def after_backward(self):
+        self.told.append("after")
+
+
+def leaf():
+    return torch.ones(2, requires_grad=True)
+
+
+SHAPES = {
+    "tensor": lambda x, plain: x,
+    "tuple": lambda x, plain: (x, plain, None, 3),
+    "list": lambda x, plain: [plain, "name", x],
+    "dict": lambda x, plain: {"b": x, "a": plain, "c": None},
+    "nested": lambda x, plain: ({"k": [plain, (x, torch.float32)]}, 1.5),
+    "named tuple": lambda x, plain: Pair(plain, x),
+    "model output": lambda x, plain: BaseModelOutput(last_hidden_state=x, hidden_states=(plain, plain)),
+    "in a tuple": lambda x, plain: (plain, BaseModelOutput(last_hidden_state=x)),
+}
+
+
+def tensors(value):
+    """(tensor, its place) of everything in `value`."""
+    if isinstance(value, torch.Tensor):
+        return [((), value)]
+    if isinstance(value, dict):
+        items = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, (tuple, list)) else ()
+    return [((key, *place), tensor) for key, item in items for place, tensor in tensors(item)]
+
+
+def assert_replaced(before, after, x):
+    assert type(before) is type(after)
+    (old, new) = tensors(before), tensors(after)
+    assert [place for place, _ in old] == [place for place, _ in new]
+    for (_, a), (_, b) in zip(old, new):
+        assert (b is not a and torch.equal(a, b) and b.requires_grad) if a is x else b is a
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_outputs(shape):
+    owner, x = Owner(), leaf()
+    before = shape(x, torch.zeros(3))
+    after, differentiable = enter_backward(owner, "token", before)
+    assert differentiable
+    assert_replaced(before, after, x)
+    next(tensor for _, tensor in tensors(after) if tensor.requires_grad).sum().backward()
+    assert owner.told == [("before", "token")]
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_inputs(shape, by_keyword):
+    owner, x = Owner(), leaf()
+    before, rest = shape(x, torch.zeros(3)), [torch.zeros(1)]
+    args, kwargs, inputs = leave_backward(
+        owner, *(((rest,), {"it": before}) if by_keyword else ((before,), {"it": rest}))
+    )
+    after, same = (kwargs["it"], args[0]) if by_keyword else (args[0], kwargs["it"])
+    assert same is rest, "a layer may fill a list that it is given"
+    assert_replaced(before, after, x)
+    (found,) = inputs
+    found.sum().backward()
+    assert owner.told == ["after"]
+
+
+def test_two_in_order():
+    owner, x, y = Owner(), leaf(), leaf()
+    args, kwargs, inputs = leave_backward(owner, (x, [y]), {"again": x})
+    assert [args[0], args[1][0], kwargs["again"]] == list(inputs)
+    (args[0] + 2 * args[1][0] + 4 * kwargs["again"]).sum().backward()
+    assert (x.grad[0], y.grad[0]) == (5, 2)
+    assert owner.told == ["after"]
+
+
+def test_without_a_differentiable_tensor():
+    given = (torch.zeros(2), 3), {"cache": object()}
+    args, kwargs, inputs = leave_backward(Owner(), *given)
+    assert (args, kwargs, list(inputs)) == (*given, [])
+    assert enter_backward(Owner(), None, given[0]) == (given[0], False)
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, lambda o: (torch.zeros(1), o), lambda o: {"o": Pair(o, None)}])
+def test_what_cannot_be_opened_is_refused(wrap):
+    with pytest.raises(RuntimeError, match="returned a Opaque"):
+        enter_backward(Owner(), None, wrap(Opaque(leaf())))
+    enter_backward(Owner(), None, wrap(Opaque(torch.zeros(1))))

@@ -147,6 +147,7 @@ class BlockState:
         def run(*args, **kwargs):
             nonlocal again
             if again:
+                self.recomputation.before_recomputation()
                 with self.replay.again(moment, args, kwargs) as (args, kwargs):
                     return self._recompute(layer_forward, args, kwargs)
             again = True

@@ -33,13 +33,14 @@ def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_roo
     """The blocks that may keep their activations and, where all do, those that may keep their parameters whole.
 
     activations, parameters: bytes of each block in execution order; parameters are 0 where a block is whole anyway
-    or must not be. forward_room, backward_room: bytes that are still free at the peak of the forward (loss
-    included) and at that of the backward of a step in which every block is recomputed. They may be negative.
+    or must not be. The rooms are the bytes that are still free when most is taken in a step in which every block is
+    recomputed: backward_room while activations of one block, recomputed, are there; forward_room at all other times,
+    those of the forward and the loss. They may be negative.
 
     Blocks are taken from the last one back. All that is kept is there when backward begins, where nothing is
-    recomputed yet; what the first blocks kept would still be there while the last ones are recomputed. At a block's
-    backward its own activations are there in either case, so those of the last block do not count against
-    backward_room. A block too large for what is left is passed over.
+    recomputed yet; what the first blocks kept would still be there while the last ones are recomputed. The last
+    block's own activations do not count against backward_room, which has them already. A block too large for what is
+    left is passed over.
     """
     kept = [False] * len(activations)
     total, own = 0, 0

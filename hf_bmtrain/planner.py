@@ -32,9 +32,10 @@ class Planner:
     """Of all blocks of a world with use_checkpoint="auto": measures a step, plans, and measures again.
 
     A pass is what lies between the ends of two backwards. In a pass that is measured all blocks are recomputed; what
-    autograd saves in them is counted, and the memory allocated at most until backward begins, and until it ends, is
-    read (for which the allocator's peak is reset). Once the optimizer has made its first step, the ranks agree on a
-    plan: by the largest activations and the least memory of any. A plan holds for inputs up to those measured; a
+    autograd saves in them is counted; and the most that is allocated is read (for which the allocator's peak is
+    reset), apart for the stretches from a block's recomputation to the next block's backward, where a block's
+    activations are there in any case, and for all others. Once the optimizer has made its first step, the ranks agree
+    on a plan: by the largest activations and the least memory of any. A plan holds for inputs up to those measured; a
     forward on larger ones, and the rest of its pass, is recomputed and measured, and before the next pass that rank
     plans again. So it does when more is allocated than before as a pass begins. Which blocks are recomputed is a
     rank's own matter, since it changes no collective; which stay whole is not, and stays as agreed.
@@ -48,7 +49,7 @@ class Planner:
         self._began = self._forward = self._backward = self._whole = self._lost = 0
         self._versions: list[int] = []
         self._planned_for: int | None = None
-        self._left_forward = False
+        self._recomputed = False
         self._stale = True
         self.measuring = False
 
@@ -82,7 +83,7 @@ class Planner:
     def measure(self) -> None:
         """From here on all blocks of this pass are recomputed and measured."""
         if not self.measuring:
-            self.measuring, self._stale, self._left_forward = True, True, False
+            self.measuring, self._stale, self._recomputed = True, True, False
             self._memory.reset_peak()
 
     def note(self, share: Share, measure: Measure) -> None:
@@ -90,14 +91,25 @@ class Planner:
         self._fresh[key] = measure.or_more(self._fresh.get(key, measure))
 
     def before_backward(self) -> None:
-        if not self._left_forward:
-            self._left_forward = True
-            self._forward = max(self._forward, self._memory.peak() - self._began)
+        self._turn(recomputed=False)
         self._world.step.enlist(self)
+
+    def before_recomputation(self) -> None:
+        self._turn(recomputed=True)
+
+    def _turn(self, recomputed: bool) -> None:
+        """A stretch of the pass is over. recomputed: in the next one a block's activations are there."""
+        taken = self._memory.peak() - self._began
+        if self._recomputed:
+            self._backward = max(self._backward, taken)
+        else:
+            self._forward = max(self._forward, taken)
+        self._recomputed = recomputed
+        self._memory.reset_peak()
 
     def flush_backward(self) -> None:
         """The end of a backward that was measured: what the forward has counted holds now."""
-        self._backward = max(self._backward, self._memory.peak() - self._began)
+        self._turn(recomputed=False)
         known = self._present()
         for (share, _), measure in self._fresh.items():
             share.learn(measure)

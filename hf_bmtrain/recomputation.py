@@ -36,6 +36,9 @@ class Recomputation(Protocol):
     def before_backward(self) -> None:
         """Backward has come to the block."""
 
+    def before_recomputation(self) -> None:
+        """The block's forward is about to be run again."""
+
 
 class Fixed:
     """use_checkpoint=True or False: all forwards alike."""
@@ -59,4 +62,7 @@ class Fixed:
         raise AssertionError("nothing was remembered")
 
     def before_backward(self) -> None:
+        pass
+
+    def before_recomputation(self) -> None:
         pass

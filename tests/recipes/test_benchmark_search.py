@@ -73,9 +73,9 @@ def test_search_on_two_ranks(world):
         assert seen == [2, 4, 8, 8, 12]  # written after every trial
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own():
-    """Ranks that a test may leave in disarray."""
+    """Ranks that do not stay together."""
     ranks = Ranks(2)
     yield ranks
     ranks.stop()

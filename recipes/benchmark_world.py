@@ -59,12 +59,14 @@ def attempt(action: Callable[[], Result], patience: float = PATIENCE) -> tuple[R
 
 def meet(value, patience: float = PATIENCE) -> list:
     """Every rank's value; RanksApart where one does not come within `patience` seconds. Collective."""
-    world = bmt.current_world()
-    try:
-        world.assemble("benchmark", patience)
-    except RuntimeError as error:
-        raise RanksApart(_one_line(error)) from error
-    return world.gather_objects(value)
+    values: list = []
+    # In a thread, because torch's barrier with a time limit keeps to it on rank 0 alone.
+    waiter = threading.Thread(target=lambda: values.extend(bmt.current_world().gather_objects(value)), daemon=True)
+    waiter.start()
+    waiter.join(patience)
+    if waiter.is_alive() or not values:
+        raise RanksApart(f"not every rank came within {patience:.0f} s; this one has: {value}")
+    return values
 
 
 def drain(patience: float) -> None:

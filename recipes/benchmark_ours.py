@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from benchmark_engine import MAX_NORM, WEIGHT_DECAY, Batch, Engine
@@ -15,23 +14,29 @@ if TYPE_CHECKING:
     from benchmark_cell import Cell
 
 
+RECOMPUTED: dict[str, Any] = {"none": False, "full": True, "auto": "auto"}
+
+
 def ours(cell: Cell, config, device: torch.device) -> Engine:
-    """bf16 weights; the optimizer keeps their float32 copies."""
-    recompute: bool | str = cell.recompute == "full"
-    if cell.recompute == "auto":
-        if inspect.signature(bmt.auto_wrap).parameters["use_checkpoint"].annotation == "bool":
-            raise ValueError("--recompute auto: auto_wrap of this version takes use_checkpoint=True or False only")
-        recompute = "auto"
+    """bf16 weights; the optimizer keeps their float32 copies. tuned: they are updated beside the next forward."""
     model = make_model(config, torch.bfloat16, device)
     flops = flops_a_token(model, cell.seq)
-    model = bmt.auto_wrap(model, use_checkpoint=recompute, compile=cell.compile)  # pyright: ignore[reportArgumentType]
+    model = bmt.auto_wrap(model, use_checkpoint=RECOMPUTED[cell.recompute], compile=cell.compile)
     if cell.linear_loss and not bmt.hf.fuse_causal_loss(model):
         raise ValueError(f"--linear-loss: {type(model).__name__} keeps its own loss, the log says why")
-    kind = bmt.optim.AdamOffloadOptimizer if cell.offload else bmt.optim.AdamOptimizer
-    optimizer = kind(model.parameters(), lr=cell.lr, weight_decay=WEIGHT_DECAY)
+    optimizer = make_optimizer(cell, model)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    return Engine(managed_step(model, optimizer, manager), flops, f"hf_bmtrain, ZeRO-3, bf16 weights, {kind.__name__}")
+    return Engine(
+        managed_step(model, optimizer, manager), flops, f"hf_bmtrain, ZeRO-3, bf16 weights, {type(optimizer).__name__}"
+    )
+
+
+def make_optimizer(cell: Cell, model: torch.nn.Module) -> bmt.optim.AdamOptimizer:
+    settings = {"lr": cell.lr, "weight_decay": WEIGHT_DECAY}
+    if cell.offload:  # beside the next forward anyway
+        return bmt.optim.AdamOffloadOptimizer(model.parameters(), **settings)
+    return bmt.optim.AdamOptimizer(model.parameters(), **settings, overlap_forward=cell.tuned)
 
 
 def managed_step(model, optimizer, manager):

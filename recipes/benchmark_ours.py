@@ -33,10 +33,11 @@ def ours(cell: Cell, config, device: torch.device) -> Engine:
 
 
 def make_optimizer(cell: Cell, model: torch.nn.Module) -> bmt.optim.AdamOptimizer:
-    settings = {"lr": cell.lr, "weight_decay": WEIGHT_DECAY}
     if cell.offload:  # beside the next forward anyway
-        return bmt.optim.AdamOffloadOptimizer(model.parameters(), **settings)
-    return bmt.optim.AdamOptimizer(model.parameters(), **settings, overlap_forward=cell.tuned)
+        return bmt.optim.AdamOffloadOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY)
+    return bmt.optim.AdamOptimizer(
+        model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY, overlap_forward=cell.tuned
+    )
 
 
 def managed_step(model, optimizer, manager):

@@ -137,8 +137,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         super()._update_elements(run, elements)
 
     def _heed_writes(self, state: RunState) -> None:
-        self._finish()
-        super()._heed_writes(state)
+        if state.master.dtype == torch.float32:  # residuals lie on the weights, whichever those are
+            self._finish()
+            super()._heed_writes(state)
 
     # -- runs and state -----------------------------------------------------------------------------------------
 

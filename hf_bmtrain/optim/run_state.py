@@ -44,9 +44,8 @@ class RunState:
         return self.weight is not None and self.version not in (-1, self.run.weights._version)
 
     def heed_writes(self) -> None:
-        """The master follows the weights where they are no longer its rounding; residuals lie on the weights anyway."""
-        if self.master.dtype == torch.float32:
-            follow_writes(self.master, self.run.weights)
+        """The float32 master follows the weights where they are no longer its rounding."""
+        follow_writes(self.master, self.run.weights)
 
     def elements(self) -> Elements:
         """All of the run, for one step with the gradient that lies there."""

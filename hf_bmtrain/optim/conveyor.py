@@ -47,8 +47,8 @@ class Conveyor:
         """Update every chunk, and yield its ticket once that is queued. Gradients are kept until then by the caller."""
         self._update.follow()
         for chunk in update.chunks:
-            yield self._pass(self._turn, chunk, update)
-            self._turn = (self._turn + 1) % _BUFFERS
+            number, self._turn = self._turn, (self._turn + 1) % _BUFFERS
+            yield self._pass(number, chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Ticket:
         home = chunk.slab.part(chunk.start, chunk.stop)

@@ -101,6 +101,24 @@ def blocks_are_updated_while_others_still_run_backward(kind):
     assert not trainee.optimizer.updated_in_backward
 
 
+def downloads_come_last(seed):
+    """State that is still on its way home is not fetched again, whatever the order of the buffers was."""
+    results = []
+    for alternating in (False, True):
+        with as_on_a_gpu(seed) as clock:
+            clock.pass_some_time = lambda: None
+            clock._random.choice = lambda ready: ready[0]  # uploads first, then updates
+            model = bmt.auto_wrap(Tower())
+            optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=0.1)
+            for number in range(6):
+                with optimizer.update_in_backward() if alternating and number % 2 else nullcontext():
+                    model(ids(number, bmt.rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(model.state_dict())
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
 def two_optimizers(seed):
     """Each updates its part of every block."""
     with as_on_a_gpu(seed):
@@ -137,6 +155,27 @@ def a_part_that_is_new_waits_for_the_step():
             trainee.optimizer.step()
         results.append(trainee.result())
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def a_neighbour_with_as_many_steps_is_not_taken_for_updated():
+    """A gain one step ahead of its neighbour gets a gradient by hand in a step in which that was updated early."""
+    results = []
+    for early in (False, True):
+        model = bmt.auto_wrap(Tower())
+        optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
+        layer = model.layers[1]
+        for number, (gain, linear) in enumerate([(1, 1), (1, 0), (1, 0), (1, 0), (0, 1), (0, 1), (0, 1), (0, 1)]):
+            layer.gain.requires_grad_(bool(gain))
+            layer.linear.requires_grad_(bool(linear))
+            with optimizer.update_in_backward() if early else nullcontext():
+                model(ids(number, bmt.rank())).backward()
+            if number == 6:
+                layer.gain.grad = torch.full_like(layer.gain, 0.5)
+                assert (layer.linear.weight in optimizer._early.parameters) is early
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
 def begun(kind="resident", **options):
@@ -270,12 +309,14 @@ def test_blocks_are_updated_early(world, size, kind):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_two_optimizers(world, size):
-    world(size)(two_optimizers, 2)
+@pytest.mark.parametrize("case", [two_optimizers, downloads_come_last], ids=lambda case: case.__name__)
+def test_lagging(world, size, case):
+    world(size)(case, 2)
 
 
 CASES = [
-    a_part_that_is_new_waits_for_the_step, clipping_comes_too_late, a_replaced_gradient_comes_too_late,
+    a_part_that_is_new_waits_for_the_step, a_neighbour_with_as_many_steps_is_not_taken_for_updated,
+    clipping_comes_too_late, a_replaced_gradient_comes_too_late,
     a_new_lr_comes_too_late, a_scaler_comes_too_late, a_second_backward_is_refused, twice_before_a_step_is_refused,
     settings_are_refused, spoilt_weights_are_told, an_error_in_backward_leaves_no_hooks,
 ]  # fmt: skip

@@ -35,9 +35,7 @@ def ours(cell: Cell, config, device: torch.device) -> Engine:
 def make_optimizer(cell: Cell, model: torch.nn.Module) -> bmt.optim.AdamOptimizer:
     if cell.offload:  # beside the next forward anyway
         return bmt.optim.AdamOffloadOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY)
-    return bmt.optim.AdamOptimizer(
-        model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY, overlap_forward=cell.tuned
-    )
+    return bmt.optim.AdamOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY, overlap_forward=cell.tuned)
 
 
 def managed_step(model, optimizer, manager):

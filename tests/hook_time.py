@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import transformers
@@ -27,6 +28,8 @@ import transformers
 import hf_bmtrain as bmt
 from hf_bmtrain import world
 from hf_bmtrain.comm import DONE, SingleProcess, Ticket
+from hf_bmtrain.control import Control
+from hf_bmtrain.reduction import CollectiveReduction
 from hf_bmtrain.step import Step
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16
@@ -83,7 +86,10 @@ class FreeLane(SingleProcess):
 def pretend_two_ranks() -> FreeLane:
     """This process becomes rank 0 of two, without the other."""
     lane = FreeLane()
-    world._world = world.World(0, 2, 0, torch.device("cpu"), Step(lane, lane), None, 3, 2, 1024)
+    device = torch.device("cpu")
+    reduction = CollectiveReduction(lane, device)
+    step = Step(lane, lane, reduction, reduction)
+    world._world = world.World(0, 2, 0, device, step, Control(1, timedelta(seconds=1)), 3, 2, 1024)
     return lane
 
 

@@ -10,8 +10,9 @@ MARK = re.compile("spin_kernel")
 TRAVEL = re.compile("AllGather|ReduceScatter|Memcpy PtoP|Memcpy DtoD|peer_mean")
 LONGEST_MARK = 1000.0
 """Microseconds: what spins longer only lets the host run ahead."""
-SHARE = 0.5
-"""Of the shorter of the two, how much must run side by side."""
+SHARE = 0.2
+"""Of the shorter of the two, how much must run side by side: what is serialised shares nothing, and a transfer that
+overlaps may lie apart in part, as it waits for the other rank as well."""
 Interval = tuple[float, float]
 
 

@@ -266,6 +266,13 @@ def two_models():
         one(rows(5)).backward()
         one(rows(5)).backward()
         assert kept(one) == "111"
+        planner = bmt.current_world().step.planner
+        three = bmt.auto_wrap(Tower(), use_checkpoint="auto")
+        assert shares(three)[2]._planner is planner
+        del one, three
+        gc.collect()
+        four = bmt.auto_wrap(Tower(), use_checkpoint="auto")
+        assert shares(four)[0]._planner is shares(four)[2]._planner is not planner, "the last models' maxima hold"
 
 
 def asked_for_later():

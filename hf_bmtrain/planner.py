@@ -42,7 +42,7 @@ class Planner:
     """
 
     def __init__(self, world: World, memory: Memory) -> None:
-        self._world, self._memory = world, memory
+        self._world, self.memory = world, memory
         self._shares: list[weakref.ref[Share]] = []  # in the order of their first forwards
         self._fresh: dict[tuple[Share, Shapes], Measure] = {}
         self._backwards = -1
@@ -56,6 +56,11 @@ class Planner:
     @property
     def in_backward(self) -> bool:
         return self._world.step.in_backward
+
+    @property
+    def outlived(self) -> bool:
+        """Whether the blocks that were planned for are all gone."""
+        return bool(self._shares) and not self._present()
 
     def _present(self) -> list[Share]:
         return [share for share in (reference() for reference in self._shares) if share is not None]
@@ -72,7 +77,7 @@ class Planner:
         for share in shares:
             for buffer in share.block.buffers:
                 buffer.gradient.let_go()
-        self._began = self._memory.allocated()
+        self._began = self.memory.allocated()
         self._fresh, self.measuring = {}, False
         if self._planned_for is None:
             if not shares or not self._agree(shares):
@@ -84,7 +89,7 @@ class Planner:
         """From here on all blocks of this pass are recomputed and measured."""
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
-            self._memory.reset_peak()
+            self.memory.reset_peak()
 
     def note(self, share: Share, measure: Measure) -> None:
         key = share, measure.shapes
@@ -99,13 +104,13 @@ class Planner:
 
     def _turn(self, recomputed: bool) -> None:
         """A stretch of the pass is over. recomputed: in the next one a block's activations are there."""
-        taken = self._memory.peak() - self._began
+        taken = self.memory.peak() - self._began
         if self._recomputed:
             self._backward = max(self._backward, taken)
         else:
             self._forward = max(self._forward, taken)
         self._recomputed = recomputed
-        self._memory.reset_peak()
+        self.memory.reset_peak()
 
     def flush_backward(self) -> None:
         """The end of a backward that was measured: what the forward has counted holds now."""
@@ -144,7 +149,7 @@ class Planner:
 
     def _read(self, shares: Sequence[Share]) -> _Reading:
         versions = _versions(shares)
-        free = self._memory.usable() - max(self._began, self._planned_for or 0) - self._lost
+        free = self.memory.usable() - max(self._began, self._planned_for or 0) - self._lost
         activations = [share.nbytes for share in shares]
         stepped = not versions or versions != self._versions
         return _Reading(stepped, free - self._forward, free - self._backward, activations)
@@ -198,6 +203,8 @@ def choose(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompu
         return Fixed(False)
     if step.planner is None:
         step.planner = Planner(world, DeviceMemory(world.device))
+    elif step.planner.outlived:
+        step.planner = Planner(world, step.planner.memory)
     return Share(step.planner, block)
 
 

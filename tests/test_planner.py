@@ -239,6 +239,16 @@ def dropped_forward():
         assert memory.resets == 8 + 1
 
 
+def inside_a_reentrant_checkpoint():
+    """Its forwards are without gradients or inside a backward: there is nothing to plan."""
+    with memory_of(ENOUGH) as memory:
+        model = check_twins(foreign("everything", True), plain_loss, steps=1, use_checkpoint="auto")
+        for step in range(2):
+            model(ids(step, 0)).backward()
+        assert kept(model) == "0000"
+        assert memory.resets == 0
+
+
 def two_models():
     """Two models of a world share its memory."""
     size = layer_bytes()
@@ -256,6 +266,13 @@ def two_models():
         one(rows(5)).backward()
         one(rows(5)).backward()
         assert kept(one) == "111"
+        planner = bmt.current_world().step.planner
+        three = bmt.auto_wrap(Tower(), use_checkpoint="auto")
+        assert shares(three)[2]._planner is planner
+        del one, three
+        gc.collect()
+        four = bmt.auto_wrap(Tower(), use_checkpoint="auto")
+        assert shares(four)[0]._planner is shares(four)[2]._planner is not planner, "the last models' maxima hold"
 
 
 def asked_for_later():
@@ -352,12 +369,21 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.repeat(30, 1, 1).view(30, *gradient.shape)[3].clone()
+        return gradient.repeat(90, 1, 1).view(90, *gradient.shape)[3].clone()
 
 
-class Costly(Wide):
+class Early(Wide):
+    """Its backward begins with that: its activations are not needed yet."""
+
     def forward(self, x, shift=None):
         return Spread.apply(super().forward(x, shift))
+
+
+class Late(Wide):
+    """Its backward ends with that: of its activations, what its first operations keep is still there."""
+
+    def forward(self, x, shift=None):
+        return super().forward(Spread.apply(x), shift)
 
 
 def with_vocabulary():
@@ -366,7 +392,12 @@ def with_vocabulary():
     return model
 
 
-PEAKS = {"of blocks": tower_of(Wide, 8), "of backward": tower_of(Costly, 8), "of the loss": with_vocabulary}
+PEAKS = {
+    "of blocks": tower_of(Wide, 8),
+    "early in backward": tower_of(Early, 8),
+    "late in backward": tower_of(Late, 8),
+    "of the loss": with_vocabulary,
+}
 
 
 def peaks_under(limit, use_checkpoint, make, micro_batches):
@@ -595,8 +626,8 @@ def compiled(family):
 
 DECISIONS = [
     measured_then_planned, rank_dependent_room, waits_for_the_optimizer, larger_batches, more_is_allocated,
-    gradients_of_the_last_step,
-    forwards_ahead_of_backward, dropped_forward, two_models, asked_for_later, on_the_cpu, told_once,
+    gradients_of_the_last_step, forwards_ahead_of_backward, dropped_forward, inside_a_reentrant_checkpoint, two_models,
+    asked_for_later, on_the_cpu, told_once,
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def ours(config: PreTrainedConfig, options: argparse.Namespace, device: torch.de
     model = make_model(config, torch.bfloat16, device)
     flops = flops_a_token(model, options.length)
     model = bmt.auto_wrap(model, use_checkpoint=options.recompute, compile=options.compile)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, overlap_forward=True)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
 

@@ -113,7 +113,7 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
 def _parameter(name: str, parameter: torch.nn.Parameter) -> _Local:
     shape = parameter.full_shape if isinstance(parameter, DistributedParameter) else parameter.shape
     gradient = None if parameter.grad is None else _Moments.of(parameter.grad.as_subclass(torch.Tensor))
-    return _Local(name, tuple(shape), _Moments.of(parameter), gradient)
+    return _Local(name, tuple(shape), _Moments.of(parameter.data), gradient)  # waits for a pending update
 
 
 # -- what a forward computes --------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class DistributedParameter(Refusals, torch.nn.Parameter):
             hook(self)
 
     def __reduce_ex__(self, protocol):
-        return self.detach().clone().__reduce_ex__(protocol)
+        return self.data.clone().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return (

@@ -3,9 +3,10 @@
     PYTHONPATH=. python3 kernels/bench.py [part ...] [--json FILE]
 
 Parts: norm, adam, step, offload, exposed (a training step of 1.5 B parameters with the update on the GPU and
-offloaded), cross_entropy, and sweep (the ways to share a row out; not run unless named). A part
-that fails prints why and the others go on. About two minutes, most of them torch.compile. GB/s count the
-bytes the operation has to move (README.md beside this file): "of copy" is the share of what memory can do.
+offloaded, after the backward, beside the next forward and during the backward), cross_entropy, and sweep (the ways to
+share a row out; not run unless named). A part that fails prints why and the others go on. About two minutes, most of
+them torch.compile. GB/s count the bytes the operation has to move (README.md beside this file): "of copy" is the share
+of what memory can do.
 """
 
 import argparse

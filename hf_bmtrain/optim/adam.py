@@ -42,14 +42,16 @@ class AdamOptimizer(UpdatesInBackward):
     buffers: the next forward begins when the first ones are done. A buffer waits for its own update when it is
     gathered (see PendingUpdate), hence forward, backward, `parameter.gather()` and `state_dict` need no care, and
     neither do loading, `.data` and the next `step`. Before anything else that reads or writes slices, or writes their
-    gradients in place, after a `step` (an average over `model.parameters()`, say) call `wait()`.
+    gradients in place, after a `step` (an average over `model.parameters()`, say) call `wait()`; the same goes for
+    `optimizer.state`, unless it is read through `state_dict()`.
 
     `with optimizer.update_in_backward():` updates already while a backward runs.
 
     `grad_scale` and `found_inf` (device scalars, set by OptimManager or torch.amp.GradScaler before `step`)
     divide the gradient and skip the update. Gradients are only read. No step waits for the device. lr and its
-    companions may be tensors; on CUDA a step can be captured in a graph (after one eager step), where tensors on
-    the device are read at each replay and numbers are sent by `send_hyper_parameters`.
+    companions may be tensors; on CUDA a step can be captured in a graph (after one eager step, without
+    overlap_forward), where tensors on the device are read at each replay and numbers are sent by
+    `send_hyper_parameters`.
     """
 
     _step_supports_amp_scaling = True

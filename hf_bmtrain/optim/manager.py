@@ -109,7 +109,8 @@ class OptimManager:
 
         Returns the unscaled norm before clipping, a float32 scalar on the device (formatting it waits). scale is
         BMTrain's and ignored: the manager knows the loss scale. Collective. Gradients are scaled by
-        max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_.
+        max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_. RuntimeError after `update_in_backward`, which
+        has used them.
         """
         parameters = [p for group in param_groups for p in group["params"] if p.grad is not None]
         chosen = {id(p) for p in parameters}

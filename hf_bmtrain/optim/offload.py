@@ -40,6 +40,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     `parameter.gather()` and `state_dict` need no care, and neither do loading, `.data` and the next `step`. Before
     anything else that reads or writes slices, or writes their gradients in place, after a `step` (an average over
     `model.parameters()`, say) call `wait()`. `optimizer.state` is on the host: read it through `state_dict()`.
+    `update_in_backward` moves all of it under the backward, from the last block to the first: the next forward then
+    begins after the last chunk.
 
     update_on: "device" as said; "host" brings the gradients to the host instead and runs torch's fused AdamW on the
     CPU's cores, for which `step` waits. On CPU there is nothing to move: both are AdamOptimizer itself.

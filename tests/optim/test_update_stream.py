@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -46,6 +47,21 @@ def direct_reads(seed):
                     assert torch.equal(a.data, b.data)
                 elif number % 5 == 2:
                     assert torch.equal(a.gather(), b.gather())
+
+
+def looked_at_and_pickled(seed):
+    """`inspect_model` and a pickle of a parameter show the step's weights at once."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.float32) for cls in (bmt.optim.AdamOptimizer, overlapping)]
+        for number in range(4):
+            for trainee in trainees:
+                trainee.step(number)
+            if number % 2:
+                a, b = (bmt.inspect.inspect_model(trainee.model, "*") for trainee in trainees)
+                assert a == b
+            else:
+                a, b = (pickle.dumps([*trainee.model.parameters()]) for trainee in trainees)
+                assert all(torch.equal(x, y) for x, y in zip(pickle.loads(a), pickle.loads(b)))
 
 
 def written_gradients_wait(seed):
@@ -122,7 +138,14 @@ def test_lagging_with_a_short_exp_avg_and_held_steps_is_the_same(world):
     world(2)(short_and_held, 4)
 
 
-CASES = [direct_reads, written_gradients_wait, steps_in_a_row, ordinary, each_buffer_waits_for_its_own]
+CASES = [
+    direct_reads,
+    looked_at_and_pickled,
+    written_gradients_wait,
+    steps_in_a_row,
+    ordinary,
+    each_buffer_waits_for_its_own,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -124,7 +124,7 @@ def the_host_never_waits(kind, early):
         parameter._gradient_hooks.clear()  # they bring gradients from the host
     for number in (1, 2):
         tokens = ids(number, 0).cuda()
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)  # half a second: the host may be busy
         done = torch.cuda.Event()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -1,4 +1,4 @@
-"""Which lanes a world gets: one process, gloo on CPU, NCCL on CUDA, pulling inside one host."""
+"""Which lanes a world gets: one process, gloo on CPU, NCCL on CUDA, copies inside one host."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
 
 
 def _with_peers(lanes: Lanes, apart: CollectiveReduction, device: torch.device, forced: bool) -> Lanes:
-    """With shards and packed gradients pulled where all ranks can read each other's memory and it is faster."""
+    """With shards pulled and gradients pushed where all ranks can read each other's memory and it is faster."""
     rank, size = lanes.gather.rank, lanes.gather.size
 
     def exchange(value: Any) -> list[Any]:
@@ -93,7 +93,7 @@ def _with_peers(lanes: Lanes, apart: CollectiveReduction, device: torch.device, 
         _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
         return lanes
     smallest = 0 if forced else SMALLEST_PULLED
-    _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by pulling", rank, smallest >> 20)
+    _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)
     return lanes._replace(
         gather=PeerCommunicator(lanes.gather, memory(), exchange, smallest, device),
         blocks=PeerReduction(apart, memory(), exchange, smallest, device),

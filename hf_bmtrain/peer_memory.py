@@ -1,4 +1,4 @@
-"""Memory that the processes of one host can read of each other, and the copies out of it."""
+"""Memory that the processes of one host can reach of each other, and the copies out of it and into it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .comm import DONE, Ticket
 
 
 class PeerMemory(Protocol):
-    """Makes memory that others may map, maps theirs, and copies from it."""
+    """Makes memory that others may map, maps theirs, and copies from it and to it."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
         """Zeros (numel,); a handle that another process of this host can `map`; None once called after nothing
@@ -23,11 +23,11 @@ class PeerMemory(Protocol):
         ...
 
     def map(self, handle: Any, nbytes: int) -> Any:
-        """What `pull` reads of another process's memory."""
+        """What `pull` reads, and `push` writes, of another process's memory."""
         ...
 
     def part(self, source: Any, start: int, stop: int) -> Any:
-        """Bytes start:stop of what was mapped, for `pull`."""
+        """Bytes start:stop of what was mapped, for `push`."""
         ...
 
     def unlink(self, handle: Any) -> None:
@@ -41,6 +41,11 @@ class PeerMemory(Protocol):
 
     def pull(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> Ticket:
         """Start to fill each (n,) uint8 tensor from its source; both as the current stream has left them."""
+        ...
+
+    def push(self, pairs: Sequence[Sequence[tuple[Any, torch.Tensor]]]) -> Ticket:
+        """Start to fill each target from its contiguous tensor; both as the current stream has left them. One sequence
+        of pairs for each other process."""
         ...
 
     def order(self) -> None:
@@ -80,6 +85,12 @@ class HostMemory:
     def pull(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> Ticket:
         for target, source in pairs:
             target.copy_(source)
+        return DONE
+
+    def push(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
+        for own in pairs:
+            for target, source in own:
+                target.copy_(source.view(torch.uint8))
         return DONE
 
     def order(self) -> None:
@@ -153,6 +164,19 @@ class CudaMemory:
             address = source.data_ptr() if isinstance(source, torch.Tensor) else source
             stream.wait_event(ready)
             self._runtime.memcpyAsync(target.data_ptr(), address, target.numel(), _DEFAULT, stream.cuda_stream)
+            done = torch.cuda.Event()
+            done.record(stream)
+            events.append(done)
+        return _EventsTicket(self._device, events)
+
+    def push(self, pairs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Ticket:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        events = []
+        for own, stream in zip(pairs, self._streams):
+            stream.wait_event(ready)
+            for target, source in own:
+                self._runtime.memcpyAsync(target, source.data_ptr(), source.nbytes, _DEFAULT, stream.cuda_stream)
             done = torch.cuda.Event()
             done.record(stream)
             events.append(done)

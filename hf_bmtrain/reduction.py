@@ -26,7 +26,7 @@ class Flight(Protocol):
     """Gradients on their way to their shard."""
 
     def let_go(self) -> None:
-        """The current stream goes on when they are packed; what autograd made is dropped."""
+        """The current stream goes on when they have been read; what autograd made is dropped."""
         ...
 
     def land(self) -> None:

@@ -14,11 +14,11 @@ KINDS = (
     ("optimizer", r"[Aa]dam|squared_norm|lpnorm|LpNorm"),
     ("attention", r"flash|fmha|attention|mha_"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|gemv|splitK"),
-    ("pulling", r"Memcpy PtoP"),
+    ("peer copies", r"Memcpy PtoP"),
     ("summing", r"peer_mean"),
     ("packing", r"CopyFunctor|foreach_copy|CatArray|split_with_sizes|chunk_cat|Memcpy|Memset"),
 )
-BESIDE = ("gather", "reduce", "pulling", "summing", "packing")
+BESIDE = ("gather", "reduce", "peer copies", "summing", "packing")
 """What may run beside the computation, in the order in which time that several cover is given to the first."""
 Interval = tuple[float, float]
 

@@ -58,7 +58,7 @@ def test_account_of_a_trace():
     assert (found["GEMM"], found["gather"], found["reduce"], found["packing"]) == (6, 4, 2, 2)
     assert found["exposed gather"] == 2  # from 4 to 6
     assert found["exposed reduce"] == 1  # from 8 to 9
-    assert (found["exposed pulling"], found["exposed packing"]) == (0.5, 0.5)  # from 10 to 10.5, to 11
+    assert (found["exposed peer copies"], found["exposed packing"]) == (0.5, 0.5)  # from 10 to 10.5, to 11
     assert found["idle"] == 1  # from 9 to 10
     assert benchmark_trace.account([event("aten::mm", 0, 1, "cpu_op")]) == {}
 
@@ -67,7 +67,7 @@ def test_kinds_of_kernels():
     kinds = {
         "adam_step_bf16": "optimizer", "squared_norm": "optimizer", "flash_fwd_kernel": "attention",
         "void cutlass::Kernel2": "GEMM", "multi_tensor_apply_kernel<CopyFunctor>": "packing",
-        "vectorized_elementwise_kernel": "element-wise", "Memcpy PtoP (Device -> Device)": "pulling",
+        "vectorized_elementwise_kernel": "element-wise", "Memcpy PtoP (Device -> Device)": "peer copies",
         "peer_mean": "summing", "Memcpy DtoD (Device -> Device)": "packing",
     }  # fmt: skip
     assert {name: benchmark_trace.kind_of(name) for name in kinds} == kinds

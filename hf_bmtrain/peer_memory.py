@@ -6,7 +6,8 @@ import importlib
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -127,9 +128,17 @@ class CudaMemory:
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(sources)]
 
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """The device is torch's current one and CuPy's, which keeps its own in every thread, backward's too."""
+        with torch.cuda.device(self._device):
+            if self._runtime.getDevice() != self._device.index:
+                self._runtime.setDevice(self._device.index)
+            yield
+
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[bytes, int], Callable[[], object]]:
         nbytes = numel * dtype.itemsize
-        with torch.cuda.device(self._device):
+        with self._chosen():
             try:
                 address = self._runtime.malloc(nbytes)
             except self._runtime.CUDARuntimeError:
@@ -141,7 +150,7 @@ class CudaMemory:
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:
-        with torch.cuda.device(self._device):
+        with self._chosen():
             return self._runtime.ipcOpenMemHandle(handle[0])
 
     def part(self, source: int, start: int, stop: int) -> int:
@@ -151,10 +160,12 @@ class CudaMemory:
         pass
 
     def unmap(self, source: int) -> None:
-        self._runtime.ipcCloseMemHandle(source)
+        with self._chosen():
+            self._runtime.ipcCloseMemHandle(source)
 
     def free(self, handle: tuple[bytes, int]) -> None:
-        self._runtime.free(handle[1])
+        with self._chosen():
+            self._runtime.free(handle[1])
 
     def pull(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> Ticket:
         ready = torch.cuda.Event()

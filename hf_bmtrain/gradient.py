@@ -88,8 +88,8 @@ class GradientBuffer:
         self._begun = False
 
     @torch.no_grad()
-    def let_go_packed(self) -> None:
-        """Wait until the gradients that were sent are packed, and drop what autograd has made."""
+    def let_go_sent(self) -> None:
+        """Wait until the gradients that were sent have been read, and drop what autograd has made."""
         if self._flight is not None:
             self._flight.let_go()
 

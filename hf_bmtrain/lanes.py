@@ -81,7 +81,7 @@ def _with_peers(
     forced: bool,
     open_lane: Callable[[str], Communicator],
 ) -> Lanes:
-    """With shards and packed gradients pulled where all ranks can read each other's memory and it is faster."""
+    """With shards pulled and gradients pushed where all ranks can read each other's memory and it is faster."""
     rank, size, exchange = lanes.gather.rank, lanes.gather.size, lanes.control.gather
 
     def memory() -> PeerMemory:  # each with streams of its own
@@ -96,7 +96,7 @@ def _with_peers(
         _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
         return lanes
     smallest = 0 if forced else SMALLEST_PULLED
-    _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by pulling", rank, smallest >> 20)
+    _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)
     return lanes._replace(
         gather=PeerCommunicator(lanes.gather, memory(), exchange, smallest, device, lambda: open_lane("updates")),
         blocks=PeerReduction(apart, memory(), exchange, smallest, device),

@@ -1,8 +1,9 @@
 """Collectives between GPUs: NCCL through CuPy.
 
 The contract of a CUDA lane (why no other synchronisation is needed):
-* operands are allocated on the compute stream, the stream that is current at the call;
-* the lane's stream first waits for everything queued on the compute stream so far, hence for the operands'
+* operands are allocated on the compute stream; the stream that is current at the call is that one, or one that is
+  behind it (where gradients are packed, see reduction.py);
+* the lane's stream first waits for everything queued on the current stream so far, hence for the operands'
   contents and for earlier users of their memory;
 * `Ticket.wait` makes the then current stream wait for this operation only; operands are freed after it, so the
   allocator, which recycles memory in compute-stream order, never hands them out too early.

@@ -1,4 +1,4 @@
-"""Memory that the processes of one host can read of each other, and the copies out of it."""
+"""Memory that the processes of one host can reach of each other, and the copies out of it and into it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from .comm import DONE, Ticket
 
 
 class PeerMemory(Protocol):
-    """Makes memory that others may map, maps theirs, and copies from it."""
+    """Makes memory that others may map, maps theirs, and copies from it and to it."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
         """Zeros (numel,); a handle that another process of this host can `map`; None once called after nothing
@@ -23,11 +24,11 @@ class PeerMemory(Protocol):
         ...
 
     def map(self, handle: Any, nbytes: int) -> Any:
-        """What `pull` reads of another process's memory."""
+        """What `pull` reads, and `push` writes, of another process's memory."""
         ...
 
     def part(self, source: Any, start: int, stop: int) -> Any:
-        """Bytes start:stop of what was mapped, for `pull`."""
+        """Bytes start:stop of what was mapped, for `push`."""
         ...
 
     def unlink(self, handle: Any) -> None:
@@ -41,6 +42,11 @@ class PeerMemory(Protocol):
 
     def pull(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> Ticket:
         """Start to fill each (n,) uint8 tensor from its source; both as the current stream has left them."""
+        ...
+
+    def push(self, pairs: Sequence[Sequence[tuple[Any, torch.Tensor]]]) -> Ticket:
+        """Start to fill each target from its contiguous tensor; both as the current stream has left them. One sequence
+        of pairs for each other process."""
         ...
 
     def order(self) -> None:
@@ -82,6 +88,12 @@ class HostMemory:
             target.copy_(source)
         return DONE
 
+    def push(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
+        for own in pairs:
+            for target, source in own:
+                target.copy_(source.view(torch.uint8))
+        return DONE
+
     def order(self) -> None:
         pass
 
@@ -116,9 +128,17 @@ class CudaMemory:
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(sources)]
 
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """The device is torch's current one and CuPy's, which keeps its own in every thread, backward's too."""
+        with torch.cuda.device(self._device):
+            if self._runtime.getDevice() != self._device.index:
+                self._runtime.setDevice(self._device.index)
+            yield
+
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[bytes, int], Callable[[], object]]:
         nbytes = numel * dtype.itemsize
-        with torch.cuda.device(self._device):
+        with self._chosen():
             try:
                 address = self._runtime.malloc(nbytes)
             except self._runtime.CUDARuntimeError:
@@ -130,7 +150,7 @@ class CudaMemory:
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:
-        with torch.cuda.device(self._device):
+        with self._chosen():
             return self._runtime.ipcOpenMemHandle(handle[0])
 
     def part(self, source: int, start: int, stop: int) -> int:
@@ -140,10 +160,12 @@ class CudaMemory:
         pass
 
     def unmap(self, source: int) -> None:
-        self._runtime.ipcCloseMemHandle(source)
+        with self._chosen():
+            self._runtime.ipcCloseMemHandle(source)
 
     def free(self, handle: tuple[bytes, int]) -> None:
-        self._runtime.free(handle[1])
+        with self._chosen():
+            self._runtime.free(handle[1])
 
     def pull(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> Ticket:
         ready = torch.cuda.Event()
@@ -153,6 +175,19 @@ class CudaMemory:
             address = source.data_ptr() if isinstance(source, torch.Tensor) else source
             stream.wait_event(ready)
             self._runtime.memcpyAsync(target.data_ptr(), address, target.numel(), _DEFAULT, stream.cuda_stream)
+            done = torch.cuda.Event()
+            done.record(stream)
+            events.append(done)
+        return _EventsTicket(self._device, events)
+
+    def push(self, pairs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Ticket:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        events = []
+        for own, stream in zip(pairs, self._streams):
+            stream.wait_event(ready)
+            for target, source in own:
+                self._runtime.memcpyAsync(target, source.data_ptr(), source.nbytes, _DEFAULT, stream.cuda_stream)
             done = torch.cuda.Event()
             done.record(stream)
             events.append(done)

@@ -1,9 +1,8 @@
-"""Gradients averaged without a collective over them inside one host: every rank pulls its chunk from all others."""
+"""Gradients averaged without a collective over them inside one host: every rank brings each other rank its part."""
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,27 +12,27 @@ from .gradient_slots import GradientSlots, Slot
 from .layout import Layout
 from .ops.peer_sum import peer_mean, serves
 from .ops.streams import Ticket, work_stream
-from .packing import Packing
 from .peer_memory import PeerMemory
 from .reduction import CollectiveReduction, Flight, Reducer
 
 
 class PeerReduction:
-    """Reduces the gradients of blocks by pulling; small ones, and what the kernel does not take, go `apart`.
+    """Reduces the gradients of blocks by copies between the GPUs; small ones, and those of other dtypes, go `apart`.
 
-    All ranks send the same gradients in the same order. Gradient k passes through slot k mod S of S >= 2. Two streams
-    of this rank work beside the computation, and the copies of `memory` on streams of theirs:
-    * `packing` packs gradient k into its slot, after what the current stream had queued at `send` (the gradients), and
-      after meeting k-S+1 of this rank (the slot);
-    * `pulling` waits for that packing, *meets* the others (an all-reduce of one element on the lane below), copies this
-      rank's chunk out of every other rank's slot into rows, and adds them to its own chunk, which it reads in the slot.
+    Nothing is packed: a rank pushes, straight out of what autograd made, each other rank's pieces into that rank's
+    slot, where they come to lie as in its shard. All ranks send the same gradients in the same order. Gradient k passes
+    through slot k mod S of S >= 2. Two streams of this rank work beside the computation, and the copies on streams of
+    the peer memory:
+    * `pushing` pushes gradient k, after what the current stream had queued at `send` (the gradients), and after meeting
+      k-S+1 of this rank (the slots);
+    * `adding` waits for those pushes, *meets* the others (an all-reduce of one element on the lane below) and adds the
+      rows that have come into this rank's slot.
 
     Why that is enough:
-    * What is pulled is packed: each rank enters meeting k behind its own packing of k, and pulls behind the meeting.
-    * A slot is not packed while it is read: each rank enters meeting k+1 behind its own pulls and its own sum of
-      gradient k, because one stream makes them in this order. So behind meeting k+1 nobody reads slot k mod S, and the
-      next packing of it, k+S, waits for just that meeting. (With S = 1 it would wait for a meeting it comes before.)
-    * The rows are one set: they are filled and read in the order of `pulling`.
+    * What is added has come: each rank enters meeting k behind its own pushes of k, and adds behind the meeting.
+    * A slot is not filled while it is read: each rank enters meeting k+1 behind its own sum of gradient k, because one
+      stream makes them in this order. So behind meeting k+1 no rank reads its slot k mod S, and the next pushes into
+      it, of gradient k+S, wait for just that meeting. (With S = 1 they would wait for one that they come before.)
     * The gradients that autograd made are kept until `let_go`; the shard and the running sum, made on the current
       stream before `send`, are written behind it and read after `land`.
     * Nothing waits for the host, but for the slots' making. Memory of slots is freed by all ranks together.
@@ -49,11 +48,10 @@ class PeerReduction:
         smallest: int,
         device: torch.device,
     ) -> None:
-        """exchange: every rank's object on every rank. smallest: bytes of a shard from which it is pulled."""
-        self._apart, self._memory, self._smallest = apart, memory, smallest
-        self._lane = apart.lane
-        self._slots = GradientSlots(memory, exchange, apart.lane.rank, device)
-        self._packing, self._pulling = (work_stream(device, priority=-1) for _ in range(2))
+        """exchange: every rank's object on every rank. smallest: bytes of a shard from which it is pushed."""
+        self._apart, self._lane, self._memory, self._smallest = apart, apart.lane, memory, smallest
+        self._slots = GradientSlots(memory, exchange, apart.lane.rank)
+        self._pushing, self._adding = (work_stream(device, priority=-1) for _ in range(2))
         self._token = torch.zeros(1, dtype=torch.float32, device=device)
 
     @property
@@ -65,7 +63,7 @@ class PeerReduction:
         small = layout.shard_numel * like.itemsize < max(self._smallest, 1)
         if small or not serves(like.dtype, like.device):
             return self._apart.reducer(layout, shapes, like, poison)
-        return _PeerReducer(self, layout, shapes, like.dtype, poison)
+        return _PeerReducer(self, self._lane.rank, layout, like.dtype, poison)
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least `nbytes`. Collective; the host waits where they are too small so far."""
@@ -75,61 +73,108 @@ class PeerReduction:
         return self._slots.take()
 
     def free(self) -> None:
-        self._pulling.mark().synchronize()
+        self._adding.mark().synchronize()
         self._slots.free()
 
+    def part(self, slot: Slot, rank: int, start: int, stop: int) -> Any:
+        """Bytes of another rank's slot, for `carry`."""
+        return self._slots.part(slot, rank, start, stop)
+
     def carry(
-        self, slot: Slot, pack: Callable[[], object], shard: torch.Tensor, total: torch.Tensor | None
+        self,
+        stay: Callable[[], object],
+        pushed: Sequence[Sequence[tuple[Any, torch.Tensor]]],
+        add: Callable[[], object],
     ) -> tuple[Ticket, Ticket]:
-        """Pack into the slot taken last, average into `shard` and `total`; tickets of the packing and of the end."""
-        own = self._slots.own(slot, shard.nbytes).view(shard.dtype)
-        rows = self._slots.rows(shard.nbytes).view(shard.dtype)
-        pairs = self._slots.pairs(slot, shard.nbytes)
-        self._packing.follow()
-        self._packing.after(slot.free)
-        self._packing.run(pack)
-        packed = self._packing.mark()
-        self._pulling.after(packed)
-        self._pulling.run(self._meet)
-        self._slots.previous().free = self._pulling.mark()
-        self._pulling.run(lambda: self._memory.pull(pairs).wait())
-        self._pulling.run(functools.partial(peer_mean, own, rows, self._lane.rank, shard, total))
-        return packed, self._pulling.mark()
+        """Fill the slot taken last and those of its number on the other ranks, then add; tickets of either's end.
+
+        stay: copies this rank's own pieces into its slot. pushed: for each other rank, parts of its slot and what goes
+        there. add: reads the slot.
+        """
+        slot = self._slots.current()
+        self._pushing.follow()
+        self._pushing.after(slot.free)
+        self._pushing.run(lambda: self._push(stay, pushed))
+        sent = self._pushing.mark()
+        self._adding.after(sent)
+        self._adding.run(self._meet)
+        self._slots.previous().free = self._adding.mark()
+        self._adding.run(add)
+        return sent, self._adding.mark()
+
+    def _push(self, stay: Callable[[], object], pushed: Sequence[Sequence[tuple[Any, torch.Tensor]]]) -> None:
+        ticket = self._memory.push(pushed)
+        stay()
+        ticket.wait()
 
     def _meet(self) -> None:
         self._lane.all_reduce(self._token).wait()
 
 
 class _PeerReducer:
-    def __init__(self, peers: PeerReduction, layout: Layout, shapes, dtype: torch.dtype, poison: bool) -> None:
-        self._peers, self._layout, self._shapes, self._dtype, self._poison = peers, layout, shapes, dtype, poison
-        self._nbytes = layout.numel * dtype.itemsize
-        self._packings: weakref.WeakKeyDictionary[Slot, Packing] = weakref.WeakKeyDictionary()
+    """_pieces: for each rank, in the order in which this one serves them, itself last, the pieces of its shard: number
+    of the gradient, first element and end there, first element in the shard."""
+
+    def __init__(self, peers: PeerReduction, rank: int, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
+        self._peers, self._rank, self._layout, self._dtype, self._poison = peers, rank, layout, dtype, poison
+        self._size = layout.world_size
+        order = [(rank + step) % self._size for step in range(1, self._size + 1)]  # not all to one at once
+        self._pieces = [(other, self._pieces_of(other)) for other in order]
+        self._gaps = layout.shard_sizes(rank)
+
+    def _pieces_of(self, rank: int) -> list[tuple[int, int, int, int]]:
+        pieces = [(index, self._layout.piece(index, rank)) for index in range(len(self._layout.numels))]
+        return [(index, p.tensor_start, p.tensor_stop, p.shard_start) for index, p in pieces if p.length]
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
-        slot = self._peers.take(self._nbytes)
-        if slot not in self._packings:
-            flat = slot.memory[: self._nbytes].view(self._dtype)
-            self._packings[slot] = Packing(flat, self._layout, self._shapes)
-        packing = self._packings[slot]
+        slot = self._peers.take(self._layout.numel * self._dtype.itemsize)
+        sources = [self._source(gradient, numel, shard) for gradient, numel in zip(gradients, self._layout.numels)]
+        rows = slot.memory[: self._size * shard.nbytes].view(self._dtype).view(self._size, -1)
         if self._poison and total is None:
             shard.fill_(float("nan"))
+        first, itemsize = self._rank * shard.numel(), self._dtype.itemsize
+        pushed = [
+            [
+                (
+                    self._peers.part(slot, other, (first + at) * itemsize, (first + at + stop - start) * itemsize),
+                    sources[index][start:stop],
+                )
+                for index, start, stop, at in pieces
+            ]
+            for other, pieces in self._pieces[:-1]
+        ]
+        stay = functools.partial(self._stay, rows[self._rank], sources)
+        add = functools.partial(self._add, rows, shard, total)
+        return _PeerFlight(*self._peers.carry(stay, pushed, add), sources)
 
-        def pack() -> None:
-            if self._poison:
-                packing.flat.fill_(float("nan"))
-            packing.complete(gradients)
+    def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """The gradient as it lies in memory, (numel,)."""
+        return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
-        return _PeerFlight(*self._peers.carry(slot, pack, shard, total), gradients)
+    def _stay(self, row: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        _, pieces = self._pieces[-1]
+        targets = [row[at : at + stop - start] for _, start, stop, at in pieces]
+        if targets:
+            torch._foreach_copy_(targets, [sources[index][start:stop] for index, start, stop, _ in pieces])
+
+    def _add(self, rows: torch.Tensor, shard: torch.Tensor, total: torch.Tensor | None) -> None:
+        """Padding, to which nobody brings anything, becomes zero."""
+        peer_mean(rows, shard, total)
+        sums = [shard] if total is None or total is shard else [shard, total]
+        gaps = [gap for each in sums for gap in each.split_with_sizes(self._gaps)[::2] if gap.numel()]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        if self._poison:
+            rows.fill_(float("nan"))
 
 
 class _PeerFlight:
-    def __init__(self, packed: Ticket, arrived: Ticket, gradients) -> None:
-        self._packed, self._arrived, self._gradients = packed, arrived, gradients
+    def __init__(self, sent: Ticket, arrived: Ticket, gradients) -> None:
+        self._sent, self._arrived, self._gradients = sent, arrived, gradients
 
     def let_go(self) -> None:
         if self._gradients is not None:
-            self._packed.wait()
+            self._sent.wait()
             self._gradients = None
 
     def land(self) -> None:

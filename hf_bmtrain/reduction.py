@@ -1,4 +1,4 @@
-"""How the gradients of a flat buffer become their mean over the ranks, in the shard.
+"""How the gradients of a flat buffer become their mean over the ranks, in the shard: by collectives, or by one process.
 
 Packing runs on a stream of its own, beside the backward of the next block. Who waits for what:
 * the packing stream first waits for what the current stream has queued at `send`, hence for the gradients;
@@ -6,6 +6,8 @@ Packing runs on a stream of its own, beside the backward of the next block. Who 
   recycles memory in the order of the current stream, does not hand them out too early;
 * the lane's operation follows the packing, as it follows the current stream elsewhere; the current stream waits for it
   in `land`. Whoever sends calls `land` or `cancel` before the buffer is sent again.
+Beside what the buffers hold in any case, two blocks' gradients are there at most as autograd made them (`Step` sees to
+that), and two packed. With one process gradients are packed on the current stream.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Flight(Protocol):
     """Gradients on their way to their shard."""
 
     def let_go(self) -> None:
-        """The current stream goes on when they are packed; what autograd made is dropped."""
+        """The current stream goes on when they have been read; what autograd made is dropped."""
         ...
 
     def land(self) -> None:

@@ -104,9 +104,9 @@ def init_distributed(
 
     seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. timeout: seconds that an
-    operation on CPU waits for other ranks. gather: "peer" pulls weights, and the gradients of blocks, out of the
-    other ranks' memory, which takes one host and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto"
-    pulls what is large between GPUs where it can. pipe_size, tp_size: BMTrain's, only 1 (NotImplementedError).
+    operation on CPU waits for other ranks. gather: "peer" copies weights out of the other ranks' memory, and
+    gradients of blocks into it, which takes one host and, between GPUs, peer access; "collective" uses NCCL or gloo;
+    "auto" copies what is large between GPUs where it can. pipe_size, tp_size: BMTrain's, only 1 (NotImplementedError).
     """
     global _world
     if _world is not None:

@@ -7,12 +7,6 @@
 
 constexpr int COUNT = Wide<ELEMENT>::count;
 
-// The rows of the other ranks lie one after another, in the order of ranks.
-__device__ __forceinline__ const ELEMENT* row(const ELEMENT* own, const ELEMENT* others, int rank, int r,
-                                              long long n) {
-    return r == rank ? own : others + (r - (r > rank)) * n;
-}
-
 __device__ __forceinline__ void add_total4(float* total, long long i, float* mean) {
     float t[4];
     load4(total, i, t);
@@ -24,19 +18,18 @@ __device__ __forceinline__ void add_total4(none*, long long, float*) {}
 __device__ __forceinline__ float add_total(float* total, long long i, float mean) { return total[i] += mean; }
 __device__ __forceinline__ float add_total(none*, long long, float mean) { return mean; }
 
-// The first `vectors` 16-byte vectors of every array are aligned, one a thread; the rest goes element by element.
-// `total` may be `out` itself where both are float.
-extern "C" __global__ __launch_bounds__(256) void peer_mean(const ELEMENT* own, const ELEMENT* others, int rank,
-                                                            int size, ELEMENT* out, TOTAL* total, long long n,
-                                                            long long vectors) {
+// Row r is rows[r n .. (r + 1) n). The first `vectors` 16-byte vectors of every row and array are aligned, one a
+// thread; the rest goes element by element. `total` may be `out` itself where both are float.
+extern "C" __global__ __launch_bounds__(256) void peer_mean(const ELEMENT* rows, int size, ELEMENT* out,
+                                                            TOTAL* total, long long n, long long vectors) {
     long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     float ranks = (float)size;
     if (thread < vectors) {
         float sum[COUNT], x[COUNT];
-        Wide<ELEMENT>::unpack(load_once((const uint4*)row(own, others, rank, 0, n) + thread), sum);
+        Wide<ELEMENT>::unpack(load_once((const uint4*)rows + thread), sum);
 #pragma unroll 2
         for (int r = 1; r < size; r++) {
-            Wide<ELEMENT>::unpack(load_once((const uint4*)row(own, others, rank, r, n) + thread), x);
+            Wide<ELEMENT>::unpack(load_once((const uint4*)(rows + r * n) + thread), x);
 #pragma unroll
             for (int k = 0; k < COUNT; k++) sum[k] += x[k];
         }
@@ -48,8 +41,8 @@ extern "C" __global__ __launch_bounds__(256) void peer_mean(const ELEMENT* own, 
     }
     long long threads = (long long)gridDim.x * blockDim.x;
     for (long long i = vectors * COUNT + thread; i < n; i += threads) {
-        float sum = to_float(row(own, others, rank, 0, n)[i]);
-        for (int r = 1; r < size; r++) sum += to_float(row(own, others, rank, r, n)[i]);
+        float sum = to_float(rows[i]);
+        for (int r = 1; r < size; r++) sum += to_float(rows[r * n + i]);
         from_float(add_total(total, i, sum / ranks), out[i]);
     }
 }

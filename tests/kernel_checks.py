@@ -69,30 +69,27 @@ def check_segments(place: Place, dtype: torch.dtype, offsets: list[int]) -> None
 
 
 def check_peer_mean(place: Place, dtype: torch.dtype, n: int, size: int, offset: int) -> None:
-    """For every rank's place among the rows: against float64, the same bits, without and with a running sum."""
+    """Against float64, without and with a running sum, and the same bits again."""
     torch.manual_seed(n + size)
-    rows = [(torch.randn(n) * 10.0 ** (r % 4 - 1)).to(dtype) for r in range(size)]
-    before = torch.randn(n)
-    exact = torch.stack(rows).double().mean(0)
-    found = []
-    for rank in range(size):
-        own = Guarded(rows[rank], offset, place)
-        others = place(torch.stack([row for r, row in enumerate(rows) if r != rank]))
+    rows = (torch.randn(size, n) * 10.0 ** (torch.arange(size) % 4 - 1)[:, None]).to(dtype)
+    before, found = torch.randn(n), []
+    for _ in range(2):
+        held = Guarded(rows.flatten(), offset, place)
         out, summed = (Guarded(torch.full((n,), torch.nan, dtype=dtype), offset, place) for _ in range(2))
         total = Guarded(before, offset, place) if dtype != torch.float32 else summed
         total.view.copy_(before)
-        peer_sum.peer_mean(own.view, others, rank, out.view)
-        peer_sum.peer_mean(own.view, others, rank, summed.view, total.view)
-        for tensor in (own, out, summed, total):
+        peer_sum.peer_mean(held.view.view(size, n), out.view)
+        peer_sum.peer_mean(held.view.view(size, n), summed.view, total.view)
+        for tensor in (held, out, summed, total):
             tensor.assert_intact()
         assert torch.equal(_plain(summed.view), _plain(total.view).to(dtype))
         found.append([_plain(tensor.view).clone() for tensor in (out, total)])
-    for mean, total in found:
-        assert torch.equal(mean, found[0][0]) and torch.equal(total, found[0][1])
-        largest = float(exact.abs().max())
-        torch.testing.assert_close(total.double(), exact + before.double(), rtol=1e-6, atol=1e-6 * largest)
-        half = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]  # one rounding
-        assert bool(((mean.double() - exact).abs() <= exact.abs() * half + 1e-6 * largest).all())
+    (mean, total), again = found
+    assert torch.equal(mean, again[0]) and torch.equal(total, again[1])
+    exact, largest = rows.double().mean(0), float(rows.abs().max())
+    torch.testing.assert_close(total.double(), exact + before.double(), rtol=1e-6, atol=1e-6 * largest)
+    half = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]  # one rounding
+    assert bool(((mean.double() - exact).abs() <= exact.abs() * half + 1e-6 * largest).all())
 
 
 def check_prepare(place: Place, flag: float) -> None:

@@ -1,4 +1,4 @@
-"""Gathers and reductions by pulling: the engine's own cases, unequal ranks, what must not be read half written."""
+"""Gathers and reductions by copies: the engine's own cases, unequal ranks, what must not be read half written."""
 
 import gc
 import random
@@ -17,8 +17,10 @@ import test_block
 import test_reads
 import test_users
 import twins
+from hf_bmtrain import peer_reduction as reducing
 from hf_bmtrain.gradient_slots import COUNT
 from hf_bmtrain.lanes import GATHERS
+from hf_bmtrain.ops.peer_sum import peer_mean
 from hf_bmtrain.peer import PeerCommunicator
 from hf_bmtrain.peer_reduction import PeerReduction
 from parity import cells, measure
@@ -131,7 +133,7 @@ def dropped_shards_are_given_back():
     assert torch.equal(held, before)
 
 
-def gradients_are_pulled():
+def gradients_are_pushed():
     """Those of blocks; what lies outside is reduced below in one piece."""
     model = wrapped()
     calls = []
@@ -179,7 +181,7 @@ def sums_are_rounded_once():
 
 
 def slow_ranks():
-    """Ranks that come late to meetings and copy late; blocks used twice, accumulation, five layers."""
+    """Ranks that come late to meetings, copy late and add late; blocks used twice, accumulation, five layers."""
     peers, chance = peer_reduction(), random.Random(bmt.rank())
 
     def late(function):
@@ -193,7 +195,8 @@ def slow_ranks():
     size = bmt.world_size()
     with (
         mock.patch.object(peers, "_meet", late(peers._meet)),
-        mock.patch.object(peers._memory, "pull", late(peers._memory.pull)),
+        mock.patch.object(peers._memory, "push", late(peers._memory.push)),
+        mock.patch.object(reducing, "peer_mean", late(peer_mean)),
     ):
         for step in range(4):
             plan = [0, 1, 1, 2, 3, 4, 0] if step % 2 else None
@@ -268,7 +271,7 @@ def parameter_without_elements():
     check_twins(make, lambda m, step, rank: m(ids(step, rank)) + m.layers[1].nothing.sum())
 
 
-OWN = [gradients_are_pulled, means_are_those_of_the_collective, sums_are_rounded_once, slow_ranks]
+OWN = [gradients_are_pushed, means_are_those_of_the_collective, sums_are_rounded_once, slow_ranks]
 OWN += [slots_are_shared_and_grow, two_blocks_of_gradients_at_most, parameter_without_elements]
 OWN += [weights_are_pulled, unequal_forwards, write_after_a_forward, loaded_after_a_forward]
 OWN += [dropped_shards_are_given_back]

@@ -1,7 +1,7 @@
 """The order of PeerReduction's work, with ranks and streams as threads that lag behind one another as they please.
 
 Every rank of a small world has its streams, its memory and its part in the meetings here; nothing is waited for but
-what PeerReduction waits for. Gradients are overwritten as soon as they may be, and rows are copied in two halves.
+what PeerReduction waits for. Gradients are overwritten as soon as they may be, and pieces are copied in two halves.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Lane:
 
 
 class Memory:
-    """Everybody's memory is here; copies out of it are made by a stream for each source."""
+    """Everybody's memory is here; copies into it are made by a stream for each target."""
 
     def __init__(self, streams: list[ThreadStream]) -> None:
         self._streams = streams
@@ -152,12 +152,13 @@ class Memory:
     def free(self, handle) -> None:
         handle.fill_(255)  # NaN in every dtype, for whoever still reads it
 
-    def pull(self, pairs):
+    def push(self, pairs):
         marks = []
-        for (target, source), stream in zip(pairs, self._streams):
-            half = len(target) // 2
-            for part in (slice(half), slice(half, None)):
-                stream.run(lambda target=target[part], source=source[part]: target.copy_(source))
+        for own, stream in zip(pairs, self._streams):
+            for target, source in own:
+                values, half = source.view(torch.uint8), source.nbytes // 2
+                for part in (slice(half), slice(half, None)):
+                    stream.run(lambda target=target[part], source=values[part]: target.copy_(source))
             marks.append(stream.mark())
         return Copies(marks)
 
@@ -218,11 +219,19 @@ class Rank(threading.Thread):
         flight.land()
         rows = [self._packed(layouts[kind], number, rank, kind) for rank in range(self._world.size)]
         n = layouts[kind].shard_numel
-        chunks = [row[self._rank * n : (self._rank + 1) * n] for row in rows]
+        chunks = torch.stack([row[self._rank * n : (self._rank + 1) * n] for row in rows])
         expected, summed = torch.empty_like(shard), None if total is None else torch.ones_like(total)
-        reference(chunks[0], torch.stack(chunks[1:]), 0, expected, summed)
+        reference(chunks, expected, summed)
+        if summed is not None:  # it began at 1, the padding too, which has become 0
+            padding = self._padding(layouts[kind])
+            expected[padding] = summed[padding] = 0
         assert torch.equal(shard, expected), f"gradient {number}"
         assert total is None or torch.equal(total, summed)
+
+    def _padding(self, layout: Layout) -> torch.Tensor:
+        """Which elements of this rank's shard are of no parameter."""
+        sizes = torch.tensor(layout.shard_sizes(self._rank))
+        return (torch.arange(len(sizes)) % 2 == 0).repeat_interleave(sizes)
 
     def _like(self, layout: Layout) -> torch.Tensor:
         return torch.empty(layout.shard_numel, dtype=self._dtype)

@@ -1,8 +1,8 @@
-"""Pulled reductions against NCCL's, for `torchrun --nproc-per-node 2 tests/gpu/peer_reduction.py`.
+"""Reductions by copies between GPUs against NCCL's, for `torchrun --nproc-per-node 2 tests/gpu/peer_reduction.py`.
 
-Trains a small GPT-2 by collectives, by pulling, and by pulling again while every stream sleeps at random, with what is
-unfilled or freed poisoned: losses, gradients and weights must be close to the collectives', and the pulled runs equal
-to one another to the bit. Then prints milliseconds a step of either. `--tiny` runs it on CPU, too.
+Trains a small GPT-2 by collectives, by copies, and by copies again while every stream sleeps at random, with what is
+unfilled or freed poisoned: losses, gradients and weights must be close to the collectives', and the runs by copies
+equal to one another to the bit. Then prints milliseconds a step of either. `--tiny` runs it on CPU, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--tiny", action="store_true", help="four layers of 64, every shard pulled")
+    parser.add_argument("--tiny", action="store_true", help="four layers of 64, every shard copied")
     options = parser.parse_args()
     if options.tiny:
         options.layers, options.width, options.length = 4, 64, 16
@@ -49,13 +49,13 @@ def main() -> int:
     step.poison = True
     with collectives(step):
         expected = train(options)
-    pulled = [train(options), train(options)]
+    copied = [train(options), train(options)]
     with sleeping(step._blocks):
-        pulled.append(train(options, lag=True))
-    wrong = compare(expected, pulled)
+        copied.append(train(options, lag=True))
+    wrong = compare(expected, copied)
     step.poison = False
     torch.use_deterministic_algorithms(False)
-    for name, way in [("collectives", collectives(step)), ("pulling", nullcontext())]:
+    for name, way in [("collectives", collectives(step)), ("copies", nullcontext())]:
         with way:
             bmt.print_rank(f"{name}: {milliseconds(options):.2f} ms a step")
     bmt.print_rank(f"slots: {step._blocks.mapped_bytes / 1e6:.0f} MB a rank")
@@ -82,8 +82,8 @@ def sleeping(peers: Any) -> Iterator[None]:
         return call
 
     with (
-        mock.patch.object(peers._packing, "run", lagging(peers._packing.run)),
-        mock.patch.object(peers._pulling, "run", lagging(peers._pulling.run)),
+        mock.patch.object(peers._pushing, "run", lagging(peers._pushing.run)),
+        mock.patch.object(peers._adding, "run", lagging(peers._adding.run)),
     ):
         yield
 
@@ -143,17 +143,17 @@ def flat(tensors: Any) -> torch.Tensor:
     return torch.cat([tensor.detach().as_subclass(torch.Tensor).float().cpu() for tensor in tensors])
 
 
-def compare(expected: dict[str, torch.Tensor], pulled: list[dict[str, torch.Tensor]]) -> int:
+def compare(expected: dict[str, torch.Tensor], copied: list[dict[str, torch.Tensor]]) -> int:
     """Prints what is wrong on any rank."""
     problems = []
     for name, value in expected.items():
-        difference = float((pulled[0][name] - value).abs().max() / value.abs().max())
-        bmt.print_rank(f"{name}: pulled and collective differ by {difference:.1e} of the largest")
+        difference = float((copied[0][name] - value).abs().max() / value.abs().max())
+        bmt.print_rank(f"{name}: copies and collectives differ by {difference:.1e} of the largest")
         if not difference < 2.0**-6:
             problems.append(f"{name}: {difference:.1e} off")
-        for number, again in enumerate(pulled[1:], 1):
-            if not torch.equal(again[name], pulled[0][name]):
-                problems.append(f"{name}: pulled run {number} has other bits")
+        for number, again in enumerate(copied[1:], 1):
+            if not torch.equal(again[name], copied[0][name]):
+                problems.append(f"{name}: run {number} has other bits")
     reports = bmt.current_world().gather_objects(problems)
     for rank, report in enumerate(reports):
         bmt.print_rank(f"rank {rank}: {'; '.join(report) or 'good'}")

@@ -147,6 +147,7 @@ class CudaMemory:
             handle = bytes(self._runtime.ipcGetMemHandle(address))
         slab = _Slab(address, nbytes)  # torch keeps it as long as any view of the storage lives
         memory = torch.as_tensor(slab, device=self._device).zero_()
+        torch.cuda.current_stream(self._device).synchronize()  # others may write there as soon as they have it mapped
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:

@@ -67,9 +67,10 @@ def _sections(computing: list[dict], marks: list[dict]) -> list[list[Interval]]:
 
 
 def _in_turn(lanes: dict[int, list[Interval]], count: int) -> list[Interval]:
-    """The transfers of the streams that have `count` of them; those with the same number are one, in several parts."""
+    """The transfers of the streams that have `count` of them. Those with the same number are parts of one, of which the
+    longest counts: a copy within the GPU is over soon, and may begin long before those from the others."""
     chosen = [lane for lane in lanes.values() if len(lane) == count]
-    return [(min(b for b, _ in parts), max(e for _, e in parts)) for parts in zip(*chosen)]
+    return [max(parts, key=lambda part: part[1] - part[0]) for parts in zip(*chosen)]
 
 
 def _check(what: str, transfer: Interval, section: list[Interval]) -> list[str]:

@@ -58,10 +58,15 @@ def overlap_of_a_step() -> list[str]:
     )
     x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
-    def step() -> None:
-        torch.cuda._sleep(HEAD_START)  # what is measured is the device, not how fast the host feeds it
-        y = layers(x)
+    def head_start() -> None:
+        """What is measured is the device, not how fast the host feeds it, nor how late the other rank is."""
         torch.cuda._sleep(HEAD_START)
+        bmt.current_world().step.reduce.all_reduce(torch.zeros(1, device="cuda")).wait()
+
+    def step() -> None:
+        head_start()
+        y = layers(x)
+        head_start()
         y.backward(x.detach())
         layers.zero_grad()
 

@@ -60,7 +60,7 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
     ("options", "told"),
     [
         (("--engine", "fsdp2", "--recompute", "auto"), "--engine fsdp2 has no --recompute auto"),
-        (("--engine", "ours", "--tuned"), "--engine ours has no --tuned"),
+        (("--engine", "ddp", "--offload"), "--engine ddp has no --offload"),
         (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
     ],
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+_LATER = 5.0  # seconds that the others give rank 0 to find out who is missing
 
 
 class Control:
@@ -32,14 +36,40 @@ class Control:
         return values[0]
 
     def meet(self, seconds: float) -> None:
-        """Wait for every rank. RuntimeError that names the ranks which did not come in time."""
-        if self._group is not None:
-            dist.monitored_barrier(self._group, timedelta(seconds=seconds), wait_all_ranks=True)
+        """Wait for every rank. RuntimeError on all that came where others did not in time; the group is lost then.
+
+        Rank 0 hears of all and names those that are missing. (torch's monitored_barrier has a limit on rank 0 alone.)
+        """
+        if self._group is None:
+            return
+        if dist.get_rank() != 0:
+            sent = dist.isend(torch.zeros(1), 0, group=self._group)  # ends where it is dropped
+            answer = dist.irecv(torch.zeros(1), 0, group=self._group)
+            if not (_comes(sent, seconds) and _comes(answer, seconds + _LATER)):
+                raise RuntimeError("Rank 0 did not come, or says which rank did not.")
+            return
+        others = range(1, self.size)
+        arriving = [dist.irecv(torch.zeros(1), rank, group=self._group) for rank in others]
+        end = time.monotonic() + seconds
+        missing = [rank for rank, work in zip(others, arriving) if not _comes(work, end - time.monotonic())]
+        if missing:
+            raise RuntimeError(f"Missing: rank {', '.join(map(str, missing))}.")
+        for work in [dist.isend(torch.zeros(1), rank, group=self._group) for rank in others]:
+            _comes(work, _LATER)
 
     def close(self) -> None:
         """End the group's threads; every rank has come here."""
         end_group(self._group)
         self._group = None
+
+
+def _comes(work: Any, seconds: float) -> bool:
+    """Whether an operation ends in time, and well."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 0.001)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def end_group(group: Any) -> None:

@@ -79,23 +79,54 @@ count()
 """
 
 
+def launch(code: str, size: int) -> list[subprocess.Popen[str]]:
+    """A process a rank, as Slurm starts them."""
+    from ranks import free_port
+
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {**os.environ, **world, "ACCELERATE_USE_CPU": "true"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
 def test_no_thread_of_a_lane_outlives_the_exit():
     """One that drops a tensor while the interpreter ends aborts the process: in one run of six it did."""
-    from ranks import free_port
-
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = {**os.environ, **world, "ACCELERATE_USE_CPU": "true"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVES], stdout=subprocess.PIPE, text=True,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in processes:
+    for process in launch(LEAVES, 2):
         before, after = process.communicate(timeout=120)[0].split()
         assert process.returncode == 0 and int(before) > 0 and int(after) == 0
+
+
+MISSING = """
+import os, time
+import hf_bmtrain as bmt
+bmt.init_distributed()
+world, absent = bmt.current_world(), int({absent})
+world.assemble("begin")
+begin = time.monotonic()
+if world.rank == absent:
+    time.sleep(9)
+    os._exit(0)
+try:
+    world.assemble("save", seconds=2)
+except RuntimeError as error:
+    print(f"{{time.monotonic() - begin:.0f}} {{error}}", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_is_missed_on_all_others(absent):
+    told = [process.communicate(timeout=120)[0] for process in launch(MISSING.format(absent=absent), 3)]
+    assert told[absent] == ""
+    for rank in {0, 1, 2} - {absent}:
+        assert f"rank {rank}: 'save' needs every rank" in told[rank] and int(told[rank].split()[0]) < 8
+    assert absent == 0 or "Missing: rank 1." in told[0]
 
 
 def results():

@@ -18,6 +18,15 @@ def world() -> Iterator[Callable[[int], Ranks]]:
         ranks.stop()
 
 
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Callable[[int], Ranks]]:
+    """`world`, with every shard pulled and every gradient of a block pushed."""
+    worlds: dict[int, Ranks] = {}
+    yield lambda size: worlds.setdefault(size, Ranks(size, gather="peer"))
+    for ranks in worlds.values():
+        ranks.stop()
+
+
 SAMPLED = {
     "test_parity": 4, "test_block": 4, "test_peer": 4, "test_linear_loss": 4, "test_loss": 2, "test_causal_loss": 4,
     "test_kernel_bodies": 4, "test_adam": 3, "test_manager": 3, "test_offload": 3, "test_first_step": 3,

@@ -4,7 +4,6 @@ import gc
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,16 +23,7 @@ from hf_bmtrain.ops.peer_sum import peer_mean
 from hf_bmtrain.peer import PeerCommunicator
 from hf_bmtrain.peer_reduction import PeerReduction
 from parity import cells, measure
-from ranks import Ranks
 from twins import Tower, check_gradients, check_twins, ids
-
-
-@pytest.fixture(scope="module")
-def peers() -> Iterator[Callable[[int], Ranks]]:
-    worlds: dict[int, Ranks] = {}
-    yield lambda size: worlds.setdefault(size, Ranks(size, gather="peer"))
-    for ranks in worlds.values():
-        ranks.stop()
 
 
 def lane() -> Any:

@@ -2,32 +2,15 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from test_offload import as_on_a_gpu
 
 import hf_bmtrain as bmt
-from hf_bmtrain.peer import PeerCommunicator
-from ranks import Ranks
+from test_peer import lane
 from twins import Tower, ids
-
-
-@pytest.fixture(scope="module")
-def peers() -> Iterator[Callable[[int], Ranks]]:
-    worlds: dict[int, Ranks] = {}
-    yield lambda size: worlds.setdefault(size, Ranks(size, gather="peer"))
-    for ranks in worlds.values():
-        ranks.stop()
-
-
-def lane() -> Any:
-    gather = bmt.current_world().step.gather
-    assert isinstance(gather, PeerCommunicator)
-    return gather
 
 
 class Trainee:

@@ -299,10 +299,10 @@ def the_first_buffers_come_first(seed):
     assert order[0] is trainee.model.embedding._parameters["weight"].buffer
 
 
-def written_gradients_wait(seed):
+def written_gradients_wait(seed, cls=bmt.optim.AdamOffloadOptimizer):
     """zero_grad(set_to_none=False) writes what an update may still read."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        trainees = [Trainee(each, torch.bfloat16) for each in (bmt.optim.AdamOptimizer, cls)]
         for number in range(3):
             for trainee in trainees:
                 trainee.step(number)
@@ -310,10 +310,10 @@ def written_gradients_wait(seed):
         assert_equal(*trainees, "zeroed")
 
 
-def steps_in_a_row(seed):
+def steps_in_a_row(seed, cls=bmt.optim.AdamOffloadOptimizer):
     """Each with another lr, and no forward between them."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        trainees = [Trainee(each, torch.bfloat16) for each in (bmt.optim.AdamOptimizer, cls)]
         for trainee in trainees:
             trainee.step(0)
             trainee.model(ids(1, bmt.rank())).backward()

@@ -7,7 +7,15 @@ import weakref
 
 import pytest
 import torch
-from test_offload import DTYPES, Trainee, as_on_a_gpu, assert_equal, the_same
+from test_offload import (
+    DTYPES,
+    Trainee,
+    as_on_a_gpu,
+    assert_equal,
+    steps_in_a_row,
+    the_same,
+    written_gradients_wait,
+)  # fmt: skip
 
 import hf_bmtrain as bmt
 from hf_bmtrain.pending_update import PendingUpdate
@@ -64,30 +72,6 @@ def looked_at_and_pickled(seed):
                 assert all(torch.equal(x, y) for x, y in zip(pickle.loads(a), pickle.loads(b)))
 
 
-def written_gradients_wait(seed):
-    """zero_grad(set_to_none=False) writes what an update may still read."""
-    with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, overlapping)]
-        for number in range(3):
-            for trainee in trainees:
-                trainee.step(number)
-                trainee.optimizer.zero_grad(set_to_none=False)
-        assert_equal(*trainees, "zeroed")
-
-
-def steps_in_a_row(seed):
-    """Each with another lr, and no forward between them."""
-    with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, overlapping)]
-        for trainee in trainees:
-            trainee.step(0)
-            trainee.model(ids(1, bmt.rank())).backward()
-            for number in range(5):
-                trainee.optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-                trainee.optimizer.step()
-        assert_equal(*trainees, "in a row")
-
-
 def ordinary(seed):
     """Nobody waits for parameters outside buffers: they are there after the step."""
     with as_on_a_gpu(seed):
@@ -138,20 +122,19 @@ def test_lagging_with_a_short_exp_avg_and_held_steps_is_the_same(world):
     world(2)(short_and_held, 4)
 
 
-CASES = [
-    direct_reads,
-    looked_at_and_pickled,
-    written_gradients_wait,
-    steps_in_a_row,
-    ordinary,
-    each_buffer_waits_for_its_own,
-]
+CASES = [direct_reads, looked_at_and_pickled, ordinary, each_buffer_waits_for_its_own]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("size", [1, 2])
 def test_overlap(world, size, case):
     world(size)(case, 7)
+
+
+@pytest.mark.parametrize("case", [written_gradients_wait, steps_in_a_row], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_lags_as_an_offloaded_one_does(world, size, case):
+    world(size)(case, 7, overlapping)
 
 
 def test_without_overlap_nothing_is_pending(world):

@@ -13,7 +13,7 @@ from .layout import Layout
 from .ops.peer_sum import peer_mean, serves
 from .ops.streams import Ticket, work_stream
 from .peer_memory import PeerMemory
-from .reduction import CollectiveReduction, Flight, Reducer
+from .reduction import CollectiveReduction, Departed, Flight, Reducer
 
 
 class PeerReduction:
@@ -168,14 +168,10 @@ class _PeerReducer:
             rows.fill_(float("nan"))
 
 
-class _PeerFlight:
+class _PeerFlight(Departed):
     def __init__(self, sent: Ticket, arrived: Ticket, gradients) -> None:
-        self._sent, self._arrived, self._gradients = sent, arrived, gradients
-
-    def let_go(self) -> None:
-        if self._gradients is not None:
-            self._sent.wait()
-            self._gradients = None
+        super().__init__(sent, gradients)
+        self._arrived = arrived
 
     def land(self) -> None:
         self.let_go()

@@ -107,15 +107,24 @@ class _CollectiveReducer:
         return _CollectiveFlight(stream.mark(), tickets[0], gradients, self._full, arriving, shard, total)
 
 
-class _CollectiveFlight:
-    def __init__(self, packed: Ticket, arrived: Ticket, gradients, full: Elastic, arriving, shard, total) -> None:
-        self._packed, self._arrived, self._gradients, self._full = packed, arrived, gradients, full
-        self._arriving, self._shard, self._total = arriving, shard, total
+class Departed:
+    """A flight's beginning: `sent`, behind which nobody reads the gradients that it keeps until then."""
+
+    def __init__(self, sent: Ticket, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._sent = sent
+        self._gradients: Sequence[torch.Tensor | None] | None = gradients
 
     def let_go(self) -> None:
         if self._gradients is not None:
-            self._packed.wait()
+            self._sent.wait()
             self._gradients = None
+
+
+class _CollectiveFlight(Departed):
+    def __init__(self, packed: Ticket, arrived: Ticket, gradients, full: Elastic, arriving, shard, total) -> None:
+        super().__init__(packed, gradients)
+        self._arrived, self._full = arrived, full
+        self._arriving, self._shard, self._total = arriving, shard, total
 
     def land(self) -> None:
         self.cancel()

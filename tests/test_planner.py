@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import hf_bmtrain as bmt
 from hf_bmtrain.planner import Planner
 from test_foreign_checkpoint import Recomputing
 from test_replay import Cache, Decoder, Ranged
+from test_saved_bytes import Created
 from tiny_models import batch, build
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
@@ -321,25 +319,20 @@ def told_once():
     assert all("of 3 blocks" in line and "3 keep their activations" in line for line in told)
 
 
-class Allocator(TorchDispatchMode):
+class Allocator(Created):
     """The memory of a device whose allocator is this process's: bytes of the storages that operations have made."""
 
     def __init__(self):
         super().__init__()
         self.limit, self.most = ENOUGH, 0
-        self.storages = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                self.storages.setdefault(StorageWeakRef(storage), storage.nbytes())
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self.most = max(self.most, self.allocated())
         return result
 
     def allocated(self):
-        self.storages = {reference: size for reference, size in self.storages.items() if not reference.expired()}
+        self.storages = self.alive()
         return sum(self.storages.values())
 
     def peak(self):

@@ -12,6 +12,7 @@ from twins import check_twins
 try:
     import timm
 except (ImportError, RuntimeError) as error:  # a torchvision that does not fit this torch raises RuntimeError
+    # No dependency: it brings a torchvision, whose build for the installed torch is not there on every machine.
     pytest.skip(f"needs timm: {error}", allow_module_level=True)
 
 CLASSES = 5

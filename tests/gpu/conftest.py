@@ -1,9 +1,11 @@
-"""One process on the first GPU, for the tests of a file."""
+"""What the GPU tests share: ranks on the GPUs that are there, and the kernels that a test reached."""
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from hf_bmtrain.ops import launch
 from ranks import Ranks
 
 
@@ -12,3 +14,29 @@ def gpu() -> Iterator[Ranks]:
     ranks = Ranks(1, "cuda")
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def gpus(request) -> Iterator[Ranks]:
+    """One process on one GPU, and two on two."""
+    if torch.cuda.device_count() < request.param:
+        # Two ranks on one GPU cannot talk through NCCL: a smaller machine runs what it has, and shows the rest.
+        pytest.skip(f"needs {request.param} GPUs")
+    ranks = Ranks(request.param, "cuda")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels that a test reached, which must be some: none may be answered by the torch reference alone."""
+    names: list[str] = []
+    original = launch.Kernel.__call__
+
+    def counting(self, *values, **options):
+        names.append(self.name)
+        return original(self, *values, **options)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", counting)
+    yield names
+    assert names

@@ -1,23 +1,10 @@
 """Blocks through Inductor on one and two GPUs: equal to those that are not compiled, and compiled once."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
-from ranks import Ranks
 from test_compiled import check, compiled_once
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def gpus(request) -> Iterator[Ranks]:
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs")
-    ranks = Ranks(request.param, "cuda")
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize("use_checkpoint", [True, False])

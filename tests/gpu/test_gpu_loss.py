@@ -5,25 +5,9 @@ import torch
 
 import loss_checks as checks
 from hf_bmtrain.loss import cross_entropy
-from hf_bmtrain.ops import launch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("launched")]
 GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch):
-    """The kernels that a test reached, which must be some."""
-    names = []
-    original = launch.Kernel.__call__
-
-    def counting(self, *values, **options):
-        names.append(self.name)
-        return original(self, *values, **options)
-
-    monkeypatch.setattr(launch.Kernel, "__call__", counting)
-    yield names
-    assert names
 
 
 @pytest.mark.parametrize("inplace", [False, True])

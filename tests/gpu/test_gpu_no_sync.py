@@ -1,13 +1,10 @@
 """Whole steps that never stop the host, on one and two GPUs: as torch's debug mode and a late device tell."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from stress import Tower
 
 import hf_bmtrain as bmt
-from ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 OPTIMIZERS = {"adam": "AdamOptimizer", "offload": "AdamOffloadOptimizer"}
@@ -53,15 +50,6 @@ def a_planted_wait_is_seen() -> None:
             norm.item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def gpus(request) -> Iterator[Callable]:
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs")
-    ranks = Ranks(request.param, "cuda")
-    yield ranks
-    ranks.stop()
 
 
 CASES = [

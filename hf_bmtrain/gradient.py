@@ -87,12 +87,6 @@ class GradientBuffer:
         self._flight = self._reducer.send(gradients, shard, self._total)
         self._begun = False
 
-    @torch.no_grad()
-    def let_go_sent(self) -> None:
-        """Wait until the gradients that were sent have been read, and drop what autograd has made."""
-        if self._flight is not None:
-            self._flight.let_go()
-
     def receive(self) -> None:
         """Wait for the average, which is added where an accumulation runs, and set the slices' `.grad`."""
         assert self._flight is not None

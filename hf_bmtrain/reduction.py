@@ -2,7 +2,7 @@
 
 Packing runs on a stream of its own, beside the backward of the next block. Who waits for what:
 * the packing stream first waits for what the current stream has queued at `send`, hence for the gradients;
-* the gradients are kept until the current stream has waited for the packing (`let_go`), so that the allocator, which
+* the gradients are kept until the current stream has waited for the packing (`land`), so that the allocator, which
   recycles memory in the order of the current stream, does not hand them out too early;
 * the lane's operation follows the packing, as it follows the current stream elsewhere; the current stream waits for it
   in `land`. Whoever sends calls `land` or `cancel` before the buffer is sent again.
@@ -27,12 +27,11 @@ from .packing import Packing
 class Flight(Protocol):
     """Gradients on their way to their shard."""
 
-    def let_go(self) -> None:
-        """The current stream goes on when they have been read; what autograd made is dropped."""
-        ...
-
     def land(self) -> None:
-        """The current stream goes on when the shard, and the running sum where there is one, is up to date."""
+        """The current stream goes on when the shard, and the running sum where there is one, is up to date.
+
+        What autograd made is dropped.
+        """
         ...
 
     def cancel(self) -> None:
@@ -107,23 +106,10 @@ class _CollectiveReducer:
         return _CollectiveFlight(stream.mark(), tickets[0], gradients, self._full, arriving, shard, total)
 
 
-class Departed:
-    """A flight's beginning: `sent`, behind which nobody reads the gradients that it keeps until then."""
-
-    def __init__(self, sent: Ticket, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._sent = sent
-        self._gradients: Sequence[torch.Tensor | None] | None = gradients
-
-    def let_go(self) -> None:
-        if self._gradients is not None:
-            self._sent.wait()
-            self._gradients = None
-
-
-class _CollectiveFlight(Departed):
+class _CollectiveFlight:
     def __init__(self, packed: Ticket, arrived: Ticket, gradients, full: Elastic, arriving, shard, total) -> None:
-        super().__init__(packed, gradients)
-        self._arrived, self._full = arrived, full
+        self._packed, self._arrived, self._full = packed, arrived, full
+        self._gradients: Sequence[torch.Tensor | None] | None = gradients
         self._arriving, self._shard, self._total = arriving, shard, total
 
     def land(self) -> None:
@@ -134,7 +120,8 @@ class _CollectiveFlight(Departed):
                 self._shard.copy_(self._total)
 
     def cancel(self) -> None:
-        self.let_go()
+        self._packed.wait()
+        self._gradients = None
         self._arrived.wait()
         self._full.free()
 
@@ -193,9 +180,6 @@ class LocalReducer:
 class _LocalFlight:
     def __init__(self, packed: torch.Tensor, full: Elastic | None, shard, total) -> None:
         self._packed, self._full, self._shard, self._total = packed, full, shard, total
-
-    def let_go(self) -> None:
-        pass  # packed at once
 
     def land(self) -> None:
         if self._total is not None:

@@ -35,7 +35,6 @@ class Travelling(Protocol):
     """A flat gradient: sent by a reduction, received later."""
 
     def send(self, reduction: Reduction) -> None: ...
-    def let_go_sent(self) -> None: ...
     def receive(self) -> None: ...
     def discard(self) -> None: ...
 
@@ -192,9 +191,6 @@ class Step:
         Gathers that are to run beside that backward are issued before, so that they do not wait as well.
         """
         self._receive(self._blocks.ahead)
-        for gradients in list(self._travelling)[:-1]:
-            for gradient in gradients:
-                gradient.let_go_sent()
 
     def send_block(self, gradients: list[Travelling]) -> None:
         """Start averaging the gradients of one block."""

@@ -72,15 +72,18 @@ def check_peer_mean(place: Place, dtype: torch.dtype, n: int, size: int, offset:
     """Against float64, without and with a running sum, and the same bits again."""
     torch.manual_seed(n + size)
     rows = (torch.randn(size, n) * 10.0 ** (torch.arange(size) % 4 - 1)[:, None]).to(dtype)
-    before, found = torch.randn(n), []
+    before, found, own = torch.randn(n), [], n % size
+    others, stride = torch.full((size - 1, n + n % 5), torch.nan, dtype=dtype), n + n % 5
+    others[:, :n] = torch.cat([rows[:own], rows[own + 1 :]])
     for _ in range(2):
-        held = Guarded(rows.flatten(), offset, place)
+        held, mine = Guarded(others.flatten(), offset, place), Guarded(rows[own], offset, place)
         out, summed = (Guarded(torch.full((n,), torch.nan, dtype=dtype), offset, place) for _ in range(2))
         total = Guarded(before, offset, place) if dtype != torch.float32 else summed
         total.view.copy_(before)
-        peer_sum.peer_mean(held.view.view(size, n), out.view)
-        peer_sum.peer_mean(held.view.view(size, n), summed.view, total.view)
-        for tensor in (held, out, summed, total):
+        apart = held.view.view(size - 1, stride)[:, :n]
+        peer_sum.peer_mean(apart, mine.view, own, out.view)
+        peer_sum.peer_mean(apart, mine.view, own, summed.view, total.view)
+        for tensor in (held, mine, out, summed, total):
             tensor.assert_intact()
         assert torch.equal(_plain(summed.view), _plain(total.view).to(dtype))
         found.append([_plain(tensor.view).clone() for tensor in (out, total)])

@@ -205,11 +205,7 @@ class Rank(threading.Thread):
             total = torch.ones_like(shard, dtype=torch.float32) if number % 2 else None
             flight = reducers[kind].send([None if number % 5 == 0 else gradients[0], *gradients[1:]], shard, total)
             open_flights.append((number, kind, gradients, flight, shard, total))
-            for _, _, old, under_way, _, _ in open_flights[: -self._chance.choice((1, 1, 2))]:
-                under_way.let_go()
-                for gradient in old:
-                    gradient.fill_(float("nan"))
-            while len(open_flights) > self._chance.choice((0, 2, 4)):
+            while len(open_flights) > self._chance.choice((0, 1, 2, 4)):
                 self._land(layouts, *open_flights.pop(0))
         for flight in open_flights:
             self._land(layouts, *flight)
@@ -217,6 +213,8 @@ class Rank(threading.Thread):
 
     def _land(self, layouts, number, kind, gradients, flight, shard, total) -> None:
         flight.land()
+        for gradient in gradients:
+            gradient.fill_(float("nan"))  # whoever still reads them adds this
         rows = [self._packed(layouts[kind], number, rank, kind) for rank in range(self._world.size)]
         n = layouts[kind].shard_numel
         chunks = torch.stack([row[self._rank * n : (self._rank + 1) * n] for row in rows])

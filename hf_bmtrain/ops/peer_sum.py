@@ -1,4 +1,4 @@
-"""The mean over ranks of one part of a gradient, to which every rank has brought a row."""
+"""The mean over ranks of one part of a gradient, to which every other rank has brought a row."""
 
 from functools import cache
 
@@ -25,37 +25,46 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in C_NAMES or (dtype == torch.float64 and device.type == "cpu")
 
 
-def peer_mean(rows: torch.Tensor, out: torch.Tensor, total: torch.Tensor | None = None) -> None:
+def peer_mean(
+    rows: torch.Tensor, mine: torch.Tensor, own: int, out: torch.Tensor, total: torch.Tensor | None = None
+) -> None:
     """Write the mean over ranks, or add it to a running sum and write that.
 
-    rows     (size, n) float32, float16 or bfloat16 (on CPU also float64): a row a rank
+    rows     (size - 1, n) float32, float16 or bfloat16 (on CPU also float64): the other ranks' values, in the order of
+             ranks; a row's elements are adjacent, the rows may lie apart
+    mine     (n,) of that dtype: this rank's values. own: its place in the order of ranks
     out      (n,) of that dtype, written: the mean, or `total` where there is one, rounded to nearest even
     total    (n,) float32 (float64 for float64), to which the mean is added; or None. It may be `out` itself
-    Rows are added in the order of ranks, in float32 (float64 for float64), and divided once: the same rows give the
-    same bits on every run. All contiguous, on one device; `out` and `total` overlap no row. Fast when all rows begin
-    on 16 bytes; right in any case.
+    Values are added in the order of ranks, in float32 (float64 for float64), and divided once: the same values give the
+    same bits on every run. All on one device; `out` and `total` overlap nothing that is read. Fast when all begin on
+    16 bytes; right in any case.
     """
-    (size, n), device = rows.shape, rows.device
-    expect("rows", rows, C_NAMES if rows.is_cuda else (*C_NAMES, torch.float64), (size, n), device)
-    expect("out", out, (rows.dtype,), (n,), device)
+    (others, n), device = rows.shape, rows.device
+    expect("mine", mine, C_NAMES if rows.is_cuda else (*C_NAMES, torch.float64), (n,), device)
+    expect("out", out, (mine.dtype,), (n,), device)
     if total is not None:
-        expect("total", total, (torch.promote_types(rows.dtype, torch.float32),), (n,), device)
-    if size == 0 or n == 0:
+        expect("total", total, (torch.promote_types(mine.dtype, torch.float32),), (n,), device)
+    if rows.dtype != mine.dtype or (n > 1 and rows.stride(1) != 1) or not 0 <= own <= others:
+        raise ValueError(
+            f"rows must be {mine.dtype} with adjacent elements, and own one of {others + 1} ranks: got {rows.dtype} "
+            f"with strides {rows.stride()}, own = {own}"
+        )
+    if n == 0:
         return
     if not rows.is_cuda:
-        return reference(rows, out, total)
-    tensors = [rows, out] + ([] if total is None else [total])
+        return reference(torch.cat([rows[:own], mine[None], rows[own:]]), out, total)
+    tensors = [rows, mine, out] + ([] if total is None else [total])
     count = 16 // rows.element_size()
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and n % count == 0
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and rows.stride(0) % count == 0
     vectors = n // count if aligned else 0
     blocks = -(-(vectors or n) // THREADS)
     kernel(variant(rows.dtype, total is not None), "peer_mean", device)(
-        blocks, THREADS, rows, size, out, total, n, vectors
+        blocks, THREADS, rows, rows.stride(0), mine, own, others + 1, out, total, n, vectors
     )
 
 
 def reference(rows: torch.Tensor, out: torch.Tensor, total: torch.Tensor | None = None) -> None:
-    """`peer_mean` in torch, on any device."""
+    """`peer_mean` of all ranks' `rows` (size, n), in torch, on any device."""
     mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         mean += row

@@ -33,7 +33,8 @@ def test_the_bits_are_those_of_the_reference(dtype: torch.dtype, summed: bool, o
     for device in ("cuda", "cpu"):  # on CUDA torch divides by a scalar by multiplying, which rounds twice
         out = torch.empty_like(rows[0], device=device)
         total = sums.to(device, copy=True) if summed else None
-        peer_sum.peer_mean(rows.to(device), out, total)
+        others = rows[[0, 2]].to(device)
+        peer_sum.peer_mean(others, rows[1].to(device), 1, out, total)
         results.append((out.cpu(), None if total is None else total.cpu()))
     (out, total), (expected, expected_total) = results
     assert torch.equal(out, expected)

@@ -45,7 +45,7 @@ def ask_for_everything() -> None:
         attempt(grad_norm.segmented_squared_norm, flat, grad_norm.Segments([0, 3, n], "cpu"))
         for total in (torch.ones(n), None):
             rows = place(torch.ones(2, n, dtype=dtype))
-            attempt(peer_sum.peer_mean, rows, flat, None if total is None else place(total))
+            attempt(peer_sum.peer_mean, rows, flat, 1, flat, None if total is None else place(total))
         attempt(cross_entropy.rescale_, place(torch.ones(3, 5, dtype=dtype)), torch.ones(1), torch.ones(3))
     kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None))
     for grad, master, exp_avg, weight in kinds:

@@ -7,7 +7,7 @@ operations of all lanes in the same order, from one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,6 +18,9 @@ from .control import end_group
 
 # torch 2.13 renames the collective and warns of its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+Ranges = Sequence[tuple[int, int]]
 
 
 class Ticket(Protocol):
@@ -32,8 +35,12 @@ class Communicator(Protocol):
     rank: int
     size: int
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """Fill `whole` (size · n,) with every rank's `shard` (n,), in rank order."""
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
+        """Fill `whole` (size · n,) with every rank's `shard` (n,), in rank order.
+
+        own: the elements of this rank's `shard`, begin and end of each range, that are needed there, if not all are;
+        the rest of its part may or may not be filled.
+        """
         ...
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
@@ -106,7 +113,7 @@ class SingleProcess(Collective):
 
     rank, size = 0, 1
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
         whole.copy_(shard)
         return DONE
 
@@ -151,7 +158,7 @@ class GlooCommunicator(Collective):
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
         work = _all_gather(_bytes(whole), _bytes(shard), group=self._group, async_op=True)
         return self._ticket("all_gather", shard, work)
 

@@ -40,7 +40,7 @@ class Elastic:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a view of the bytes that are here now."""
-        return tensor.untyped_storage()._cdata == self._storage._cdata
+        return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
         """A view of `shape` from element `start`, with a version counter of its own.
@@ -49,3 +49,7 @@ class Elastic:
         """
         assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)
+
+
+def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -69,6 +69,11 @@ class Layout:
         shard_start = min(max(start - shard_begin, 0), self.shard_numel)
         return Piece(start - begin, shard_start, stop - start)
 
+    def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
+        """What `rank` holds of tensors that others hold parts of too: begin and end in its shard."""
+        pieces = [(numel, self.piece(index, rank)) for index, numel in enumerate(self.numels)]
+        return [(piece.shard_start, piece.shard_stop) for numel, piece in pieces if 0 < piece.length < numel]
+
     @cached_property
     def sizes(self) -> list[int]:
         """The flat buffer as gap, tensor, gap, tensor, …, gap: elements of each. A gap is padding, often empty."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .comm import Collective, Ticket
+from .comm import Collective, Ranges, Ticket
 
 _NCCL_TYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5,
@@ -58,7 +58,7 @@ class NcclCommunicator(Collective):
         with torch.cuda.device(device):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
         call = self._comm.allGather
         return self._issue(call, shard, whole, _moved(shard))
 

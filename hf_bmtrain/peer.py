@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .comm import Communicator, Ticket
+from .comm import Communicator, Ranges, Ticket
 from .ops.streams import work_stream
 from .peer_memory import PeerMemory
 
@@ -125,10 +125,10 @@ class PeerCommunicator:
 
     # -- gathers ------------------------------------------------------------------------------------------------
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return self._below.all_gather(whole, shard)
+            return self._below.all_gather(whole, shard, own)
         if shared.meeting is not None:
             shared.meeting.wait()
             shared.meeting = None
@@ -136,10 +136,16 @@ class PeerCommunicator:
             self._publish()
         shared.read = True
         parts = whole.detach().data.view(torch.uint8).view(self.size, -1)
-        order = [(self.rank + step) % self.size for step in range(1, self.size + 1)]  # not all from one at once
-        own = shard.detach().view(torch.uint8)
-        sources = [own if source is None else source for source in shared.sources]
-        return self._memory.pull([(parts[rank], sources[rank]) for rank in order])
+        order = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all from one at once
+        pairs = [[(parts[rank], shared.sources[rank])] for rank in order]
+        here = parts[self.rank].view(shard.dtype)
+        pairs.append(
+            [
+                (here[begin:end].view(torch.uint8), shard.detach()[begin:end].view(torch.uint8))
+                for begin, end in ([(0, shard.numel())] if own is None else own)
+            ]
+        )
+        return self._memory.pull(pairs)
 
     def _publish(self) -> None:
         """Let everyone read what everyone has written."""

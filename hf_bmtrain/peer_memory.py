@@ -40,8 +40,9 @@ class PeerMemory(Protocol):
         """Give own memory back: no process has it mapped any more."""
         ...
 
-    def pull(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> Ticket:
-        """Start to fill each (n,) uint8 tensor from its source; both as the current stream has left them."""
+    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
+        """Start to fill each (n,) uint8 tensor from its source; both as the current stream has left them. One sequence
+        of pairs for each process, this one included."""
         ...
 
     def push(self, pairs: Sequence[Sequence[tuple[Any, torch.Tensor]]]) -> Ticket:
@@ -83,9 +84,10 @@ class HostMemory:
     def free(self, handle: str) -> None:
         pass
 
-    def pull(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> Ticket:
-        for target, source in pairs:
-            target.copy_(source)
+    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
+        for own in pairs:
+            for target, source in own:
+                target.copy_(source)
         return DONE
 
     def push(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
@@ -168,27 +170,30 @@ class CudaMemory:
         with self._chosen():
             self._runtime.free(handle[1])
 
-    def pull(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> Ticket:
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._device))
-        events = []
-        for (target, source), stream in zip(pairs, self._streams):
-            address = source.data_ptr() if isinstance(source, torch.Tensor) else source
-            stream.wait_event(ready)
-            self._runtime.memcpyAsync(target.data_ptr(), address, target.numel(), _DEFAULT, stream.cuda_stream)
-            done = torch.cuda.Event()
-            done.record(stream)
-            events.append(done)
-        return _EventsTicket(self._device, events)
+    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
+        here = [
+            [
+                (target.data_ptr(), s.data_ptr() if isinstance(s, torch.Tensor) else s, target.numel())
+                for target, s in own
+            ]
+            for own in pairs
+        ]
+        return self._copy(here)
 
     def push(self, pairs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Ticket:
+        return self._copy([[(target, source.data_ptr(), source.nbytes) for target, source in own] for own in pairs])
+
+    def _copy(self, copies: Sequence[Sequence[tuple[int, int, int]]]) -> Ticket:
+        """Start these (target, source, bytes), each sequence on a stream of its own."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         events = []
-        for own, stream in zip(pairs, self._streams):
+        for own, stream in zip(copies, self._streams):
+            if not own:
+                continue
             stream.wait_event(ready)
-            for target, source in own:
-                self._runtime.memcpyAsync(target, source.data_ptr(), source.nbytes, _DEFAULT, stream.cuda_stream)
+            for target, source, nbytes in own:
+                self._runtime.memcpyAsync(target, source, nbytes, _DEFAULT, stream.cuda_stream)
             done = torch.cuda.Event()
             done.record(stream)
             events.append(done)

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import layout as _layout
 from .comm import Ticket
-from .elastic import Elastic
+from .elastic import Elastic, shares_storage
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
 from .reads import Reads
@@ -126,7 +126,8 @@ class ShardedBuffer:
 
     shard: (n,) this rank's elements, for ever. slices: a DistributedParameter each, views of `shard`. wholes: a
     Parameter each in its own shape, views of the full buffer, readable only while it is whole (`gather`, `wait`,
-    … `release`). With one rank the full buffer *is* the shard: always whole, nothing is copied.
+    … `release`); but one that lies in this rank's shard from end to end is a view of it, and is not copied. With one
+    rank that is so for all: the full buffer *is* the shard, and always whole.
     """
 
     def __init__(self, step: Step, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> None:
@@ -136,10 +137,11 @@ class ShardedBuffer:
         self._step, self._lane, self.rank = step, lane, lane.rank
         alignment = max(1, _layout.ALIGNMENT_BYTES // dtype.itemsize)
         self.layout = _layout.Layout.build([p.numel() for p in parameters], lane.size, alignment)
+        self._cut = self.layout.cut_ranges(lane.rank)
         self.update = PendingUpdate(lane)
         self.shard = lane.allocate(self.layout.shard_numel, dtype, device, self.update.settle)
         self._full = None if lane.size == 1 else Elastic(self.layout.numel, dtype, device, step.poison)
-        self.wholes = [self._make_whole(i, p) for i, p in enumerate(parameters)]
+        self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
         self.slices = [self._make_slice(i, p) for i, p in enumerate(parameters)]
         self.gradient = GradientBuffer(step, self.layout, self.wholes, self.slices, self.shard)
         self.reads = Reads(step, self)
@@ -150,14 +152,12 @@ class ShardedBuffer:
 
     # -- making -------------------------------------------------------------------------------------------------
 
-    def _make_whole(self, index: int, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        return torch.nn.Parameter(self._view(index, parameter.shape), requires_grad=parameter.requires_grad)
-
     def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
-        offset = self.layout.offsets[index]
-        if self._full is not None:
-            return self._full.view(offset, shape)
-        return self.shard[offset : offset + shape.numel()].view(shape)
+        place = self.piece(index)
+        if self._full is not None and place.length < shape.numel():
+            return self._full.view(self.layout.offsets[index], shape)
+        shard = self.shard if self._full is None else self.shard.data  # `.data` has a version counter of its own
+        return shard[place.shard_start : place.shard_stop].view(shape)
 
     def _make_slice(self, index: int, parameter: torch.nn.Parameter) -> DistributedParameter:
         place = self.piece(index)
@@ -176,8 +176,8 @@ class ShardedBuffer:
                 whole.copy_(parameter)
             return
         flat = self._full.allocate().zero_()
-        for whole, parameter in zip(self.wholes, parameters):
-            whole.data.copy_(parameter)
+        for offset, parameter in zip(self.layout.offsets, parameters):
+            self._full.view(offset, parameter.shape).copy_(parameter)
         self._lane.broadcast(flat, 0).wait()
         self.shard.copy_(flat.view(self.layout.world_size, -1)[self.rank])
         self._full.free()
@@ -203,7 +203,7 @@ class ShardedBuffer:
             self.release()
         self._full.allocate()
         self._filled_version = version
-        self._ticket = self._lane.all_gather(self._full.tensor, self.shard)
+        self._ticket = self._lane.all_gather(self._full.tensor, self.shard, self._cut)
 
     def wait(self) -> None:
         """The current stream waits until the buffer is whole."""
@@ -232,8 +232,8 @@ class ShardedBuffer:
         return self._full is not None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the full buffer, which is whole."""
-        return self._full is not None and self._full.holds(tensor)
+        """Whether `tensor` lies in one of the wholes, the same on every rank: which are views of the shard is not."""
+        return self._full is not None and (self._full.holds(tensor) or shares_storage(tensor, self.shard))
 
     @property
     def trainable(self) -> bool:

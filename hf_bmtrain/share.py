@@ -102,7 +102,7 @@ class Share:
             yield
             return
         held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held += [buffer.wholes[0] for buffer in self.block.buffers]
+        held += [whole for buffer in self.block.buffers for whole in buffer.wholes]
         saved = SavedBytes(held)
         with saved.counting():
             yield

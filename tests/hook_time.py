@@ -27,7 +27,7 @@ import transformers
 
 import hf_bmtrain as bmt
 from hf_bmtrain import world
-from hf_bmtrain.comm import DONE, SingleProcess, Ticket
+from hf_bmtrain.comm import DONE, Ranges, SingleProcess, Ticket
 from hf_bmtrain.control import Control
 from hf_bmtrain.reduction import CollectiveReduction
 from hf_bmtrain.step import Step
@@ -73,7 +73,7 @@ class FreeLane(SingleProcess):
     def __init__(self) -> None:
         self.watch = Stopwatch()
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
         begin = time.thread_time()
         whole.zero_()  # what memory happens to hold may be slow to compute with
         self.watch.seconds -= time.thread_time() - begin

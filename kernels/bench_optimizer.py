@@ -1,7 +1,7 @@
 """Parts of bench.py: gradient norm, AdamW, a whole optimizer step; beside torch's pieces."""
 
 import torch
-from measuring import Line, measure
+from measuring import COPY_BYTES, Line, measure
 
 from hf_bmtrain.ops import adam, grad_norm
 
@@ -9,11 +9,11 @@ ELEMENTS = 1 << 28
 
 
 def bench_norm() -> list[Line]:
-    flat = torch.randn(ELEMENTS, device="cuda").bfloat16()
-    wide = torch.randn(ELEMENTS // 2, device="cuda")
+    """Of a buffer as large as the one that is copied."""
+    moved = COPY_BYTES
+    flat, wide = torch.randn(moved // 2, device="cuda").bfloat16(), torch.randn(moved // 4, device="cuda")
     out = torch.zeros(2, dtype=torch.float64, device="cuda")
-    segments = grad_norm.Segments([i * (ELEMENTS // 300) for i in range(301)], "cuda")
-    moved = 2 * ELEMENTS
+    segments = grad_norm.Segments([i * (flat.numel() // 300) for i in range(301)], "cuda")
     return [
         Line("norm bf16", measure(lambda: grad_norm.accumulate_squared_norm(flat, out)), moved, "copy 1.00"),
         Line("norm fp32", measure(lambda: grad_norm.accumulate_squared_norm(wide, out)), moved),

@@ -31,9 +31,12 @@ def measure(function: Callable[[], object], setup: Callable[[], object] = lambda
     return statistics.median(times[3:])
 
 
+COPY_BYTES = 1 << 30
+
+
 def copy_speed() -> float:
-    """GB/s of a device-to-device copy of 1 GiB, reads and writes counted."""
-    source = torch.empty(1 << 28, dtype=torch.float32, device="cuda").normal_()
+    """GB/s of a device-to-device copy of COPY_BYTES, reads and writes counted."""
+    source = torch.empty(COPY_BYTES // 4, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / measure(lambda: target.copy_(source)) / 1e6
 

@@ -30,6 +30,11 @@ def test_pieces_tile_every_tensor(numels, world_size, alignment):
         assert size == numels[number // 2] if number % 2 else size >= 0
         padding |= set(range(position, position + size)) if number % 2 == 0 else set()
         position += size
+    everyone = [[layout.piece(index, rank) for rank in range(world_size)] for index in range(len(numels))]
+    cut = [pieces for pieces in everyone if sum(piece.length > 0 for piece in pieces) > 1]
+    for rank in range(world_size):
+        held = [pieces[rank] for pieces in cut if pieces[rank].length]
+        assert layout.cut_ranges(rank) == [(piece.shard_start, piece.shard_stop) for piece in held]
     assert not covered & padding
     assert len(covered) == sum(numels)
     assert max(covered, default=-1) < layout.extent == Layout.build(numels, 1, alignment).extent <= layout.numel

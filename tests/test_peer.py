@@ -17,6 +17,7 @@ import test_reads
 import test_users
 import twins
 from hf_bmtrain import peer_reduction as reducing
+from hf_bmtrain.elastic import shares_storage
 from hf_bmtrain.gradient_slots import COUNT
 from hf_bmtrain.lanes import GATHERS
 from hf_bmtrain.ops.peer_sum import peer_mean
@@ -54,6 +55,32 @@ def weights_are_pulled():
     finally:
         del below.all_gather
     assert not calls
+
+
+def what_a_rank_owns_is_not_copied():
+    """A parameter that lies in one shard is read there on its rank; only parts of the others come into the buffer."""
+    model = wrapped()
+    buffers = {piece.buffer for piece in model.parameters()}
+    pulled: list[int] = []
+    memory, whole = lane()._memory, 0
+
+    def pull(pairs):
+        pulled.append(sum(target.numel() for target, _ in pairs[-1]))
+        return original(pairs)
+
+    for buffer in buffers:
+        for index, parameter in enumerate(buffer.wholes):
+            owned = buffer.piece(index).length == parameter.numel()
+            assert shares_storage(parameter, buffer.shard) == owned
+            whole += owned
+    assert sum(bmt.current_world().gather_objects(whole)) > 0
+    original = memory.pull
+    with mock.patch.object(memory, "pull", pull):
+        for buffer in buffers:
+            with buffer.whole_now():
+                pass
+    sizes = [stop - start for b in buffers for start, stop in b.layout.cut_ranges(b.rank)]
+    assert sum(pulled) == 4 * sum(sizes) < 4 * sum(buffer.shard.numel() for buffer in buffers)
 
 
 def unequal_forwards():
@@ -263,7 +290,13 @@ def parameter_without_elements():
 
 OWN = [gradients_are_pushed, means_are_those_of_the_collective, sums_are_rounded_once, slow_ranks]
 OWN += [slots_are_shared_and_grow, two_blocks_of_gradients_at_most, parameter_without_elements]
-OWN += [weights_are_pulled, unequal_forwards, write_after_a_forward, loaded_after_a_forward]
+OWN += [
+    weights_are_pulled,
+    what_a_rank_owns_is_not_copied,
+    unequal_forwards,
+    write_after_a_forward,
+    loaded_after_a_forward,
+]
 OWN += [dropped_shards_are_given_back]
 WRITE = {"weights_changed_before_backward", "weights_changed_under_one_block", "weights_written_between_forwards"}
 BLOCKS = [

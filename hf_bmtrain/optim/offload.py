@@ -26,8 +26,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory; the results are the same bits.
 
     Each way, and in host memory, the state of an element takes AdamOptimizer's 10 bytes for bfloat16 weights, 12 for
-    float16, 8 for float32; 2 less with exp_avg_dtype=torch.bfloat16. The state dict, also AdamOptimizer's, takes 8
-    bytes an element more for bfloat16 weights. With update_on="host" it is 12 bytes always.
+    float16, 8 for float32; 2 less with exp_avg_dtype=torch.bfloat16. The state dict is AdamOptimizer's; of bfloat16
+    weights one takes 8 bytes an element more. With update_on="host" the state takes 12 bytes always.
 
     `step` streams the state through the device in chunks, on streams of its own, and returns while chunks are under
     way: those of the first buffers first, so that the next forward begins before the last ones are updated. A

@@ -34,7 +34,8 @@ LAYERS = [
     "planner",
     "block_state",
     "block module linear_loss optim.norm optim.slabs optim.run_state",
-    "block_list compiled chains admission outside takeover optim.chunk_update optim.in_backward optim.update_stream",
+    "block_list compiled chains admission outside takeover optim.chunk_update optim.in_backward optim.update_stream "
+    "optim.parameter_state",
     "adoption optim.conveyor optim.host_update",
     "wrap store gathered config distributed loss inspect lr_scheduler optim.adam optim.checkpoint",
     "optim.offload optim.manager optim.probe optim.whole_state optim.claim nn.* utils.* debug",

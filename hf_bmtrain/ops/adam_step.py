@@ -181,6 +181,17 @@ def kernels_serve(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """What is kept of the masters of weights that are updated on `device`.
+
+    float32 masters; of bfloat16 weights, where the kernels join them, int16 residuals (ops/residual.py), which are the
+    same masters in 2 bytes less to hold and to move; None for float32 weights, which are their own.
+    """
+    if weight == torch.float32:
+        return None
+    return torch.int16 if weight == torch.bfloat16 and kernels_serve(device) else torch.float32
+
+
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Kernels on CUDA, torch's fused AdamW on CPU; torch's has no bfloat16 moment: there the kernels' reference."""
     if kernels_serve(device) or exp_avg_dtype == torch.bfloat16:

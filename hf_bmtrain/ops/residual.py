@@ -37,13 +37,16 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
         v.copy_(torch.where(mark, -v.abs(), v.abs()))
 
 
-def join(weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(master, exp_avg_sq without the mark), float32 (n,) each, new."""
-    master = torch.empty_like(exp_avg_sq)
-    for p, w, r, v in _pieces(master, weight, residual, exp_avg_sq):
+def join(
+    weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor, device: torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(master, exp_avg_sq without the mark), float32 (n,) each, new, on `device`: None for that of the arguments."""
+    master, unmarked = (torch.empty_like(exp_avg_sq, device=device) for _ in range(2))
+    for p, u, w, r, v in _pieces(master, unmarked, weight, residual, exp_avg_sq):
         mark = v.view(torch.int32) < 0
         p.copy_(_at(w, r.int() + (mark.int() << 16)))
-    return master, exp_avg_sq.abs()
+        u.copy_(v.abs())
+    return master, unmarked
 
 
 def follow(master: torch.Tensor, weight: torch.Tensor) -> None:

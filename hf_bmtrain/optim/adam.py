@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps
+from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..sharding import ShardedBuffer
 from .in_backward import UpdatesInBackward
-from .run_state import RunState, by_owner, follow_writes
+from .parameter_state import adopt, shown
+from .run_state import RunState, by_owner, new_state
 from .runs import Run, index_bases, neighbours
 from .update_stream import UpdateStream
 
@@ -25,6 +26,13 @@ class AdamOptimizer(UpdatesInBackward):
     All state is float32: m, v and, for half-precision parameters, a master copy of w that is rounded to nearest
     even into them. Neighbouring slices of one parameter group are updated in one launch. Parameters without a
     gradient (`.grad is None`) are left as they are. Ordinary parameters are accepted beside slices.
+
+    On CUDA the master of a bfloat16 weight is held as the 16 bits by which it differs from the weight; a 17th, for
+    ties, is the sign of v, which has none. That restores every float32 master exactly (ops/residual.py), in 2 bytes
+    less: 10 of state an element, 12 for float16 weights, 8 for float32, which are their own masters. Then
+    `optimizer.state[p]` has "residual" in the place of "master": read masters and v through `state_dict()`, which shows
+    them in float32, the same on every device and in AdamOffloadOptimizer. It makes them whole one parameter after
+    another in host memory, so that the device needs no room for them.
 
     Half-precision weights that someone else writes between steps (a load, an average, a mask) take their masters along:
     a bfloat16 weight's stays as far from it as it was from its rounding, at most half a unit in the last place, and
@@ -154,7 +162,8 @@ class AdamOptimizer(UpdatesInBackward):
             if state.run.buffer is not None:
                 state.run.buffer.update.settle()  # the last one may still read the numbers that are written now
             if state.stale:
-                self._heed_writes(state)
+                self._finish()
+                state.heed_writes()
         self._steps.begin(self._hyper(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._steps.advance(numbers)
         (self._update_beside if beside else self._update)(numbers)
@@ -179,9 +188,6 @@ class AdamOptimizer(UpdatesInBackward):
     def _update_elements(self, run: int, elements: Elements) -> None:
         self._steps.update(run, elements)
 
-    def _heed_writes(self, state: RunState) -> None:
-        state.heed_writes()
-
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> None:
@@ -201,7 +207,10 @@ class AdamOptimizer(UpdatesInBackward):
                 offset = 0 if run.buffer is None else run.buffer.rank * run.buffer.layout.shard_numel + run.start
                 state = RunState(run, *next(fresh), steps.counts[number], bases[run.owner] + offset)
                 for parameter in run.parameters:
-                    self._adopt(parameter, state.views(parameter))
+                    views, earlier = state.views(parameter), self.state.get(parameter, {})
+                    adopt(parameter, views, earlier, parameter in self._loaded)
+                    self._loaded.discard(parameter)
+                    self.state[parameter] = views
             else:
                 state.step = steps.counts[number].copy_(state.step)
                 for parameter in run.parameters:
@@ -226,29 +235,8 @@ class AdamOptimizer(UpdatesInBackward):
 
     def _allocate(self, runs: Sequence[Run]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(master, exp_avg, exp_avg_sq) of each run, before its first step."""
-        return [
-            (
-                run.weights if run.weights.dtype == torch.float32 else run.weights.float(),
-                torch.zeros_like(run.weights, dtype=self._exp_avg_dtype),
-                torch.zeros_like(run.weights, dtype=torch.float32),
-            )
-            for run in runs
-        ]
-
-    def _home(self, parameter: torch.nn.Parameter) -> torch.device:
-        """Where the state of a parameter lies."""
-        return parameter.device
-
-    def _adopt(self, parameter: torch.nn.Parameter, views: dict[str, torch.Tensor]) -> None:
-        """State that was loaded, or belongs to an earlier run, moves into the run's flat tensors."""
-        earlier = self.state.get(parameter, {})
-        for name, view in views.items():
-            if name in earlier:
-                view.copy_(earlier[name].reshape(view.shape))
-        if "master" in views and "master" in earlier and parameter not in self._loaded:
-            follow_writes(views["master"], parameter.detach().view(-1))  # it may have been written while frozen
-        self._loaded.discard(parameter)
-        self.state[parameter] = views
+        masters = [master_dtype(run.weights.dtype, run.weights.device) for run in runs]
+        return [new_state(run, master, self._exp_avg_dtype) for run, master in zip(runs, masters)]
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -256,22 +244,23 @@ class AdamOptimizer(UpdatesInBackward):
             group.setdefault("hold_steps", self.defaults["hold_steps"])
 
     def state_dict(self) -> dict:
+        """The state of torch's AdamW, and float32 "master" for half-precision weights. See the class for where it lies.
+
+        What is on the device or in the optimizer's host memory is the optimizer's own, which the next step changes.
+        """
         self._finish()
         kept = self.state
-        self.state = defaultdict(dict, {parameter: self._shown(parameter, held) for parameter, held in kept.items()})
+        self.state = defaultdict(dict, {p: shown(p, held, p in self._loaded) for p, held in kept.items()})
         try:
             return super().state_dict()
         finally:
             self.state = kept
 
-    def _shown(self, parameter: torch.Tensor, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One parameter's state for a state dict: its master is that of the weights as they are now."""
-        if "master" in held and parameter not in self._loaded:
-            follow_writes(held["master"], parameter.detach().view(-1))
-        return held
-
     def load_state_dict(self, state_dict: dict) -> None:
-        """State keeps its own dtype: torch would cast the float32 masters and moments to the parameters'."""
+        """State keeps its own dtype: torch would cast the float32 masters and moments to the parameters'.
+
+        It is copied into host memory, whence the next step takes it, so that no device holds it twice.
+        """
         self._finish()
         groups = state_dict["param_groups"]
         ids = [key for group in groups for key in group["params"]]
@@ -283,8 +272,7 @@ class AdamOptimizer(UpdatesInBackward):
                 loaded = state_dict["state"][key]
                 self._loaded.add(parameter)
                 self.state[parameter] = {
-                    name: value.detach().to(self._home(parameter), torch.float32, copy=True)
-                    for name, value in loaded.items()
+                    name: value.detach().to("cpu", torch.float32, copy=True) for name, value in loaded.items()
                 }
         self._states, self._active = [], []
         self._early.end()

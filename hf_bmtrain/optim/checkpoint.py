@@ -14,7 +14,7 @@ SlicedState = dict[ShardedBuffer, dict[int, torch.Tensor]]
 
 
 def sharded_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """This rank's own part, copied; it fits the same rank of an equally large world."""
+    """This rank's own part, copied into host memory; it fits the same rank of an equally large world."""
     state = _own_state(optimizer)
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
@@ -44,7 +44,7 @@ def whole_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any
                 places.setdefault(parameter.buffer, {})[parameter.index] = values[name]
                 keys[parameter.buffer, parameter.index] = key
             else:
-                whole[key][name] = _copy(values[name], "cpu")
+                whole[key][name] = _copy(values[name])
         for buffer, pieces in places.items():
             for index, value in _gather(world, buffer, pieces).items():
                 whole[keys[buffer, index]][name] = value
@@ -101,7 +101,7 @@ def _sharded(parameter: torch.nn.Parameter) -> bool:
 def _unsliced(parameters: dict, state: dict, sliced: list[str], world: World) -> dict[Any, dict[str, Any]]:
     """Counters and the like, from the rank that holds most of each parameter: one that holds nothing need not count."""
     mine = {
-        key: (parameters[key].numel(), {n: _copy(v, "cpu") for n, v in values.items() if n not in sliced})
+        key: (parameters[key].numel(), {n: _copy(v) for n, v in values.items() if n not in sliced})
         for key, values in state.items()
     }
     everyone = world.gather_objects(mine)
@@ -112,8 +112,8 @@ def _is_slice(parameter: torch.nn.Parameter, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
-def _copy(value: Any, device: str | None = None) -> Any:
-    return value.detach().to(device or value.device, copy=True) if isinstance(value, torch.Tensor) else value
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _gather(world: World, buffer: ShardedBuffer, pieces: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

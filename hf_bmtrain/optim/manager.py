@@ -194,7 +194,7 @@ class OptimManager:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Optimizers, schedulers and loss scale, copied, to save with torch.save. Collective.
+        """Optimizers, schedulers and loss scale, copied into host memory, to save with torch.save. Collective.
 
         gather_opt: the optimizers' state whole, on rank 0 (elsewhere without tensors), for any number of ranks.
         Otherwise every rank gets its own part, to be saved and loaded by that rank of an equally large world.

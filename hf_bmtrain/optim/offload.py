@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..ops.adam_step import Elements, TorchSteps
-from ..ops.residual import join, split
+from ..ops.adam_step import Elements, TorchSteps, master_dtype
 from ..ops.streams import DONE, has_own_memory
 from ..sharding import ShardedBuffer
 from .adam import AdamOptimizer
@@ -16,23 +15,19 @@ from .chunk_update import ChunkUpdate
 from .conveyor import Conveyor
 from .delta import DeltaRecord
 from .host_update import HostUpdate
-from .run_state import RunState, by_owner
+from .run_state import by_owner
 from .runs import Run, index_bases
 from .slabs import Chunk, Place, allocate_slabs, cut
 
 _log = logging.getLogger("hf_bmtrain")
-_MASTERS = {torch.float32: None, torch.float16: torch.float32, torch.bfloat16: torch.int16}
-"""What travels of a master on its way to the device, by the weights' dtype."""
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory; the results are the same bits.
 
-    Each way, and in host memory, the state of an element takes 10 bytes for bfloat16 weights, 12 for float16, 8 for
-    float32, which is its own master; 2 less with exp_avg_dtype=torch.bfloat16. A bfloat16 weight's master is there as
-    the 16 bits by which it differs from the weight on the device; a 17th, for ties, is the sign of exp_avg_sq, which
-    has none. That restores every float32 master exactly (ops/residual.py). The state dict, AdamOptimizer's, holds it
-    whole: making one takes 8 bytes an element more for the while. With update_on="host" it is 12 bytes always.
+    Each way, and in host memory, the state of an element takes AdamOptimizer's 10 bytes for bfloat16 weights, 12 for
+    float16, 8 for float32; 2 less with exp_avg_dtype=torch.bfloat16. The state dict is AdamOptimizer's; of bfloat16
+    weights one takes 8 bytes an element more. With update_on="host" the state takes 12 bytes always.
 
     `step` streams the state through the device in chunks, on streams of its own, and returns while chunks are under
     way: those of the first buffers first, so that the next forward begins before the last ones are updated. A
@@ -138,11 +133,6 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta.add(self._steps, run, elements, self._states[run].run.buffer is not None)
         super()._update_elements(run, elements)
 
-    def _heed_writes(self, state: RunState) -> None:
-        if state.master.dtype == torch.float32:  # residuals lie on the weights, whichever those are
-            self._finish()
-            super()._heed_writes(state)
-
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> None:
@@ -168,9 +158,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """In slabs, in the order of the buffers and not of the groups: so the first buffers are updated first."""
         if not runs or not has_own_memory(runs[0].weights.device):
             return super()._allocate(runs)
-        bases = index_bases(self.param_groups)
+        bases, device = index_bases(self.param_groups), self._steps_device(runs)
         ordered = sorted(runs, key=lambda run: (bases[run.owner], run.start))
-        masters = [torch.float32 if self._on_host else _MASTERS[run.weights.dtype] for run in ordered]
+        masters = [torch.float32 if self._on_host else master_dtype(run.weights.dtype, device) for run in ordered]
         places = allocate_slabs(ordered, masters, self._exp_avg_dtype)
         _log.info(
             "the Adam state of %d elements lies in %d slabs of page-locked host memory and is updated on the %s",
@@ -188,25 +178,6 @@ class AdamOffloadOptimizer(AdamOptimizer):
             states.append((run.weights if master is None else master, exp_avg, exp_avg_sq))
         return states
 
-    def _adopt(self, parameter: torch.nn.Parameter, views: dict[str, torch.Tensor]) -> None:
-        master = self.state.get(parameter, {}).get("master")
-        super()._adopt(parameter, views)
-        if "residual" not in views or master is None:
-            return
-        weight = master.new_empty(master.numel(), dtype=torch.bfloat16)
-        split(master.reshape(-1), weight, views["residual"], views["exp_avg_sq"])
-        parameter.detach().view(-1).copy_(weight)  # those bits already, unless the file is of other weights
-
-    def _shown(self, parameter: torch.Tensor, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if "residual" not in held:
-            return super()._shown(parameter, held)
-        weight = parameter.detach().view(-1).to(held["residual"].device)
-        master, exp_avg_sq = join(weight, held["residual"], held["exp_avg_sq"])
-        return {"step": held["step"], "exp_avg": held["exp_avg"], "exp_avg_sq": exp_avg_sq, "master": master}
-
     def _steps_device(self, runs: Sequence[Run]) -> torch.device:
         device = super()._steps_device(runs)
         return torch.device("cpu") if self._on_host else device
-
-    def _home(self, parameter: torch.nn.Parameter) -> torch.device:
-        return torch.device("cpu") if has_own_memory(parameter.device) else parameter.device

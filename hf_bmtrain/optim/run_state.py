@@ -40,8 +40,11 @@ class RunState:
 
     @property
     def stale(self) -> bool:
-        """Whether someone else has written half-precision weights (a load, an average) since the last step."""
-        return self.weight is not None and self.version not in (-1, self.run.weights._version)
+        """Whether someone else has written the weights of float32 masters (a load, an average) since the last step.
+
+        Residuals lie on the weights, whichever those are."""
+        beside = self.weight is not None and self.master.dtype == torch.float32
+        return beside and self.version not in (-1, self.run.weights._version)
 
     def heed_writes(self) -> None:
         """The float32 master follows the weights where they are no longer its rounding."""
@@ -61,12 +64,29 @@ class RunState:
         return {**views, "master" if self.master.dtype == torch.float32 else "residual": self.master[part]}
 
 
+def new_state(
+    run: Run, master: torch.dtype | None, exp_avg: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(master, exp_avg, exp_avg_sq) of a run before its first step, where its weights are.
+
+    master: float32; int16 for residuals; None where the weights are their own.
+    """
+    weights = run.weights
+    if master is None:
+        first = weights
+    elif master == torch.float32:
+        first = weights.float()
+    else:
+        first = torch.zeros_like(weights, dtype=master)  # the residual of a master that is the weight
+    return first, torch.zeros_like(weights, dtype=exp_avg), torch.zeros_like(weights, dtype=torch.float32)
+
+
 def follow_writes(master: torch.Tensor, weights: torch.Tensor) -> None:
     """`master` (float32, in place) follows half-precision `weights`, of any device, that are no longer its rounding.
 
     A bfloat16 weight takes its master along, at the distance that it had from its rounding: at most half a unit in the
-    last place, and the master rounds to the weight. (AdamOffloadOptimizer keeps nothing but that distance, which does
-    not tell which weights were written; so this is what both do.) The master of a float16 weight is the weight.
+    last place, and the master rounds to the weight. (A residual is nothing but that distance, which does not tell
+    which weights were written; so this is what both forms do.) The master of a float16 weight is the weight.
     """
     weights = weights.to(master.device)
     if weights.dtype == torch.bfloat16:

@@ -129,7 +129,7 @@ def resumed():
             optimizer.step()
             optimizer.zero_grad()
         assert all(torch.equal(a, b) for a, b in zip(*(model.state_dict().values() for model in models)))
-    state = next(iter(optimizers[1].state.values()))
+    state = optimizers[1].state_dict()["state"][0]
     assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(state, torch.float32)
 
 

@@ -8,6 +8,7 @@ import torch
 from test_offload import DTYPES, OPTIONS, as_on_a_gpu, groups
 
 import hf_bmtrain as bmt
+from float_masters import FloatMasters
 from hf_bmtrain.sharding import DistributedParameter
 from twins import Tower, ids
 
@@ -57,8 +58,10 @@ class Early:
 
 
 def the_same(make, dtype, **options):
-    """With and without accumulation, freezing, a written weight and a load; compared now and then."""
-    late, early = (Early(make, dtype, when, **options) for when in (False, True))
+    """With and without accumulation, freezing, a written weight and a load; compared now and then.
+
+    The late one keeps float32 masters, whatever is done early."""
+    late, early = Early(FloatMasters, dtype, False, **options), Early(make, dtype, True, **options)
     for number in range(10):
         for trainee in (late, early):
             trainee.model.layers[1].linear.requires_grad_(number not in (4, 5))

@@ -1,4 +1,7 @@
-"""AdamOffloadOptimizer is AdamOptimizer: on CPU, and by the path of a GPU with streams that lag at random."""
+"""AdamOffloadOptimizer is AdamOptimizer: on CPU, and by the path of a GPU with streams that lag at random.
+
+AdamOptimizer keeps float32 masters here, or both forms of them are compared.
+"""
 
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from float_masters import FloatMasters
 from hf_bmtrain.ops import adam_step, pinned
 from hf_bmtrain.optim import conveyor, host_update, offload, slabs, update_stream
 from slow_streams import Clock
@@ -14,6 +18,7 @@ from twenty_steps import OPTIONS, groups, train
 from twins import Tower, ids
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KINDS = (FloatMasters, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)
 
 
 @contextmanager
@@ -54,16 +59,21 @@ class Trainee:
 def assert_equal(a, b, label):
     states = [
         [*trainee.model.state_dict().values()]
-        + [value for state in trainee.optimizer.state_dict()["state"].values() for _, value in sorted(state.items())]
+        + [v for _, state in sorted(trainee.optimizer.state_dict()["state"].items()) for _, v in sorted(state.items())]
         for trainee in (a, b)
     ]
     assert len(states[0]) == len(states[1])
     assert all(torch.equal(x, y) for x, y in zip(*states)), label
 
 
+def assert_all_equal(trainees, label):
+    for other in trainees[1:]:
+        assert_equal(trainees[0], other, (label, type(other.optimizer).__name__))
+
+
 def the_same(dtype, other=bmt.optim.AdamOffloadOptimizer, **options):
     """Steps with and without clipping, accumulation, overflow, freezing, a change of lr; compared now and then."""
-    trainees = [Trainee(cls, dtype, **options) for cls in (bmt.optim.AdamOptimizer, other)]
+    trainees = [Trainee(cls, dtype, **options) for cls in (FloatMasters, other)]
     for number in range(10):
         for trainee in trainees:
             if number == 3:
@@ -91,16 +101,17 @@ def written(trainees):
 def hand_written(seed):
     """Weights written in part or whole between steps, also while frozen: every master keeps rounding to its weight."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        trainees = [Trainee(cls, torch.bfloat16) for cls in KINDS]
         for number in range(12):
             for trainee in trainees:
                 trainee.model.layers[1].linear.requires_grad_(number not in (4, 5, 8))
                 trainee.step(number)
                 if number % 3 < 2:
                     write(trainee, number)
-            assert_equal(*trainees, number)
-            for p, values in zip(trainees[1].model.parameters(), states(trainees[1])):
-                assert torch.equal(values["master"].bfloat16(), p.data), number
+            assert_all_equal(trainees, number)
+            for trainee in trainees:
+                for p, values in zip(trainee.model.parameters(), states(trainee)):
+                    assert torch.equal(values["master"].bfloat16(), p.data), number
         for trainee in trainees:  # the same values once more: no master moves
             before = [values["master"] for values in states(trainee)]
             with bmt.gathered(trainee.model, modify=True):
@@ -113,14 +124,14 @@ def hand_written(seed):
 def written_while_frozen(seed):
     """What is written to a weight that no step updates is there when one does again; nobody asks for the state."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        trainees = [Trainee(cls, torch.bfloat16) for cls in KINDS]
         for number in range(6):
             for trainee in trainees:
                 trainee.model.layers[1].linear.requires_grad_(number in (0, 1, 4, 5))
                 trainee.step(number)
                 if number in (1, 2, 3):
                     write(trainee, 2)
-        assert_equal(*trainees, "frozen")
+        assert_all_equal(trainees, "frozen")
 
 
 def states(trainee):
@@ -152,7 +163,7 @@ def write(trainee, number):
 def another_master_is_loaded(seed):
     """A loaded master wins over the weights, which were another's."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        trainees = [Trainee(cls, torch.bfloat16) for cls in KINDS]
         for trainee in trainees:
             trainee.step(0)
             state = trainee.optimizer.state_dict()
@@ -160,7 +171,7 @@ def another_master_is_loaded(seed):
                 values["master"] = (values["master"] + 0.37).sin()
             trainee.optimizer.load_state_dict(state)
             trainee.step(1)
-        assert_equal(*trainees, "loaded")
+        assert_all_equal(trainees, "loaded")
 
 
 def all_dtypes_at_once(seed):
@@ -172,7 +183,7 @@ def all_dtypes_at_once(seed):
                 [torch.nn.Parameter(torch.linspace(-1, 1, n).to(d).view(-1, 3)) for n in (300, 69) for d in dtypes]
                 for _ in range(2)
             ]
-            kinds = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
+            kinds = FloatMasters, bmt.optim.AdamOffloadOptimizer
             optimizers = [kind(ps, **OPTIONS, exp_avg_dtype=exp_avg_dtype) for kind, ps in zip(kinds, pair)]
             for step in range(4):
                 for parameters, optimizer in zip(pair, optimizers):
@@ -190,9 +201,9 @@ def all_dtypes_at_once(seed):
 
 
 def saved_by_two_ranks(folder):
-    """Both kinds write the same file; each is saved under its name."""
+    """All kinds write the same file; each is saved under its name."""
     with as_on_a_gpu(3):
-        for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
+        for cls in KINDS:
             trainee = Trainee(cls, torch.bfloat16)
             for number in range(3):
                 trainee.step(number)
@@ -203,20 +214,21 @@ def saved_by_two_ranks(folder):
 
 
 def loaded_by_others(folder):
-    """By one rank: each kind goes on from the other's file, and steps alike."""
+    """By one rank: each kind goes on from another's file, and steps alike."""
     with as_on_a_gpu(4):
-        kinds = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
-        files = [torch.load(f"{folder}/{cls.__name__}.pt", weights_only=True) for cls in kinds]
+        files = [torch.load(f"{folder}/{cls.__name__}.pt", weights_only=True) for cls in KINDS]
         flat = [torch.utils._pytree.tree_leaves(file) for file in files]
-        assert len(flat[0]) == len(flat[1])
-        assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*flat))
-        trainees = [Trainee(cls, torch.bfloat16) for cls in kinds]
-        for trainee, (weights, state) in zip(trainees, reversed(files)):
+        assert len(flat[0]) == len(flat[1]) == len(flat[2])
+        assert all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for f in flat for a, b in zip(flat[0], f)
+        )
+        trainees = [Trainee(cls, torch.bfloat16) for cls in KINDS]
+        for trainee, (weights, state) in zip(trainees, files[1:] + files[:1]):
             trainee.model.load_state_dict(weights)
             trainee.manager.load_state_dict(state, gather_opt=True)
             for number in range(3):
                 trainee.step(number)
-        assert_equal(*trainees, "on another number of ranks")
+        assert_all_equal(trainees, "on another number of ranks")
 
 
 def streamed(dtype, seed, exp_avg_dtype=torch.float32):
@@ -238,21 +250,22 @@ def streamed_twenty_steps(dtype, seed):
 
 
 def moved(dtype, seed):
-    """A state dict goes from one kind of optimizer to the other and back."""
+    """A state dict goes from each kind of optimizer to the next, until all have been all."""
     with as_on_a_gpu(seed):
-        kinds = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
+        kinds = [*KINDS]
         trainees = [Trainee(kind, dtype) for kind in kinds]
-        for number in range(6):
-            if number in (2, 4):
+        for number in range(8):
+            if number in (2, 4, 6):
+                kinds = kinds[1:] + kinds[:1]
                 saved = [trainee.optimizer.state_dict() for trainee in trainees]
-                assert all(v.dtype == torch.float32 for s in saved[1]["state"].values() for v in s.values())
-                for trainee, kind, state in zip(trainees, reversed(kinds) if number == 2 else kinds, saved):
+                assert all(v.dtype == torch.float32 for s in saved for d in s["state"].values() for v in d.values())
+                for trainee, kind, state in zip(trainees, kinds, saved):
                     trainee.optimizer = kind(groups(trainee.model.named_parameters()), **OPTIONS)
                     trainee.optimizer.load_state_dict(state)
                     trainee.manager.optimizers[0] = trainee.optimizer
             for trainee in trainees:
                 trainee.step(number)
-        assert_equal(*trainees, "moved")
+        assert_all_equal(trainees, "moved")
 
 
 def ordinary(seed):
@@ -302,7 +315,7 @@ def the_first_buffers_come_first(seed):
 def written_gradients_wait(seed, cls=bmt.optim.AdamOffloadOptimizer):
     """zero_grad(set_to_none=False) writes what an update may still read."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(each, torch.bfloat16) for each in (bmt.optim.AdamOptimizer, cls)]
+        trainees = [Trainee(each, torch.bfloat16) for each in (FloatMasters, cls)]
         for number in range(3):
             for trainee in trainees:
                 trainee.step(number)
@@ -313,7 +326,7 @@ def written_gradients_wait(seed, cls=bmt.optim.AdamOffloadOptimizer):
 def steps_in_a_row(seed, cls=bmt.optim.AdamOffloadOptimizer):
     """Each with another lr, and no forward between them."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(each, torch.bfloat16) for each in (bmt.optim.AdamOptimizer, cls)]
+        trainees = [Trainee(each, torch.bfloat16) for each in (FloatMasters, cls)]
         for trainee in trainees:
             trainee.step(0)
             trainee.model(ids(1, bmt.rank())).backward()
@@ -372,7 +385,7 @@ def test_offload(world, size, case):
     world(size)(*case, 7)
 
 
-def test_a_file_fits_both_kinds_and_any_number_of_ranks(world, tmp_path):
+def test_a_file_fits_all_kinds_and_any_number_of_ranks(world, tmp_path):
     world(2)(saved_by_two_ranks, str(tmp_path))
     world(1)(loaded_by_others, str(tmp_path))
 

@@ -87,6 +87,7 @@ def gather():
 DESTROYS = "dist.destroy_process_group()"
 ANOTHER = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
 DROPS = """
+bmt.synchronize()
 if bmt.rank() == 0:
     gather()  # nobody waits for it, and rank 1 comes later
 else:

@@ -7,6 +7,7 @@ operations of all lanes in the same order, from one thread at a time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,11 +15,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .control import end_group
+from .control import comes, end_group
 
 # torch 2.13 renames the collective and warns of its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
+_ABORT_SECONDS = 1.0
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -77,7 +78,7 @@ class Communicator(Protocol):
         ...
 
     def close(self, abort: bool) -> None:
-        """End the lane; `abort` does not wait for other ranks."""
+        """End the lane; `abort` waits for other ranks no longer than a second."""
         ...
 
 
@@ -132,8 +133,8 @@ class SingleProcess(Collective):
 
 
 class _GlooTicket:
-    def __init__(self, label: str, work: dist.Work, finish=None) -> None:
-        self._label, self._work, self._finish = label, work, finish
+    def __init__(self, label: str, work: dist.Work, under_way: set[dist.Work], finish=None) -> None:
+        self._label, self._work, self._under_way, self._finish = label, work, under_way, finish
 
     def wait(self) -> None:
         try:
@@ -143,6 +144,8 @@ class _GlooTicket:
                 f"{self._label} failed: another rank ended, raised, or did not reach this operation "
                 f"within the timeout. Look for the first error among the ranks' logs. ({error})"
             ) from error
+        finally:
+            self._under_way.discard(self._work)
         if self._finish is not None:
             self._finish()
 
@@ -156,6 +159,7 @@ class GlooCommunicator(Collective):
     def __init__(self, name: str, timeout: timedelta) -> None:
         self._name = name
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._under_way: set[dist.Work] = set()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
@@ -186,13 +190,18 @@ class GlooCommunicator(Collective):
         return self._ticket("broadcast", tensor, work)
 
     def close(self, abort: bool) -> None:
-        if not abort:  # its threads may wait for another rank, and this one would wait for them
-            end_group(self._group)
-            self._group = None
+        end = time.monotonic() + _ABORT_SECONDS
+        if abort and not all(comes(work, end - time.monotonic()) or work.is_completed() for work in self._under_way):
+            return  # the group's threads wait for another rank, and this one would wait for them
+        self._under_way.clear()
+        end_group(self._group)
+        self._group = None
 
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
-        size = f"{tensor.numel()} × {tensor.dtype}"
-        return _GlooTicket(f"rank {self.rank}: {operation} of {size} on lane '{self._name}'", work, finish)
+        self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
+        self._under_way.add(work)  # as long as nobody has waited for it
+        label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on lane '{self._name}'"
+        return _GlooTicket(label, work, self._under_way, finish)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -45,25 +46,26 @@ class Control:
         if dist.get_rank() != 0:
             sent = dist.isend(torch.zeros(1), 0, group=self._group)  # ends where it is dropped
             answer = dist.irecv(torch.zeros(1), 0, group=self._group)
-            if not (_comes(sent, seconds) and _comes(answer, seconds + _LATER)):
+            if not (comes(sent, seconds) and comes(answer, seconds + _LATER)):
                 raise RuntimeError("Rank 0 did not come, or says which rank did not.")
             return
         others = range(1, self.size)
         arriving = [dist.irecv(torch.zeros(1), rank, group=self._group) for rank in others]
         end = time.monotonic() + seconds
-        missing = [rank for rank, work in zip(others, arriving) if not _comes(work, end - time.monotonic())]
+        missing = [rank for rank, work in zip(others, arriving) if not comes(work, end - time.monotonic())]
         if missing:
             raise RuntimeError(f"Missing: rank {', '.join(map(str, missing))}.")
         for work in [dist.isend(torch.zeros(1), rank, group=self._group) for rank in others]:
-            _comes(work, _LATER)
+            comes(work, _LATER)
 
     def close(self) -> None:
-        """End the group's threads; every rank has come here."""
-        end_group(self._group)
+        """End the group's threads: none waits for another rank, as its collectives were waited for when they came."""
+        if self._group is not None:
+            end_group(self._group)
         self._group = None
 
 
-def _comes(work: Any, seconds: float) -> bool:
+def comes(work: Any, seconds: float) -> bool:
     """Whether an operation ends in time, and well."""
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
@@ -78,5 +80,5 @@ def end_group(group: Any) -> None:
     They must before the interpreter does: a gloo thread that drops the tensors of its last operation during the
     interpreter's end takes the whole process down ("terminate called without an active exception").
     """
-    if group is not None and dist.is_initialized():
+    with contextlib.suppress(ValueError):  # it was destroyed with the default group; only our reference keeps it
         dist.destroy_process_group(group)

@@ -12,6 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+# Its functions have the default group of the moment as their default arguments: imported later (by an optimizer), it
+# would keep the group's threads until the interpreter ends, destroyed or not.
+import torch.distributed.nn.functional
+
 from .comm import Communicator, GlooCommunicator, SingleProcess
 from .control import Control
 from .nccl_lane import NcclCommunicator, import_nccl

@@ -226,7 +226,7 @@ def _seed_everything(seed: int, rank: int, device: torch.device) -> None:
 
 
 def _leave(world: World, joined: bool) -> None:
-    """At exit: end the lanes together, or abort them where another rank does not come.
+    """At exit: end the lanes together, or each alone where another rank does not come.
 
     joined: the process group was up before and is ended by whoever made it.
     """
@@ -235,12 +235,10 @@ def _leave(world: World, joined: bool) -> None:
     if not failed:
         try:
             world.assemble("exit", seconds=_EXIT_SECONDS)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # ValueError: the process group that is up is another one
             failed = True
     world.step.gather.close(abort=failed)
     world.step.reduce.close(abort=failed)
-    if failed:
-        return
     world.control.close()
-    if not joined and dist.is_initialized():
+    if not failed and not joined and dist.is_initialized():
         dist.destroy_process_group()

@@ -65,18 +65,44 @@ def test_joins_a_process_group_that_is_up():
 
 
 LEAVES = """
-import atexit, pathlib
+import atexit, os, pathlib, time
 
 def count():  # registered first, so it runs last
     names = [task.joinpath("comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
-    print(sum("gloo" in name for name in names))
+    print(sum("gloo" in name for name in names), flush=True)
 
 atexit.register(count)
+import torch, torch.distributed as dist
 import hf_bmtrain as bmt
 bmt.init_distributed()
 bmt.synchronize()
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports what keeps the default group that it finds
 count()
+
+def gather():
+    return bmt.current_world().step.gather.all_gather(torch.empty(2), torch.ones(1))
+
+{end}
 """
+DESTROYS = "dist.destroy_process_group()"
+ANOTHER = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
+DROPS = """
+bmt.synchronize()
+if bmt.rank() == 0:
+    gather()  # nobody waits for it, and rank 1 comes later
+else:
+    time.sleep(0.5)
+    gather().wait()
+dist.destroy_process_group()
+"""
+ENDS = [
+    pytest.param("", 0, 0, id="nothing"),
+    pytest.param(DESTROYS, 0, 0, id="destroys the default group"),
+    pytest.param(DROPS, 0, 0, id="drops an operation"),
+    # What is not ours to end: a default group of the user's, and one that may still wait for another rank.
+    pytest.param(f"{DESTROYS}\n{ANOTHER}", 0, 3, id="makes another default group"),
+    pytest.param("raise ValueError", 1, 3, id="raises"),
+]
 
 
 def launch(code: str, size: int) -> list[subprocess.Popen[str]]:
@@ -95,11 +121,31 @@ def launch(code: str, size: int) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-def test_no_thread_of_a_lane_outlives_the_exit():
+@pytest.mark.parametrize(("end", "code", "left"), ENDS)
+def test_no_thread_of_a_lane_outlives_the_exit(end, code, left):
     """One that drops a tensor while the interpreter ends aborts the process: in one run of six it did."""
-    for process in launch(LEAVES, 2):
+    for process in launch(LEAVES.format(end=end), 2):
         before, after = process.communicate(timeout=120)[0].split()
-        assert process.returncode == 0 and int(before) > 0 and int(after) == 0
+        assert process.returncode == code and int(before) > left >= int(after)  # a young thread has no name yet
+
+
+STAYS = """
+import os, time, torch
+import hf_bmtrain as bmt
+bmt.init_distributed()
+if bmt.rank() == 1:
+    time.sleep(12)
+    os._exit(0)
+bmt.current_world().step.gather.all_gather(torch.empty(2), torch.ones(1))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_rank_leaves_without_one_that_never_comes():
+    stays = launch(STAYS, 2)
+    stays[0].communicate(timeout=120)
+    assert stays[0].returncode == 0 and stays[1].poll() is None
+    stays[1].communicate(timeout=120)
 
 
 MISSING = """

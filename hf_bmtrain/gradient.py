@@ -74,18 +74,30 @@ class GradientBuffer:
         else:
             self._collected[index] = gradient
 
+    @property
+    def under_way(self) -> bool:
+        """Whether it was sent and not received."""
+        return self._flight is not None
+
     def send(self, reduction: Reduction) -> None:
         """Start packing the gradients of the wholes and averaging them over the ranks."""
-        assert all(self._wholes[index].grad is None for index in self._collected), "read in and outside of blocks"
         shard = self._begin()
-        gradients = [whole.grad for whole in self._wholes]
-        for index, gradient in self._collected.items():
-            gradients[index] = gradient
-        self.drop()
+        gradients: list[torch.Tensor | None] = []
+        for whole in self._wholes:
+            gradients.append(whole.grad)
+            whole.grad = None
+        if self._collected:
+            self._add_collected(gradients)
         if self._reducer is None:
             self._reducer = reduction.reducer(self._layout, self._shapes, self._like, self._step.poison)
         self._flight = self._reducer.send(gradients, shard, self._total)
         self._begun = False
+
+    def _add_collected(self, gradients: list[torch.Tensor | None]) -> None:
+        for index, gradient in self._collected.items():
+            assert gradients[index] is None, "read in and outside of blocks"
+            gradients[index] = gradient
+        self._collected.clear()
 
     @torch.no_grad()
     def let_go_sent(self) -> None:
@@ -177,7 +189,7 @@ class GradientBuffer:
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         self._version = self.shard._version
         handed = self._handed
-        with torch._C.DisableTorchFunctionSubclass():  # a slice's attributes are read and set half as fast otherwise
+        with torch._C.DisableTorchFunctionSubclass():  # else each attribute of a slice looks for overrides
             missing = [
                 index
                 for index, piece in enumerate(self._slices)

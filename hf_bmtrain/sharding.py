@@ -196,14 +196,14 @@ class ShardedBuffer:
     def gather(self) -> None:
         """Start to make the full buffer whole, unless it is, or is about to be, with the present weights."""
         self.update.settle()
-        version = self.shard._version
-        if self._full is None or (self._full.allocated and self._filled_version == version):
+        full = self._full
+        if full is None or (full.allocated and self._filled_version == self.shard._version):
             return
-        if self._full.allocated:
+        if full.allocated:
             self.release()
-        self._full.allocate()
-        self._filled_version = version
-        self._ticket = self._lane.all_gather(self._full.tensor, self.shard)
+        full.allocate()
+        self._filled_version = self.shard._version
+        self._ticket = self._lane.all_gather(full.tensor, self.shard)
 
     def wait(self) -> None:
         """The current stream waits until the buffer is whole."""
@@ -213,9 +213,9 @@ class ShardedBuffer:
 
     def follow_requires_grad(self) -> None:
         """The wholes require gradients as their slices do, which may have changed since the last forward."""
-        wanted = [piece.requires_grad for piece in self.slices]
-        if wanted != [whole.requires_grad for whole in self.wholes]:
-            for whole, require in zip(self.wholes, wanted):
+        for whole, piece in zip(self.wholes, self.slices):
+            require = piece.requires_grad
+            if whole.requires_grad is not require:
                 whole.requires_grad_(require)
 
     def release(self) -> None:
@@ -237,17 +237,20 @@ class ShardedBuffer:
 
     @property
     def trainable(self) -> bool:
-        return any(piece.requires_grad for piece in self.slices)
+        for piece in self.slices:
+            if piece.requires_grad:
+                return True
+        return False
 
     def check_unwritten(self) -> None:
         """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it."""
-        dtype = self.shard.dtype
-        if [whole for whole in self.wholes if whole.dtype is not dtype]:
-            self._raise_cast()
-        if self._full is None:
-            return
-        written = [whole for whole in self.wholes if whole._version]
-        written += self.reads.written()
+        dtype, counts = self.shard.dtype, self._full is not None
+        written = self.reads.written() if counts else []
+        for whole in self.wholes:
+            if whole.dtype is not dtype:
+                self._raise_cast()
+            if whole._version and counts:
+                written.append(whole)
         if written:
             shapes = [tuple(whole.shape) for whole in written]
             raise RuntimeError(

@@ -32,8 +32,10 @@ class Releasable(Protocol):
 
 
 class Travelling(Protocol):
-    """A flat gradient: sent by a reduction, received later."""
+    """A flat gradient: sent by a reduction, received later. under_way: between the two."""
 
+    @property
+    def under_way(self) -> bool: ...
     def send(self, reduction: Reduction) -> None: ...
     def let_go_sent(self) -> None: ...
     def receive(self) -> None: ...
@@ -145,10 +147,11 @@ class Step:
         """
         task = torch._C._current_graph_task_id()
         assert task != -1, "enlist outside a backward"
-        if task not in self._members:
-            self._members[task] = {}
+        members = self._members.get(task)
+        if members is None:
+            members = self._members[task] = {}
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        self._members[task][member] = None
+        members[member] = None
 
     def takes_part(self, member: Member) -> bool:
         """Whether a backward that is not over yet, around the one that ends, has `member`."""
@@ -192,9 +195,10 @@ class Step:
         Gathers that are to run beside that backward are issued before, so that they do not wait as well.
         """
         self._receive(self._blocks.ahead)
-        for gradients in list(self._travelling)[:-1]:
-            for gradient in gradients:
-                gradient.let_go_sent()
+        if len(self._travelling) > 1:
+            for gradients in list(self._travelling)[:-1]:
+                for gradient in gradients:
+                    gradient.let_go_sent()
 
     def send_block(self, gradients: list[Travelling]) -> None:
         """Start averaging the gradients of one block."""
@@ -206,8 +210,9 @@ class Step:
 
     def _send(self, gradients: list[Travelling], reduction: Reduction) -> None:
         self.make_room()
-        while any(gradient in earlier for earlier in self._travelling for gradient in gradients):
-            self._receive_one()
+        for gradient in gradients:
+            while gradient.under_way:
+                self._receive_one()
         for gradient in gradients:
             gradient.send(reduction)
         if gradients:

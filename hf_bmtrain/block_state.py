@@ -220,7 +220,8 @@ class BlockState:
     def after_backward(self) -> None:
         """The gradients of this call are complete: reduce when no other call is pending, then free."""
         self._show_slices()
-        self.pending = max(self.pending - 1, 0)
+        if self.pending > 0:
+            self.pending -= 1
         if self.pending > 0:
             self.step.linger(self)
             return

@@ -242,16 +242,18 @@ class ShardedBuffer:
                 return True
         return False
 
-    def check_unwritten(self) -> None:
-        """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it."""
-        dtype, counts = self.shard.dtype, self._full is not None
-        written = self.reads.written() if counts else []
+    def check_unwritten(self, besides: Sequence[torch.nn.Parameter] = ()) -> None:
+        """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it.
+
+        besides: other Parameters over the same memory that were written.
+        """
+        dtype, written = self.shard.dtype, [*besides]
         for whole in self.wholes:
             if whole.dtype is not dtype:
                 self._raise_cast()
-            if whole._version and counts:
+            if whole._version:
                 written.append(whole)
-        if written:
+        if written and self._full is not None:
             shapes = [tuple(whole.shape) for whole in written]
             raise RuntimeError(
                 f"The forward modified a sharded parameter in place (shapes {shapes}); with {self._lane.size} ranks "

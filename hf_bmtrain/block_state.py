@@ -81,7 +81,7 @@ class BlockState:
             self._open(self.next)
             if training:
                 for buffer in self.buffers:
-                    buffer.follow_requires_grad()
+                    buffer.gradient.follow()
                     buffer.gradient.let_go()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:
@@ -253,4 +253,4 @@ class BlockState:
 
     def _reduce(self) -> None:
         self._unreduced = False
-        self.step.send_block([buffer.gradient for buffer in self.buffers if buffer.trainable])
+        self.step.send_block([buffer.gradient for buffer in self.buffers if buffer.gradient.trainable])

@@ -64,7 +64,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def enter_backward(owner: BackwardOwner, token: Any, outputs: Any) -> tuple[Any, bool]:

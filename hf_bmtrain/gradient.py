@@ -19,6 +19,7 @@ class GradientBuffer:
     slices: this rank's 1-D parameters, whose `.grad` becomes a view of `shard`. `slice.grad is None` is the only
     sign that a new accumulation begins. While several backwards add up, half-precision gradients are summed in
     float32 (`total`) and rounded once into `shard`. A parameter without a gradient on this rank counts as zero.
+    required: whether each slice requires a gradient; the slices write it.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class GradientBuffer:
     ) -> None:
         self._step, self._layout = step, layout
         self._wholes, self._slices, self._like = wholes, slices, shard
+        self.required = [whole.requires_grad for whole in wholes]
+        self._followed = list(self.required)
         self._shapes = [whole.shape for whole in wholes]
         self._local = LocalReducer(layout, self._shapes, step.poison) if step.reduce.size == 1 else None
         self._reducer: Reducer | None = self._local
@@ -46,6 +49,17 @@ class GradientBuffer:
         self._pieces = [number for number, position in enumerate(present) if position % 2]
         self._segments = self._make_segments()
         self._version = -1
+
+    @property
+    def trainable(self) -> bool:
+        return any(self.required)
+
+    def follow(self) -> None:
+        """The wholes require gradients as their slices do, which may have changed since the last forward."""
+        if self.required != self._followed:
+            for whole, required in zip(self._wholes, self.required):
+                whole.requires_grad_(required)
+            self._followed = list(self.required)
 
     def let_go(self) -> None:
         """Drop the shard when no slice has a `.grad`, so that its memory is free during the next forward."""
@@ -193,7 +207,7 @@ class GradientBuffer:
             missing = [
                 index
                 for index, piece in enumerate(self._slices)
-                if piece.requires_grad and (handed[index] is None or piece.grad is not handed[index])
+                if self.required[index] and (handed[index] is None or piece.grad is not handed[index])
             ]
             if missing:
                 self._set_gradients(missing)

@@ -22,8 +22,6 @@ class Source(Protocol):
 
     @property
     def version(self) -> int: ...
-    @property
-    def trainable(self) -> bool: ...
     def gather(self) -> None: ...
     def wait(self) -> None: ...
     def release(self) -> None: ...
@@ -147,7 +145,7 @@ class Reads:
     def flush_backward(self) -> None:
         if not self._step.takes_part(self):
             self.release()
-        if self._source.trainable:
+        if self._source.gradient.trainable:
             self._step.send_apart(self._source.gradient)
 
     def abandon_backward(self) -> None:

@@ -16,7 +16,7 @@ from .elastic import Elastic
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
 from .reads import Reads
-from .refusals import Refusals
+from .refusals import Refusals, refuse_cast
 from .step import Step
 from .world import current_world
 
@@ -65,6 +65,19 @@ class DistributedParameter(Refusals, torch.nn.Parameter):
     def ds_shape(self) -> torch.Size:
         """`full_shape` under the name by which PEFT asks a sharded parameter for it."""
         return self.full_shape
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.buffer.gradient.required[self.index]
+
+    @requires_grad.setter
+    def requires_grad(self, required: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, required)  # pyright: ignore[reportAttributeAccessIssue]
+        self.buffer.gradient.required[self.index] = required
+
+    def requires_grad_(self, requires_grad: bool = True) -> DistributedParameter:
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def data(self) -> torch.Tensor:
@@ -211,13 +224,6 @@ class ShardedBuffer:
             self._ticket.wait()
             self._ticket = None
 
-    def follow_requires_grad(self) -> None:
-        """The wholes require gradients as their slices do, which may have changed since the last forward."""
-        for whole, piece in zip(self.wholes, self.slices):
-            require = piece.requires_grad
-            if whole.requires_grad is not require:
-                whole.requires_grad_(require)
-
     def release(self) -> None:
         if self._full is None:
             return
@@ -234,13 +240,6 @@ class ShardedBuffer:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the full buffer, which is whole."""
         return self._full is not None and self._full.holds(tensor)
-
-    @property
-    def trainable(self) -> bool:
-        for piece in self.slices:
-            if piece.requires_grad:
-                return True
-        return False
 
     def check_unwritten(self, besides: Sequence[torch.nn.Parameter] = ()) -> None:
         """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it.
@@ -266,11 +265,7 @@ class ShardedBuffer:
         for index in cast:
             self.wholes[index].data = self._view(index, self.wholes[index].shape)
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
-        raise RuntimeError(
-            f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}: the "
-            "copies would not follow the optimizer. Cast that module so before auto_wrap (a router that computes in "
-            "float32, say), or the activations in its forward."
-        )
+        refuse_cast(shapes, self.shard.dtype, kinds.pop()[1])
 
     @contextmanager
     def whole_now(self) -> Iterator[None]:

@@ -96,22 +96,15 @@ class GradientBuffer:
     def send(self, reduction: Reduction) -> None:
         """Start packing the gradients of the wholes and averaging them over the ranks."""
         shard = self._begin()
-        gradients: list[torch.Tensor | None] = []
-        for whole in self._wholes:
-            gradients.append(whole.grad)
-            whole.grad = None
-        if self._collected:
-            self._add_collected(gradients)
+        gradients = [whole.grad for whole in self._wholes]
+        for index, gradient in self._collected.items():
+            assert gradients[index] is None, "read in and outside of blocks"
+            gradients[index] = gradient
+        self.drop()
         if self._reducer is None:
             self._reducer = reduction.reducer(self._layout, self._shapes, self._like, self._step.poison)
         self._flight = self._reducer.send(gradients, shard, self._total)
         self._begun = False
-
-    def _add_collected(self, gradients: list[torch.Tensor | None]) -> None:
-        for index, gradient in self._collected.items():
-            assert gradients[index] is None, "read in and outside of blocks"
-            gradients[index] = gradient
-        self._collected.clear()
 
     @torch.no_grad()
     def let_go_sent(self) -> None:
@@ -202,29 +195,20 @@ class GradientBuffer:
         assert self.shard is not None
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         self._version = self.shard._version
-        handed = self._handed
-        with torch._C.DisableTorchFunctionSubclass():  # else each attribute of a slice looks for overrides
-            missing = [
-                index
-                for index, piece in enumerate(self._slices)
-                if self.required[index] and (handed[index] is None or piece.grad is not handed[index])
-            ]
-            if missing:
-                self._set_gradients(missing)
-        for piece in self._slices:
-            if piece._gradient_hooks:
-                piece.run_gradient_hooks()
-
-    def _set_gradients(self, missing: list[int]) -> None:
-        """Give these slices their views of the shard."""
-        assert self.shard is not None
-        lane, handed = self._step.reduce, self._handed
+        lane = self._step.reduce
         norms = None if self._segments is None else SegmentNorms(self.shard, self._segments, lane)
         parts = self.shard.split_with_sizes(self._sizes)
-        for index in missing:
-            part = parts[self._pieces[index]]
-            GradSlice.become(part, lane, norms, index)
-            handed[index] = self._slices[index].grad = part
+        required, handed, hooked = self.required, self._handed, []
+        with torch._C.DisableTorchFunctionSubclass():  # else each attribute of a slice looks for overrides
+            for index, piece in enumerate(self._slices):
+                if required[index] and (handed[index] is None or piece.grad is not handed[index]):
+                    part = parts[self._pieces[index]]
+                    GradSlice.become(part, lane, norms, index)
+                    handed[index] = piece.grad = part
+                if piece._gradient_hooks:
+                    hooked.append(piece)
+        for piece in hooked:
+            piece.run_gradient_hooks()
 
     def _make_segments(self) -> Segments | None:
         if self._like.dtype == torch.float64:

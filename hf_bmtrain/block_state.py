@@ -73,14 +73,15 @@ class BlockState:
         if self.pending > 0 and self.step.in_backward:
             return self._run_again(layer_forward, args, kwargs)
         self.step.forget_failed_backward()
-        if torch.is_grad_enabled():
+        training = torch.is_grad_enabled()
+        if training:
             self.recomputation.enter()
         differentiable = False
         try:
             self._open(self.next)
-            if torch.is_grad_enabled():
+            if training:
                 for buffer in self.buffers:
-                    buffer.follow_requires_grad()
+                    buffer.gradient.follow()
                     buffer.gradient.let_go()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:
@@ -176,18 +177,16 @@ class BlockState:
     def _open(self, neighbour: BlockState | None) -> None:
         """Whole and shown. Order of the gather lane: this block, then the neighbour."""
         self.step.open_block(self, neighbour)
-        self.gather()
+        for buffer in self.buffers:
+            buffer.gather()
         if neighbour is not None:
-            neighbour.gather()
+            for buffer in neighbour.buffers:
+                buffer.gather()
         for buffer in self.buffers:
             buffer.wait()
         for parameters, name, whole, _ in self._places:
             parameters[name] = whole
         self._opened = True
-
-    def gather(self) -> None:
-        for buffer in self.buffers:
-            buffer.gather()
 
     def release(self) -> None:
         for buffer in self.buffers:
@@ -221,7 +220,8 @@ class BlockState:
     def after_backward(self) -> None:
         """The gradients of this call are complete: reduce when no other call is pending, then free."""
         self._show_slices()
-        self.pending = max(self.pending - 1, 0)
+        if self.pending > 0:
+            self.pending -= 1
         if self.pending > 0:
             self.step.linger(self)
             return
@@ -236,11 +236,13 @@ class BlockState:
         if self._unreduced:
             self._reduce()
         self.release()
-        if [whole for buffer in self.buffers for whole in buffer.wholes if whole.grad is not None]:
-            raise RuntimeError(
-                "A block's gradient arrived after its backward was over: one of its parameters is used outside its "
-                "own forward. Pass what is shared through the block's inputs and outputs."
-            )
+        for buffer in self.buffers:
+            for whole in buffer.wholes:
+                if whole.grad is not None:
+                    raise RuntimeError(
+                        "A block's gradient arrived after its backward was over: one of its parameters is used outside "
+                        "its own forward. Pass what is shared through the block's inputs and outputs."
+                    )
 
     def abandon_backward(self) -> None:
         self.pending, self._unreduced = 0, False
@@ -251,4 +253,4 @@ class BlockState:
 
     def _reduce(self) -> None:
         self._unreduced = False
-        self.step.send_block([buffer.gradient for buffer in self.buffers if buffer.trainable])
+        self.step.send_block([buffer.gradient for buffer in self.buffers if buffer.gradient.trainable])

@@ -57,6 +57,16 @@ class _LeaveBackward(torch.autograd.Function):
         return None, *gradients
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)` without its search for functorch's wrappers, which takes as long as all the rest.
+
+    Under a transform of functorch it is left to torch, which refuses.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def enter_backward(owner: BackwardOwner, token: Any, outputs: Any) -> tuple[Any, bool]:
     """`outputs` (any pytree) with the boundary behind its differentiable tensors, and whether there were any."""
     found: list[torch.Tensor] = []
@@ -66,8 +76,8 @@ def enter_backward(owner: BackwardOwner, token: Any, outputs: Any) -> tuple[Any,
         _refuse_opaque(leaf)
     if not found:
         return outputs, False
-    guarded = _EnterBackward.apply(owner, token, *found)
-    return _replace(outputs, iter(guarded)), True  # pyright: ignore[reportArgumentType]
+    guarded = _apply(_EnterBackward, owner, token, *found)
+    return _replace(outputs, iter(guarded)), True
 
 
 def leave_backward(owner: BackwardOwner, args: tuple, kwargs: dict) -> tuple[tuple, dict, Sequence[torch.Tensor]]:
@@ -81,7 +91,7 @@ def leave_backward(owner: BackwardOwner, args: tuple, kwargs: dict) -> tuple[tup
     _find(kwargs.values(), found, [])
     if not found:
         return args, kwargs, found
-    guarded: Any = _LeaveBackward.apply(owner, *found)
+    guarded = _apply(_LeaveBackward, owner, *found)
     ahead = iter(guarded)
     if in_args:
         args = _replace(args, ahead)

@@ -21,21 +21,24 @@ class GradSlice(torch.Tensor):
     a plain tensor.
     """
 
-    __slots__ = ("_lane", "_segment")
     _lane: Communicator
     _segment: tuple[SegmentNorms, int] | None
 
     @classmethod
-    def of(
-        cls, values: torch.Tensor, lane: Communicator, norms: SegmentNorms | None = None, index: int = 0
-    ) -> GradSlice:
-        """`values` (n,) as a gradient slice that shares its memory and version counter.
-
-        norms: `values` is segment `index` of the flat gradient that these measure. What is computed from it is not.
-        """
+    def of(cls, values: torch.Tensor, lane: Communicator) -> GradSlice:
+        """`values` (n,), which were computed from a gradient slice, as another that shares their memory and version."""
         piece = values.as_subclass(cls)
-        piece._lane, piece._segment = lane, None if norms is None else (norms, index)
+        piece._lane, piece._segment = lane, None
         return piece
+
+    @classmethod
+    def become(cls, part: Any, lane: Communicator, norms: SegmentNorms | None, index: int) -> None:
+        """`part` (n,), a view that nobody else has, is a gradient slice from now on, with no second tensor made.
+
+        norms: `part` is segment `index` of the flat gradient that these measure. What is computed from it is not.
+        """
+        part.__class__ = cls
+        part._lane, part._segment = lane, None if norms is None else (norms, index)
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)

@@ -19,6 +19,7 @@ class GradientBuffer:
     slices: this rank's 1-D parameters, whose `.grad` becomes a view of `shard`. `slice.grad is None` is the only
     sign that a new accumulation begins. While several backwards add up, half-precision gradients are summed in
     float32 (`total`) and rounded once into `shard`. A parameter without a gradient on this rank counts as zero.
+    required: whether each slice requires a gradient; the slices write it.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class GradientBuffer:
     ) -> None:
         self._step, self._layout = step, layout
         self._wholes, self._slices, self._like = wholes, slices, shard
+        self.required = [whole.requires_grad for whole in wholes]
+        self._followed = list(self.required)
         self._shapes = [whole.shape for whole in wholes]
         self._local = LocalReducer(layout, self._shapes, step.poison) if step.reduce.size == 1 else None
         self._reducer: Reducer | None = self._local
@@ -46,6 +49,17 @@ class GradientBuffer:
         self._pieces = [number for number, position in enumerate(present) if position % 2]
         self._segments = self._make_segments()
         self._version = -1
+
+    @property
+    def trainable(self) -> bool:
+        return any(self.required)
+
+    def follow(self) -> None:
+        """The wholes require gradients as their slices do, which may have changed since the last forward."""
+        if self.required != self._followed:
+            for whole, required in zip(self._wholes, self.required):
+                whole.requires_grad_(required)
+            self._followed = list(self.required)
 
     def let_go(self) -> None:
         """Drop the shard when no slice has a `.grad`, so that its memory is free during the next forward."""
@@ -74,12 +88,17 @@ class GradientBuffer:
         else:
             self._collected[index] = gradient
 
+    @property
+    def under_way(self) -> bool:
+        """Whether it was sent and not received."""
+        return self._flight is not None
+
     def send(self, reduction: Reduction) -> None:
         """Start packing the gradients of the wholes and averaging them over the ranks."""
-        assert all(self._wholes[index].grad is None for index in self._collected), "read in and outside of blocks"
         shard = self._begin()
         gradients = [whole.grad for whole in self._wholes]
         for index, gradient in self._collected.items():
+            assert gradients[index] is None, "read in and outside of blocks"
             gradients[index] = gradient
         self.drop()
         if self._reducer is None:
@@ -169,16 +188,19 @@ class GradientBuffer:
     def _hand_out(self) -> None:
         assert self.shard is not None
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
+        self._version = self.shard._version
         lane = self._step.reduce
         norms = None if self._segments is None else SegmentNorms(self.shard, self._segments, lane)
         parts = self.shard.split_with_sizes(self._sizes)
-        handed, hooked = self._handed, []
-        for index, piece in enumerate(self._slices):
-            if piece.requires_grad and (handed[index] is None or piece.grad is not handed[index]):
-                handed[index] = piece.grad = GradSlice.of(parts[self._pieces[index]], lane, norms, index)
-            if piece._gradient_hooks:
-                hooked.append(piece)
-        self._version = self.shard._version
+        required, handed, hooked = self.required, self._handed, []
+        with torch._C.DisableTorchFunctionSubclass():  # else each attribute of a slice looks for overrides
+            for index, piece in enumerate(self._slices):
+                if required[index] and (handed[index] is None or piece.grad is not handed[index]):
+                    part = parts[self._pieces[index]]
+                    GradSlice.become(part, lane, norms, index)
+                    handed[index] = piece.grad = part
+                if piece._gradient_hooks:
+                    hooked.append(piece)
         for piece in hooked:
             piece.run_gradient_hooks()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +33,7 @@ class Packing:
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Pack the rest in one launch, and return `flat`."""
-        if self._present or not all(map(operator.is_not, gradients, itertools.repeat(None))):
+        if self._present or [gradient for gradient in gradients if gradient is None]:
             views, sources, zeros = self._sort(gradients)
         else:
             views, sources, zeros = self._targets, [*gradients, *self._zeros], []

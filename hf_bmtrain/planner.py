@@ -188,7 +188,7 @@ class Planner:
 
 def _versions(shares: Sequence[Share]) -> list[int]:
     """Of the weights that an optimizer changes."""
-    return [buffer.version for share in shares for buffer in share.block.buffers if buffer.trainable]
+    return [buffer.version for share in shares for buffer in share.block.buffers if buffer.gradient.trainable]
 
 
 def choose(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recomputation:

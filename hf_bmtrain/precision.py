@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from .accelerator import mixed_precision
 
 _log = logging.getLogger("hf_bmtrain")
+_UNCHANGED = nullcontext()
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -25,7 +26,7 @@ def uncached_autocast() -> AbstractContextManager:
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
-    return nullcontext()
+    return _UNCHANGED
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:

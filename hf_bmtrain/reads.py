@@ -22,13 +22,11 @@ class Source(Protocol):
 
     @property
     def version(self) -> int: ...
-    @property
-    def trainable(self) -> bool: ...
     def gather(self) -> None: ...
     def wait(self) -> None: ...
     def release(self) -> None: ...
     def holds(self, tensor: torch.Tensor) -> bool: ...
-    def check_unwritten(self) -> None: ...
+    def check_unwritten(self, besides: Sequence[torch.nn.Parameter]) -> None: ...
 
 
 class _Saved:
@@ -101,14 +99,12 @@ class Reads:
         whole.register_post_accumulate_grad_hook(collect)
         return whole
 
-    def written(self) -> list[torch.nn.Parameter]:
-        """The whole parameters that a forward has modified in place."""
-        if not self._parameters:
-            return []
+    def _written(self) -> list[torch.nn.Parameter]:
+        """The readers' Parameters that a forward has modified in place."""
         return [whole for own in self._parameters.values() for whole in own.values() if whole._version]
 
     def check_unwritten(self) -> None:
-        self._source.check_unwritten()
+        self._source.check_unwritten(self._written())
 
     def _release_if_unneeded(self) -> None:
         if not self.unwatched and not self._saved:
@@ -149,7 +145,7 @@ class Reads:
     def flush_backward(self) -> None:
         if not self._step.takes_part(self):
             self.release()
-        if self._source.trainable:
+        if self._source.gradient.trainable:
             self._step.send_apart(self._source.gradient)
 
     def abandon_backward(self) -> None:

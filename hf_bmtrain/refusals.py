@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,3 +36,11 @@ class Refusals:
         raise RuntimeError(
             "A sharded model cannot be deep-copied: copy the model before auto_wrap, or load state_dict() into another."
         )
+
+
+def refuse_cast(shapes: str, dtype: torch.dtype, found: torch.dtype) -> NoReturn:
+    raise RuntimeError(
+        f"The forward cast sharded parameters of shapes {shapes} from {dtype} to {found}: the copies would not follow "
+        "the optimizer. Cast that module so before auto_wrap (a router that computes in float32, say), or the "
+        "activations in its forward."
+    )

@@ -16,7 +16,7 @@ from .elastic import Elastic, shares_storage
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
 from .reads import Reads
-from .refusals import Refusals
+from .refusals import Refusals, refuse_cast
 from .step import Step
 from .world import current_world
 
@@ -65,6 +65,19 @@ class DistributedParameter(Refusals, torch.nn.Parameter):
     def ds_shape(self) -> torch.Size:
         """`full_shape` under the name by which PEFT asks a sharded parameter for it."""
         return self.full_shape
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.buffer.gradient.required[self.index]
+
+    @requires_grad.setter
+    def requires_grad(self, required: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, required)  # pyright: ignore[reportAttributeAccessIssue]
+        self.buffer.gradient.required[self.index] = required
+
+    def requires_grad_(self, requires_grad: bool = True) -> DistributedParameter:
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def data(self) -> torch.Tensor:
@@ -196,27 +209,20 @@ class ShardedBuffer:
     def gather(self) -> None:
         """Start to make the full buffer whole, unless it is, or is about to be, with the present weights."""
         self.update.settle()
-        version = self.shard._version
-        if self._full is None or (self._full.allocated and self._filled_version == version):
+        full = self._full
+        if full is None or (full.allocated and self._filled_version == self.shard._version):
             return
-        if self._full.allocated:
+        if full.allocated:
             self.release()
-        self._full.allocate()
-        self._filled_version = version
-        self._ticket = self._lane.all_gather(self._full.tensor, self.shard, self._cut)
+        full.allocate()
+        self._filled_version = self.shard._version
+        self._ticket = self._lane.all_gather(full.tensor, self.shard, self._cut)
 
     def wait(self) -> None:
         """The current stream waits until the buffer is whole."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
-
-    def follow_requires_grad(self) -> None:
-        """The wholes require gradients as their slices do, which may have changed since the last forward."""
-        wanted = [piece.requires_grad for piece in self.slices]
-        if wanted != [whole.requires_grad for whole in self.wholes]:
-            for whole, require in zip(self.wholes, wanted):
-                whole.requires_grad_(require)
 
     def release(self) -> None:
         if self._full is None:
@@ -232,23 +238,21 @@ class ShardedBuffer:
         return self._full is not None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in one of the wholes, the same on every rank: which are views of the shard is not."""
+        """Whether `tensor` lies in a whole: the same on every rank, though which wholes are views of the shard is not."""
         return self._full is not None and (self._full.holds(tensor) or shares_storage(tensor, self.shard))
 
-    @property
-    def trainable(self) -> bool:
-        return any(piece.requires_grad for piece in self.slices)
+    def check_unwritten(self, besides: Sequence[torch.nn.Parameter] = ()) -> None:
+        """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it.
 
-    def check_unwritten(self) -> None:
-        """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it."""
-        dtype = self.shard.dtype
-        if [whole for whole in self.wholes if whole.dtype is not dtype]:
-            self._raise_cast()
-        if self._full is None:
-            return
-        written = [whole for whole in self.wholes if whole._version]
-        written += self.reads.written()
-        if written:
+        besides: other Parameters over the same memory that were written.
+        """
+        dtype, written = self.shard.dtype, [*besides]
+        for whole in self.wholes:
+            if whole.dtype is not dtype:
+                self._raise_cast()
+            if whole._version:
+                written.append(whole)
+        if written and self._full is not None:
             shapes = [tuple(whole.shape) for whole in written]
             raise RuntimeError(
                 f"The forward modified a sharded parameter in place (shapes {shapes}); with {self._lane.size} ranks "
@@ -261,11 +265,7 @@ class ShardedBuffer:
         for index in cast:
             self.wholes[index].data = self._view(index, self.wholes[index].shape)
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
-        raise RuntimeError(
-            f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}: the "
-            "copies would not follow the optimizer. Cast that module so before auto_wrap (a router that computes in "
-            "float32, say), or the activations in its forward."
-        )
+        refuse_cast(shapes, self.shard.dtype, kinds.pop()[1])
 
     @contextmanager
     def whole_now(self) -> Iterator[None]:

@@ -32,8 +32,10 @@ class Releasable(Protocol):
 
 
 class Travelling(Protocol):
-    """A flat gradient: sent by a reduction, received later."""
+    """A flat gradient: sent by a reduction, received later. under_way: between the two."""
 
+    @property
+    def under_way(self) -> bool: ...
     def send(self, reduction: Reduction) -> None: ...
     def receive(self) -> None: ...
     def discard(self) -> None: ...
@@ -144,10 +146,11 @@ class Step:
         """
         task = torch._C._current_graph_task_id()
         assert task != -1, "enlist outside a backward"
-        if task not in self._members:
-            self._members[task] = {}
+        members = self._members.get(task)
+        if members is None:
+            members = self._members[task] = {}
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        self._members[task][member] = None
+        members[member] = None
 
     def takes_part(self, member: Member) -> bool:
         """Whether a backward that is not over yet, around the one that ends, has `member`."""
@@ -202,8 +205,9 @@ class Step:
 
     def _send(self, gradients: list[Travelling], reduction: Reduction) -> None:
         self.make_room()
-        while any(gradient in earlier for earlier in self._travelling for gradient in gradients):
-            self._receive_one()
+        for gradient in gradients:
+            while gradient.under_way:
+                self._receive_one()
         for gradient in gradients:
             gradient.send(reduction)
         if gradients:

@@ -56,7 +56,8 @@ def block_without_parameters(options):
 def unfreezing(options):
     def freeze(model, step):
         model.layers[0].requires_grad_(step > 0)
-        model.layers[2].requires_grad_(step < 2)
+        for parameter in model.layers[2].parameters():
+            parameter.requires_grad = step < 2
         model.embedding.requires_grad_(step != 1)
 
     check_twins(Tower, plain_loss, prepare=freeze, **options)

@@ -114,3 +114,12 @@ def test_what_cannot_be_opened_is_refused(wrap):
     with pytest.raises(RuntimeError, match="returned a Opaque"):
         enter_backward(Owner(), None, wrap(Opaque(leaf())))
     enter_backward(Owner(), None, wrap(Opaque(torch.zeros(1))))
+
+
+def test_transforms_of_functorch_are_refused():
+    def through(x):
+        (x,), _, _ = leave_backward(Owner(), (x,), {})
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(through)(leaf())

@@ -130,7 +130,7 @@ def in_their_block(after):
         assert isinstance(layer, bmt.CheckpointBlock)
         own = {parameter.buffer for parameter in layer.parameters()}
         assert own == set(layer._bmt.buffers)
-        assert [buffer.trainable for buffer in layer._bmt.buffers] == [False, True]
+        assert [buffer.gradient.trainable for buffer in layer._bmt.buffers] == [False, True]
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -238,7 +238,7 @@ class ShardedBuffer:
         return self._full is not None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a whole: the same on every rank, though which wholes are views of the shard is not."""
+        """Whether `tensor` lies in a whole: the same on every rank, unlike which of them are views of the shard."""
         return self._full is not None and (self._full.holds(tensor) or shares_storage(tensor, self.shard))
 
     def check_unwritten(self, besides: Sequence[torch.nn.Parameter] = ()) -> None:

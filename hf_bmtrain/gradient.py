@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .grad_slice import GradSlice
@@ -39,6 +41,7 @@ class GradientBuffer:
         self._reducer: Reducer | None = self._local
         self._begun = False
         self._flight: Flight | None = None
+        self._squares: torch.Tensor | None = None
         self._collected: dict[int, torch.Tensor] = {}
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
@@ -64,7 +67,7 @@ class GradientBuffer:
     def let_go(self) -> None:
         """Drop the shard when no slice has a `.grad`, so that its memory is free during the next forward."""
         if self.shard is not None and not self._begun and self._flight is None and self._unused:
-            self.shard = self._total = None
+            self.shard = self._total = self._squares = None
             if self._local is not None:
                 self._local.leave()
             self._handed = [None] * len(self._slices)
@@ -110,7 +113,7 @@ class GradientBuffer:
         """Wait for the average, which is added where an accumulation runs, and set the slices' `.grad`."""
         assert self._flight is not None
         self._flight.land()
-        self._flight = None
+        self._squares, self._flight = self._flight.squares, None
         self._hand_out()
 
     def discard(self) -> None:
@@ -166,6 +169,12 @@ class GradientBuffer:
     def _unwritten(self) -> bool:
         return self.shard is not None and self.shard._version == self._version
 
+    def squares(self, indices: Sequence[int]) -> torch.Tensor | None:
+        """Sums of squares of these slices' `.grad`s, (k,) float64, or None where they are still to be measured."""
+        if self._squares is None or not all(self.is_handed(index) for index in indices):
+            return None
+        return self._squares[indices[0] : indices[-1] + 1]
+
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
         """Elements start:stop of the float32 running sum, or None where `.grad` itself is the best there is."""
         if self._total is None or not self._unwritten:
@@ -190,7 +199,7 @@ class GradientBuffer:
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         self._version = self.shard._version
         lane = self._step.reduce
-        norms = None if self._segments is None else SegmentNorms(self.shard, self._segments, lane)
+        norms = None if self._segments is None else SegmentNorms(self.shard, self._segments, lane, self._squares)
         parts = self.shard.split_with_sizes(self._sizes)
         required, handed, hooked = self.required, self._handed, []
         with torch._C.DisableTorchFunctionSubclass():  # else each attribute of a slice looks for overrides

@@ -10,6 +10,7 @@ import torch
 
 from .gradient_slots import GradientSlots, Slot
 from .layout import Layout
+from .ops.grad_norm import add_squares
 from .ops.peer_sum import peer_mean, serves
 from .ops.streams import Ticket, work_stream
 from .peer_memory import PeerMemory
@@ -128,8 +129,9 @@ class _PeerReducer:
             ]
             for other, own in self._pieces
         ]
-        ticket = self._peers.carry(pushed, functools.partial(self._add, rows, sources, shard, total))
-        return _PeerFlight(ticket, sources)
+        squares = torch.empty(len(sources), dtype=torch.float64, device=shard.device)
+        ticket = self._peers.carry(pushed, functools.partial(self._add, rows, sources, shard, total, squares))
+        return _PeerFlight(ticket, sources, squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
         """The gradient as it lies in memory, (numel,)."""
@@ -141,12 +143,14 @@ class _PeerReducer:
         start = (row * self._layout.shard_numel + at) * itemsize
         return self._peers.part(slot, other, start, start + length * itemsize)
 
-    def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None) -> None:
+    def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
         """Padding, to which nobody brings anything, becomes zero."""
+        parts = [squares.new_empty(0)] * len(sources)
         for index, start, stop, at in self._own:
             there = slice(at, at + stop - start)
             summed = None if total is None else total[there]
-            peer_mean(rows[:, there], sources[index][start:stop], self._rank, shard[there], summed)
+            parts[index] = peer_mean(rows[:, there], sources[index][start:stop], self._rank, shard[there], summed)
+        add_squares(parts, squares)
         sums = [shard] if total is None or total is shard else [shard, total]
         gaps = [gap for each in sums for gap in each.split_with_sizes(self._gaps)[::2] if gap.numel()]
         if gaps:
@@ -156,8 +160,8 @@ class _PeerReducer:
 
 
 class _PeerFlight:
-    def __init__(self, arrived: Ticket, gradients: Sequence[torch.Tensor]) -> None:
-        self._arrived = arrived
+    def __init__(self, arrived: Ticket, gradients: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
+        self._arrived, self.squares = arrived, squares
         self._gradients: Sequence[torch.Tensor] | None = gradients
 
     def land(self) -> None:

@@ -25,7 +25,13 @@ from .packing import Packing
 
 
 class Flight(Protocol):
-    """Gradients on their way to their shard."""
+    """Gradients on their way to their shard.
+
+    squares: where the reduction measures what it writes, one float64 each gradient: the sum of squares of its part of
+    the shard, to be read after `land`.
+    """
+
+    squares: torch.Tensor | None
 
     def land(self) -> None:
         """The current stream goes on when the shard, and the running sum where there is one, is up to date.
@@ -107,6 +113,8 @@ class _CollectiveReducer:
 
 
 class _CollectiveFlight:
+    squares = None
+
     def __init__(self, packed: Ticket, arrived: Ticket, gradients, full: Elastic, arriving, shard, total) -> None:
         self._packed, self._arrived, self._full = packed, arrived, full
         self._gradients: Sequence[torch.Tensor | None] | None = gradients
@@ -178,6 +186,8 @@ class LocalReducer:
 
 
 class _LocalFlight:
+    squares = None
+
     def __init__(self, packed: torch.Tensor, full: Elastic | None, shard, total) -> None:
         self._packed, self._full, self._shard, self._total = packed, full, shard, total
 

@@ -17,13 +17,17 @@ class SegmentNorms:
     All ranks write and ask alike, so all of them measure anew, or none.
 
     shard: (n,) float32, float16 or bfloat16. segments: of the shard; what lies between a segment's last element and
-    the next segment is zero.
+    the next segment is zero. squares: this rank's part of the segments' squares, (k,) float64, where the shard as it is
+    now has been measured already.
     """
 
-    def __init__(self, shard: torch.Tensor, segments: Segments, lane: Communicator) -> None:
+    def __init__(
+        self, shard: torch.Tensor, segments: Segments, lane: Communicator, squares: torch.Tensor | None = None
+    ) -> None:
         self._shard, self._segments, self.lane = shard, segments, lane
         self._norms: list[torch.Tensor] = []
         self._version = -1
+        self._squares, self._measured = squares, shard._version
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """The norm of segment `index`, a new scalar of the shard's dtype. Collective where it is to be measured."""
@@ -36,6 +40,8 @@ class SegmentNorms:
 
     def local_squares(self) -> torch.Tensor:
         """This rank's part: float64, one element a segment."""
+        if self._squares is not None and self._measured == self._shard._version:
+            return self._squares
         return segmented_squared_norm(self._shard, self._segments)
 
     def keep(self, squares: torch.Tensor) -> None:

@@ -1,40 +1,10 @@
 // Sum of squares of flat gradients, whole or segment by segment, bitwise reproducible: every element has a
 // fixed thread, every partial sum a fixed place, and places are added in order.
 //
-// A tile's squares are added in float32 and the tile sums in float64. Should a tile's float32 sum not be
-// finite, the same elements are added again in float64, where no finite float32 can overflow: so a sum is inf
-// or NaN if and only if an element is, and no second pass or flag is needed.
-//
 // Moves 1 read of each element. ELEMENT: float, fp16 or bf16.
-#include "device.cuh"
+#include "squares.cuh"
 
 constexpr int UNROLL = 4;  // 16-byte loads in flight a thread
-
-__device__ __noinline__ double exact_squares(uint4 v) {
-    float x[Wide<ELEMENT>::count];
-    Wide<ELEMENT>::unpack(v, x);
-    double sum = 0.0;
-    for (int i = 0; i < Wide<ELEMENT>::count; i++) sum += (double)x[i] * (double)x[i];
-    return sum;
-}
-
-__device__ __forceinline__ double tile_squares(const uint4* v) {
-    float sums[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-        float x[Wide<ELEMENT>::count];
-        Wide<ELEMENT>::unpack(v[u], x);
-        sums[u] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < Wide<ELEMENT>::count; i++) sums[u] = fmaf(x[i], x[i], sums[u]);
-    }
-    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    if (sum < 3.0e38f) return sum;  // false for NaN as well
-    double exact = 0.0;
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) exact += exact_squares(v[u]);
-    return exact;
-}
 
 // This thread's part of the sum over x[0..n), shared out over `step` blocks of which this one is number
 // `first`.
@@ -58,25 +28,13 @@ __device__ double thread_squares(const ELEMENT* x, long long n, long long first,
                 v[u] = at + u * blockDim.x < vector_count ? load_once(vectors + at + u * blockDim.x)
                                                           : make_uint4(0, 0, 0, 0);
         }
-        sum += tile_squares(v);
+        sum += tile_squares<UNROLL>(v);
     }
     if (first == 0) {  // fewer than one vector at each end, one element a thread
         long long tail = head + vector_count * count, i = threadIdx.x;
         long long at = i < head ? i : tail + i - head;
         if (at < n) sum += (double)to_float(x[at]) * (double)to_float(x[at]);
     }
-    return sum;
-}
-
-// The sum over the block, in thread 0. Blocks are whole warps, at most 32.
-__device__ double block_sum(double x) {
-    __shared__ double warp_sums[32];
-    for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
-    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = x;
-    __syncthreads();
-    double sum = 0.0;
-    if (threadIdx.x == 0)
-        for (int w = 0; w < blockDim.x / 32; w++) sum += warp_sums[w];
     return sum;
 }
 

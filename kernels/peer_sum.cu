@@ -1,9 +1,10 @@
 // The mean over ranks of one part of a gradient. The other ranks' values lie in rows of memory, this rank's own where
 // autograd left them. Added in float32 in the order of ranks, divided once, rounded once: the same bits on every run.
 //
-// Moves 1 read of each row and 1 write; with a running sum, that is read and written besides.
+// Moves 1 read of each row and 1 write; with a running sum, that is read and written besides. The squares of what is
+// written come with it, and with them whether all is finite.
 // ELEMENT: float, fp16 or bf16. TOTAL: float, or none where there is no running sum.
-#include "device.cuh"
+#include "squares.cuh"
 
 constexpr int COUNT = Wide<ELEMENT>::count;
 
@@ -25,12 +26,15 @@ __device__ __forceinline__ const ELEMENT* values(const ELEMENT* rows, long long 
 }
 
 // The first `vectors` 16-byte vectors of every row and array are aligned, one a thread; the rest goes element by
-// element. `total` may be `out` itself where both are float.
-extern "C" __global__ __launch_bounds__(256) void peer_mean(const ELEMENT* rows, long long stride,
-                                                            const ELEMENT* mine, int own, int size, ELEMENT* out,
-                                                            TOTAL* total, long long n, long long vectors) {
+// element. squares: one sum a block, of the squares of what it has written. `total` may be `out` itself where both are
+// float.
+extern "C" __global__ __launch_bounds__(256, 4) void peer_mean(const ELEMENT* rows, long long stride,
+                                                               const ELEMENT* mine, int own, int size, ELEMENT* out,
+                                                               TOTAL* total, long long n, long long vectors,
+                                                               double* squares) {
     long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     float ranks = (float)size;
+    double square = 0.0;
     if (thread < vectors) {
         float sum[COUNT], x[COUNT];
         Wide<ELEMENT>::unpack(load_once((const uint4*)values(rows, stride, mine, own, 0) + thread), sum);
@@ -44,12 +48,17 @@ extern "C" __global__ __launch_bounds__(256) void peer_mean(const ELEMENT* rows,
         for (int k = 0; k < COUNT; k++) sum[k] /= ranks;
 #pragma unroll
         for (int k = 0; k < COUNT; k += 4) add_total4(total, thread * (COUNT / 4) + k / 4, sum + k);
-        store_once((uint4*)out + thread, Wide<ELEMENT>::pack(sum));
+        uint4 written = Wide<ELEMENT>::pack(sum);
+        store_once((uint4*)out + thread, written);
+        square = tile_squares<1>(&written);
     }
     long long threads = (long long)gridDim.x * blockDim.x;
     for (long long i = vectors * COUNT + thread; i < n; i += threads) {
         float sum = to_float(values(rows, stride, mine, own, 0)[i]);
         for (int r = 1; r < size; r++) sum += to_float(values(rows, stride, mine, own, r)[i]);
         from_float(add_total(total, i, sum / ranks), out[i]);
+        square += (double)to_float(out[i]) * (double)to_float(out[i]);
     }
+    square = block_sum(square);
+    if (threadIdx.x == 0) squares[blockIdx.x] = square;
 }

@@ -81,8 +81,10 @@ def check_peer_mean(place: Place, dtype: torch.dtype, n: int, size: int, offset:
         total = Guarded(before, offset, place) if dtype != torch.float32 else summed
         total.view.copy_(before)
         apart = held.view.view(size - 1, stride)[:, :n]
-        peer_sum.peer_mean(apart, mine.view, own, out.view)
-        peer_sum.peer_mean(apart, mine.view, own, summed.view, total.view)
+        for written, running in ((out, None), (summed, total.view)):
+            squares = peer_sum.peer_mean(apart, mine.view, own, written.view, running)
+            expected = _plain(written.view).double().square().sum()
+            torch.testing.assert_close(_plain(squares).sum(), expected, rtol=1e-6, atol=0)
         for tensor in (held, mine, out, summed, total):
             tensor.assert_intact()
         assert torch.equal(_plain(summed.view), _plain(total.view).to(dtype))

@@ -21,6 +21,7 @@ from hf_bmtrain.elastic import shares_storage
 from hf_bmtrain.gradient_slots import COUNT
 from hf_bmtrain.lanes import GATHERS
 from hf_bmtrain.ops.peer_sum import peer_mean
+from hf_bmtrain.optim import norm
 from hf_bmtrain.peer import PeerCommunicator
 from hf_bmtrain.peer_reduction import PeerReduction
 from parity import cells, measure
@@ -197,6 +198,33 @@ def sums_are_rounded_once():
     assert torch.equal(model.layers[1].linear.weight.gather_gradient(), total.bfloat16())
 
 
+def squares_come_with_the_mean():
+    """The norm reads no gradient that a block's reduction has brought, but those that someone has written since."""
+    model, world = wrapped(), bmt.current_world()
+    parameters = list(model.parameters())
+
+    def check() -> int:
+        with mock.patch.object(norm, "accumulate_squared_norm", wraps=norm.accumulate_squared_norm) as read:
+            found = norm.global_norm(parameters, 2, world.step.reduce, world.device)
+        wholes = [parameter.gather_gradient().double() for parameter in parameters]
+        expected = torch.stack([whole.square().sum() for whole in wholes]).sum().sqrt()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        for parameter, whole in zip(parameters, wholes):
+            torch.testing.assert_close(parameter.grad.norm().double(), whole.norm(), rtol=1e-6, atol=0)
+        return read.call_count
+
+    with mock.patch.object(world.step, "poison", False):  # its writes are counted, those of a reduction are not
+        for step in range(3):
+            model(ids(step, bmt.rank())).backward()
+            apart = check()
+            assert apart == len({p.buffer for p in parameters}) - len(model.layers)
+            parameters[1].grad.mul_(3.0)
+            assert check() > 0
+            model(ids(step + 10, bmt.rank())).backward()  # adds
+            assert check() == apart
+            model.zero_grad()
+
+
 def slow_ranks():
     """Ranks that come late to meetings, copy late and add late; blocks used twice, accumulation, five layers."""
     peers, chance = peer_reduction(), random.Random(bmt.rank())
@@ -288,8 +316,8 @@ def parameter_without_elements():
     check_twins(make, lambda m, step, rank: m(ids(step, rank)) + m.layers[1].nothing.sum())
 
 
-OWN = [gradients_are_pushed, means_are_those_of_the_collective, sums_are_rounded_once, slow_ranks]
-OWN += [slots_are_shared_and_grow, two_blocks_of_gradients_at_most, parameter_without_elements]
+OWN = [gradients_are_pushed, means_are_those_of_the_collective, sums_are_rounded_once, squares_come_with_the_mean]
+OWN += [slow_ranks, slots_are_shared_and_grow, two_blocks_of_gradients_at_most, parameter_without_elements]
 OWN += [
     weights_are_pulled,
     what_a_rank_owns_is_not_copied,

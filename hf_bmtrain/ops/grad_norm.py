@@ -4,6 +4,7 @@ A result is inf or NaN if and only if an element is: float64 holds the square of
 the squares of up to 32 elements in float32 where that is finite: a square below 1e-38 may count as zero.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import cache, cached_property
 
@@ -103,12 +104,31 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
     if pieces == 0:
         return out
     partials = torch.empty(pieces, dtype=torch.float64, device=flat.device)
-    chosen = variant(flat.dtype)
-    kernel(chosen, "piece_squares", flat.device)(pieces, THREADS, flat, begins, lengths, partials)
-    kernel(chosen, "segment_squares", flat.device)(
-        -(-len(segments) // (THREADS // 32)), THREADS, partials, firsts, len(segments), out
-    )
+    kernel(variant(flat.dtype), "piece_squares", flat.device)(pieces, THREADS, flat, begins, lengths, partials)
+    _add_up(partials, firsts, out)
     return out
+
+
+def add_squares(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of each of the `parts`, (k_i,) float64, which may be empty, to `out`, (len(parts),) float64.
+
+    The same parts give the same bits.
+    """
+    flat = torch.cat(list(parts))
+    if flat.is_cuda and flat.numel():
+        return _add_up(flat, _firsts(tuple(part.numel() for part in parts), flat.device), out)
+    out.copy_(torch.stack([part.sum() for part in parts]))
+
+
+@cache
+def _firsts(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64, device=device)
+
+
+def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> None:
+    """out[s] = the sum of partials[firsts[s] : firsts[s + 1]], on CUDA."""
+    blocks = -(-out.numel() // (THREADS // 32))
+    kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
 
 
 def segmented_reference(flat: torch.Tensor, segments: Segments) -> torch.Tensor:

@@ -27,14 +27,15 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 def peer_mean(
     rows: torch.Tensor, mine: torch.Tensor, own: int, out: torch.Tensor, total: torch.Tensor | None = None
-) -> None:
-    """Write the mean over ranks, or add it to a running sum and write that.
+) -> torch.Tensor:
+    """Write the mean over ranks, or add it to a running sum and write that. Returns sums of squares of what is written.
 
     rows     (size - 1, n) float32, float16 or bfloat16 (on CPU also float64): the other ranks' values, in the order of
              ranks; a row's elements are adjacent, the rows may lie apart
     mine     (n,) of that dtype: this rank's values. own: its place in the order of ranks
     out      (n,) of that dtype, written: the mean, or `total` where there is one, rounded to nearest even
     total    (n,) float32 (float64 for float64), to which the mean is added; or None. It may be `out` itself
+    returns  (k,) float64: sums of squares of parts of `out`, together all of it; inf or NaN where an element is
     Values are added in the order of ranks, in float32 (float64 for float64), and divided once: the same values give the
     same bits on every run. All on one device; `out` and `total` overlap nothing that is read. Fast when all begin on
     16 bytes; right in any case.
@@ -50,17 +51,20 @@ def peer_mean(
             f"with strides {rows.stride()}, own = {own}"
         )
     if n == 0:
-        return
+        return torch.zeros(0, dtype=torch.float64, device=device)
     if not rows.is_cuda:
-        return reference(torch.cat([rows[:own], mine[None], rows[own:]]), out, total)
+        reference(torch.cat([rows[:own], mine[None], rows[own:]]), out, total)
+        return out.double().square_().sum()[None]
     tensors = [rows, mine, out] + ([] if total is None else [total])
     count = 16 // rows.element_size()
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and rows.stride(0) % count == 0
     vectors = n // count if aligned else 0
     blocks = -(-(vectors or n) // THREADS)
+    squares = torch.empty(blocks, dtype=torch.float64, device=device)
     kernel(variant(rows.dtype, total is not None), "peer_mean", device)(
-        blocks, THREADS, rows, rows.stride(0), mine, own, others + 1, out, total, n, vectors
+        blocks, THREADS, rows, rows.stride(0), mine, own, others + 1, out, total, n, vectors, squares
     )
+    return squares
 
 
 def reference(rows: torch.Tensor, out: torch.Tensor, total: torch.Tensor | None = None) -> None:

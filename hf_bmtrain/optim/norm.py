@@ -16,8 +16,9 @@ from .runs import Run, neighbours
 def global_norm(parameters: Sequence[Any], order: float, lane: Communicator, device: torch.device) -> torch.Tensor:
     """The norm of the parameters' `.grad`s over all ranks: a scalar on `device`, inf or NaN if an element is.
 
-    The 2-norm reads every gradient once, a flat range at a time, adds squares in float64 and is a float64; other
-    orders go through torch in float32. One scalar is all-reduced. Ordinary parameters count once, not once a rank.
+    The 2-norm reads every gradient once, a flat range at a time, or not at all where its reduction has measured it; it
+    adds squares in float64 and is a float64. Other orders go through torch in float32. One scalar is all-reduced.
+    Ordinary parameters count once, not once a rank.
     """
     if order <= 0:
         raise ValueError(f"norm_type must be positive or inf, not {order}")
@@ -33,30 +34,41 @@ def global_norm(parameters: Sequence[Any], order: float, lane: Communicator, dev
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
     """Σg² of all elements, float64 (2,); the second element is `accumulate_squared_norm`'s flag."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    for flat in _flat_gradients(parameters):
-        if flat.dtype == torch.float64:
-            total[0] += torch.dot(flat, flat)
-        else:
-            accumulate_squared_norm(flat, total)
+    measured = []
+    for members in neighbours(parameters):
+        squares = _measured(members)
+        if squares is not None:
+            measured.append(squares)
+            continue
+        for flat in _flat(members):
+            if flat.dtype == torch.float64:
+                total[0] += torch.dot(flat, flat)
+            else:
+                accumulate_squared_norm(flat, total)
+    if measured:
+        total[0] += torch.cat(measured).sum()
     return total
+
+
+def _measured(members: list) -> torch.Tensor | None:
+    """The squares of neighbouring slices' gradients, (k,) float64, where their reduction has measured them."""
+    if not isinstance(members[0], DistributedParameter):
+        return None
+    return members[0].buffer.gradient.squares([piece.index for piece in members])
 
 
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
     """Σ|g|^order of all elements (their maximum for inf), float32 (1,)."""
-    filled = [flat for flat in _flat_gradients(parameters) if flat.numel()]
+    filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
     if not filled:
         return torch.zeros(1, dtype=torch.float32, device=device)
     norms = torch.stack(torch._foreach_norm(filled, order, dtype=torch.float32))
     return norms.max().reshape(1) if order == float("inf") else norms.pow(order).sum().reshape(1)
 
 
-def _flat_gradients(parameters: list) -> list[torch.Tensor]:
-    """1-D tensors that hold every element of the parameters' `.grad`s once, and zeros; as few as may be."""
-    flat: list[torch.Tensor] = []
-    for members in neighbours(parameters):
-        lying = Run.over(members).lying() if isinstance(members[0], DistributedParameter) else None
-        if lying is None:
-            flat += [p.grad.as_subclass(torch.Tensor).reshape(-1) for p in members if p.grad is not None]
-        else:
-            flat.append(lying)
-    return flat
+def _flat(members: list) -> list[torch.Tensor]:
+    """1-D tensors that hold every element of neighbouring parameters' `.grad`s once, and zeros; as few as may be."""
+    lying = Run.over(members).lying() if isinstance(members[0], DistributedParameter) else None
+    if lying is not None:
+        return [lying]
+    return [p.grad.as_subclass(torch.Tensor).reshape(-1) for p in members if p.grad is not None]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernel_checks as checks
-from hf_bmtrain.ops import peer_sum
+from hf_bmtrain.ops import grad_norm, peer_sum
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,3 +39,17 @@ def test_the_bits_are_those_of_the_reference(dtype: torch.dtype, summed: bool, o
     (out, total), (expected, expected_total) = results
     assert torch.equal(out, expected)
     assert total is None or torch.equal(total, expected_total)
+
+
+def test_squares_of_several_parts() -> None:
+    parts, expected = [], []
+    for n in (0, 1, 5000, 3_000_017):
+        rows, mine, out = torch.randn(2, n).cuda(), torch.randn(n).cuda(), torch.empty(n).cuda()
+        parts.append(peer_sum.peer_mean(rows, mine, 0, out))
+        expected.append(out.double().square().sum())
+    found = torch.full((4,), torch.nan, dtype=torch.float64).cuda()
+    grad_norm.add_squares(parts, found)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=0)
+    again = torch.empty_like(found)
+    grad_norm.add_squares(parts, again)
+    assert torch.equal(found, again)

@@ -25,13 +25,13 @@ from .packing import Packing
 
 
 class Flight(Protocol):
-    """Gradients on their way to their shard.
+    """Gradients on their way to their shard."""
 
-    squares: where the reduction measures what it writes, one float64 each gradient: the sum of squares of its part of
-    the shard, to be read after `land`.
-    """
-
-    squares: torch.Tensor | None
+    @property
+    def squares(self) -> torch.Tensor | None:
+        """Where the reduction measures what it writes, the sum of squares of each gradient's part of the shard, (k,)
+        float64, to be read after `land`."""
+        ...
 
     def land(self) -> None:
         """The current stream goes on when the shard, and the running sum where there is one, is up to date.

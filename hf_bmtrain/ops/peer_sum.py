@@ -54,7 +54,7 @@ def peer_mean(
         return torch.zeros(0, dtype=torch.float64, device=device)
     if not rows.is_cuda:
         reference(torch.cat([rows[:own], mine[None], rows[own:]]), out, total)
-        return out.double().square_().sum()[None]
+        return out.double().square().sum()[None]
     tensors = [rows, mine, out] + ([] if total is None else [total])
     count = 16 // rows.element_size()
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and rows.stride(0) % count == 0

@@ -79,6 +79,9 @@ class DistributedParameter(Refusals, torch.nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
+    def detach_(self) -> DistributedParameter:
+        return self.requires_grad_(False)
+
     @property
     def data(self) -> torch.Tensor:
         """The slice as a plain tensor; writes to it are seen as writes to the weights."""

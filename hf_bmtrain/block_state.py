@@ -237,6 +237,8 @@ class BlockState:
             self._reduce()
         self.release()
         for buffer in self.buffers:
+            if not buffer.gradient.trainable:
+                buffer.gradient.drop()  # frozen since the forward
             for whole in buffer.wholes:
                 if whole.grad is not None:
                     raise RuntimeError(

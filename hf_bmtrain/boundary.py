@@ -60,9 +60,9 @@ class _LeaveBackward(torch.autograd.Function):
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)` without its search for functorch's wrappers, which takes as long as all the rest.
 
-    Under a transform of functorch it is left to torch, which refuses.
+    Under a transform of functorch it is left to torch, which refuses; torch.compile knows the usual call alone.
     """
-    if torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -84,6 +84,8 @@ class GradientBuffer:
     @torch.no_grad()
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Take over one parameter's gradient ahead of `send`: added up, or packed where the bytes are there anyway."""
+        if not self.required[index]:
+            return  # frozen since the forward
         if self._local is not None:
             self._local.add(index, gradient, self._begin(), self._total)
         elif index in self._collected:
@@ -99,7 +101,8 @@ class GradientBuffer:
     def send(self, reduction: Reduction) -> None:
         """Start packing the gradients of the wholes and averaging them over the ranks."""
         shard = self._begin()
-        gradients = [whole.grad for whole in self._wholes]
+        # What was frozen since the forward gets no more gradient.
+        gradients = [whole.grad if required else None for whole, required in zip(self._wholes, self.required)]
         for index, gradient in self._collected.items():
             assert gradients[index] is None, "read in and outside of blocks"
             gradients[index] = gradient

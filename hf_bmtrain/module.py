@@ -104,6 +104,10 @@ class DistributedModule(SelfReducing, torch.nn.Module):
 
     # -- weights in and out -------------------------------------------------------------------------------------
 
+    def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        self._step.forget_failed_backward()  # which may have left a block open: whose gradients would `zero_grad` find?
+        return super().named_parameters(*args, **kwargs)
+
     def _own_slots(self) -> list[Slot]:
         return [
             Slot(self, name, parameter.buffer, parameter.index)

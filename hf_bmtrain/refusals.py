@@ -44,3 +44,11 @@ def refuse_cast(shapes: str, dtype: torch.dtype, found: torch.dtype) -> NoReturn
         "the optimizer. Cast that module so before auto_wrap (a router that computes in float32, say), or the "
         "activations in its forward."
     )
+
+
+def refuse_writes(shapes: list[tuple[int, ...]], ranks: int) -> NoReturn:
+    raise RuntimeError(
+        f"The forward modified a sharded parameter in place (shapes {shapes}); with {ranks} ranks the change is lost "
+        "but for what lies on one rank. Load the weights again, and keep such state in a buffer (register_buffer), or "
+        "exclude this module."
+    )

@@ -16,7 +16,7 @@ from .elastic import Elastic, shares_storage
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
 from .reads import Reads
-from .refusals import Refusals, refuse_cast
+from .refusals import Refusals, refuse_cast, refuse_writes
 from .step import Step
 from .world import current_world
 
@@ -78,6 +78,9 @@ class DistributedParameter(Refusals, torch.nn.Parameter):
     def requires_grad_(self, requires_grad: bool = True) -> DistributedParameter:
         self.requires_grad = requires_grad
         return self
+
+    def detach_(self) -> DistributedParameter:
+        return self.requires_grad_(False)
 
     @property
     def data(self) -> torch.Tensor:
@@ -242,7 +245,8 @@ class ShardedBuffer:
         return self._full is not None and (self._full.holds(tensor) or shares_storage(tensor, self.shard))
 
     def check_unwritten(self, besides: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it.
+        """Raise where a forward wrote into a whole parameter, or cast it: the change would vanish with it, or stay in
+        the shard of the rank where it lies whole.
 
         besides: other Parameters over the same memory that were written.
         """
@@ -253,11 +257,7 @@ class ShardedBuffer:
             if whole._version:
                 written.append(whole)
         if written and self._full is not None:
-            shapes = [tuple(whole.shape) for whole in written]
-            raise RuntimeError(
-                f"The forward modified a sharded parameter in place (shapes {shapes}); with {self._lane.size} ranks "
-                "the change would be lost. Keep such state in a buffer (register_buffer), or exclude this module."
-            )
+            refuse_writes([tuple(whole.shape) for whole in written], self._lane.size)
 
     def _raise_cast(self) -> NoReturn:
         cast = [index for index, whole in enumerate(self.wholes) if whole.dtype != self.shard.dtype]

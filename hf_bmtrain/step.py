@@ -160,9 +160,14 @@ class Step:
     def _end_backward(self, task: int) -> None:
         """Everything is reduced and the compute stream waits for it: whoever reads `grad` next is safe."""
         self._release_kept()
-        for member in self._members.pop(task):
-            member.flush_backward()
-        self._receive(ahead=0)
+        members = self._members.pop(task)
+        try:
+            for member in members:
+                member.flush_backward()
+            self._receive(ahead=0)
+        except BaseException:
+            self._members[task] = members  # of a backward that raised, see forget_failed_backward
+            raise
         self.gather.quiesce()  # the optimizer may write
         self.backwards += 1
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -61,6 +62,42 @@ def unfreezing(options):
         model.embedding.requires_grad_(step != 1)
 
     check_twins(Tower, plain_loss, prepare=freeze, **options)
+
+
+def frozen_before_backward(options):
+    """What is frozen between forward and backward gets no gradient, and keeps what it had."""
+    model, twin = bmt.auto_wrap(Tower(), **options), Tower()
+    for step in range(4):
+        mine = model(ids(step, bmt.rank()))
+        plain = torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean()
+        for either in (model, twin):
+            either.layers[1].requires_grad_(step != 1)
+            either.layers[0].gain.requires_grad = step != 1
+            either.head.requires_grad_(step != 1)
+        mine.backward()
+        plain.backward()
+        check_gradients(model, twin)
+        if step == 2:
+            model.zero_grad()
+            twin.zero_grad()
+
+
+def frozen_outside_before_backward(options):
+    """All of a buffer that is read outside blocks: its gradient does not come up in a later step."""
+    model, twin = bmt.auto_wrap(Tower(), **options), Tower()
+    for step in range(2):
+        mine = model(ids(step, bmt.rank()))
+        plain = torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean()
+        for either in (model, twin):
+            for part in (either.embedding, either.head):
+                for parameter in part.parameters():
+                    parameter.detach_() if step == 0 else parameter.requires_grad_()
+        mine.backward()
+        plain.backward()
+        check_gradients(model, twin)
+        for either in (model, twin):
+            either.zero_grad()
+            either.requires_grad_()
 
 
 def forward_without_backward(options):
@@ -172,13 +209,24 @@ def exception_in_backward(options):
         model.layers[1] = FailingLayer()
         return model
 
-    FailingLayer.fail = True
     model = bmt.auto_wrap(make(), **options)
-    with pytest.raises(KeyError):
-        model(ids(0, bmt.rank())).backward()
-    model.zero_grad()
+    for FailingLayer.fail in (False, True):
+        with pytest.raises(KeyError) if FailingLayer.fail else nullcontext():
+            model(ids(0, bmt.rank())).backward()
+    model.zero_grad()  # finds the slices, although the block was open when backward ended
     FailingLayer.fail = False
     check_recovers(model, make)
+
+
+def exception_in_a_gradient_hook(options):
+    """Of the block whose gradient arrives last, when the graph has been walked."""
+    model = bmt.auto_wrap(Tower(), **options)
+    handle = model.layers[0].gain.register_post_accumulate_grad_hook(lambda parameter: {}["absent"])
+    with pytest.raises(KeyError):
+        model(ids(0, bmt.rank())).backward()
+    handle.remove()
+    model.zero_grad()
+    check_recovers(model)
 
 
 def check_recovers(model, make=Tower):
@@ -393,6 +441,7 @@ def block_keeps_its_identity(options):
 
 CASES = [
     tower, block_called_twice, block_skipped, last_block_skipped, frozen_block, block_without_parameters, unfreezing,
+    frozen_before_backward, frozen_outside_before_backward, exception_in_a_gradient_hook,
     forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
     graph_walked_twice, weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest,
     unused_parameter, gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,

@@ -49,6 +49,14 @@ def a_recompilation_raises():
         train(model, "llama", length=lambda step: 7 if step < 2 else 9)
 
 
+def the_whole_model():
+    """Nobody is told to compile it; where it is done, its blocks break the graph and stay right."""
+    torch._dynamo.reset()
+    model, plain = (bmt.auto_wrap(build("llama").train()) for _ in range(2))
+    losses = train(torch.compile(model, backend="eager"), "llama")
+    torch.testing.assert_close(losses, train(plain, "llama"), rtol=2e-6, atol=0)
+
+
 def find_layers(model):
     return [module for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
 
@@ -69,3 +77,7 @@ def check(graphs, layers, use_checkpoint):
 
 def test_a_recompilation_is_seen(world):
     world(1)(a_recompilation_raises)
+
+
+def test_the_whole_model(world):
+    world(2)(the_whole_model)

@@ -316,9 +316,24 @@ def parameter_without_elements():
     check_twins(make, lambda m, step, rank: m(ids(step, rank)) + m.layers[1].nothing.sum())
 
 
+def some_ranks_hold_nothing_of_an_update():
+    """All ranks see new weights, and meet, where what Adam updates in a buffer lies on some of them alone."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
+    for step in range(3):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(step == 0 or name in ("head.bias", "layers.0.linear.bias"))
+        model(ids(step, bmt.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = torch.cat([value.reshape(-1) for value in model.state_dict().values()])
+        assert all(torch.equal(weights, other) for other in bmt.current_world().gather_objects(weights))
+
+
 OWN = [gradients_are_pushed, means_are_those_of_the_collective, sums_are_rounded_once, squares_come_with_the_mean]
 OWN += [slow_ranks, slots_are_shared_and_grow, two_blocks_of_gradients_at_most, parameter_without_elements]
 OWN += [
+    some_ranks_hold_nothing_of_an_update,
     weights_are_pulled,
     what_a_rank_owns_is_not_copied,
     unequal_forwards,

@@ -167,6 +167,8 @@ class AdamOptimizer(UpdatesInBackward):
         self._steps.begin(self._hyper(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._steps.advance(numbers)
         (self._update_beside if beside else self._update)(numbers)
+        # Also where this rank holds none of a run: all ranks must see that the weights changed, or only some meet.
+        torch.autograd.graph.increment_version([state.run.weights for state in states])
         for state in states:
             state.version = state.run.weights._version
 

@@ -81,7 +81,7 @@ class BlockState:
             self._open(self.next)
             if training:
                 for buffer in self.buffers:
-                    buffer.gradient.follow()
+                    buffer.gradient.follow_requires_grad()
                     buffer.gradient.let_go()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:

@@ -57,7 +57,7 @@ class GradientBuffer:
     def trainable(self) -> bool:
         return any(self.required)
 
-    def follow(self) -> None:
+    def follow_requires_grad(self) -> None:
         """The wholes require gradients as their slices do, which may have changed since the last forward."""
         if self.required != self._followed:
             for whole, required in zip(self._wholes, self.required):
@@ -123,8 +123,8 @@ class GradientBuffer:
         """Forget what was collected or sent."""
         self._collected.clear()
         if self._flight is not None:
-            self._flight.cancel()
-            self._flight = None
+            self._flight.cancel()  # which may have written the shard
+            self._flight = self._squares = None
         if self._local is not None:
             self._local.reset()
         self._begun = False

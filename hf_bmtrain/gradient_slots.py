@@ -24,7 +24,8 @@ class Slot:
 
 
 class GradientSlots:
-    """COUNT slots of equal size on every rank. A slot holds a row a rank, all of one gradient's chunk for its owner.
+    """COUNT slots of equal size on every rank. A slot holds a row for each other rank, that rank's part of
+    one gradient's chunk for the slot's owner, in the order of ranks.
 
     They lie in peer memory, beside torch's allocator; they are made at the first gradient and again for a larger one,
     and stay until `free`.

@@ -64,12 +64,17 @@ def unfreezing(options):
     check_twins(Tower, plain_loss, prepare=freeze, **options)
 
 
+def losses(model, twin, step):
+    """Of this rank by `model`, and their mean over the ranks by `twin`."""
+    mine = model(ids(step, bmt.rank()))
+    return mine, torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean()
+
+
 def frozen_before_backward(options):
     """What is frozen between forward and backward gets no gradient, and keeps what it had."""
     model, twin = bmt.auto_wrap(Tower(), **options), Tower()
     for step in range(4):
-        mine = model(ids(step, bmt.rank()))
-        plain = torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean()
+        mine, plain = losses(model, twin, step)
         for either in (model, twin):
             either.layers[1].requires_grad_(step != 1)
             either.layers[0].gain.requires_grad = step != 1
@@ -86,8 +91,7 @@ def frozen_outside_before_backward(options):
     """All of a buffer that is read outside blocks: its gradient does not come up in a later step."""
     model, twin = bmt.auto_wrap(Tower(), **options), Tower()
     for step in range(2):
-        mine = model(ids(step, bmt.rank()))
-        plain = torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean()
+        mine, plain = losses(model, twin, step)
         for either in (model, twin):
             for part in (either.embedding, either.head):
                 for parameter in part.parameters():

@@ -56,17 +56,15 @@ class _Inside:
 class Step:
     """Shared by all buffers and blocks of a world; given to them when they are made.
 
-    gather, reduce: the two lanes. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged.
-    poison: the debug switch that fills unfilled and released memory with NaN.
-    inspector: what notes activations at present, see `inspect`. planner: of blocks with
-    use_checkpoint="auto". buffers_made, backwards: how many there were so far.
+    gather, reduce: the two lanes. reduction: how gradients are averaged over the ranks. poison: the debug switch that
+    fills unfilled and released memory with NaN. inspector: what notes activations at present, see `inspect`. planner:
+    of blocks with use_checkpoint="auto". buffers_made, backwards: how many there were so far.
     """
 
     def __init__(
-        self, gather: Communicator, reduce: Communicator, blocks: Reduction, apart: Reduction, poison: bool = False
+        self, gather: Communicator, reduce: Communicator, reduction: Reduction, poison: bool = False
     ) -> None:
-        self.gather, self.reduce, self.poison = gather, reduce, poison
-        self._blocks, self._apart = blocks, apart
+        self.gather, self.reduce, self.reduction, self.poison = gather, reduce, reduction, poison
         self.inspector: Any = None
         self.planner: Any = None
         self.buffers_made = self.backwards = 0
@@ -80,13 +78,13 @@ class Step:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of shards and gradient slots that lie outside of torch's allocator, whose statistics miss them."""
-        return sum(getattr(owner, "mapped_bytes", 0) for owner in (self.gather, self._blocks))
+        return sum(getattr(owner, "mapped_bytes", 0) for owner in (self.gather, self.reduction))
 
     def free_dropped(self) -> None:
         """Give back what models that every rank has dropped have left mapped. Collective."""
         self.gather.free_dropped()
         if not getattr(self.gather, "mapped_bytes", 0):
-            self._blocks.free()
+            self.reduction.free()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -198,23 +196,16 @@ class Step:
 
         Gathers that are to run beside that backward are issued before, so that they do not wait as well.
         """
-        self._receive(self._blocks.ahead)
+        self._receive(self.reduction.ahead)
 
-    def send_block(self, gradients: list[Travelling]) -> None:
-        """Start averaging the gradients of one block."""
-        self._send(gradients, self._blocks)
-
-    def send_apart(self, gradient: Travelling) -> None:
-        """Start averaging a gradient of what lies outside of blocks."""
-        self._send([gradient], self._apart)
-
-    def _send(self, gradients: list[Travelling], reduction: Reduction) -> None:
+    def send(self, gradients: list[Travelling]) -> None:
+        """Start averaging the gradients of one block, or of one buffer outside blocks."""
         self.make_room()
         for gradient in gradients:
             while gradient.under_way:
                 self._receive_one()
         for gradient in gradients:
-            gradient.send(reduction)
+            gradient.send(self.reduction)
         if gradients:
             self._travelling.append(gradients)
 

@@ -31,8 +31,8 @@ SMALLEST_PULLED = 16 << 20
 
 
 class Lanes(NamedTuple):
-    """gather, reduce: communicators. reduction: how gradients are averaged over the ranks. control: agreement between the
-    ranks' Python."""
+    """gather, reduce: communicators. reduction: how gradients are averaged over the ranks. control: agreement between
+    the ranks' Python."""
 
     gather: Communicator
     reduce: Communicator

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .gradient_chunks import Chunk, Piece, cut
 from .gradient_slots import GradientSlots
 from .layout import ALIGNMENT_BYTES, Layout
 from .ops.grad_norm import add_squares
@@ -16,19 +17,17 @@ from .ops.streams import Ticket, work_stream
 from .peer_memory import PeerMemory
 from .reduction import CollectiveReduction, Flight, Reducer
 
-
 SLOT_BYTES = 64 << 20
-"""Of a slot at most, for all other ranks together: a larger gradient comes in chunks, and is added while others come."""
+"""Of a slot at most, for all other ranks together: a larger gradient comes in chunks, added while others come."""
 
 
 class PeerReduction:
     """Reduces gradients by copies between the GPUs; small ones, and those of other dtypes, by a collective.
 
     Nothing is packed: a rank pushes, straight out of what autograd made, each other rank's pieces into that rank's
-    slot, where they come to lie as in its shard; its own pieces stay where they are. A gradient comes in chunks, as many
-    as its part for one rank needs slots. All ranks send the same gradients in the same order. Chunk k passes through
-    slot k mod S of S >= 2. Two streams of this rank work beside the computation, and the copies on streams of the peer
-    memory:
+    slot, where they come to lie as in its shard; its own pieces stay where they are. A gradient that is larger than a
+    slot comes in chunks. All ranks send the same gradients in the same order. Chunk k passes through slot k mod S of
+    S >= 2. Two streams of this rank work beside the computation, and the copies on streams of the peer memory:
     * `pushing` pushes chunk k, after what the current stream had queued at `send` (the gradients), and after meeting
       k-S+1 of this rank (the slots);
     * `adding` waits for those pushes, *meets* the others (an all-reduce of one element on the lane below) and adds its
@@ -79,8 +78,10 @@ class PeerReduction:
         self._slots.free()
 
     def begin(self, nbytes: int) -> None:
-        """What is pushed from now on comes after the current stream's work, in chunks of up to `nbytes`. Collective; the
-        host waits where slots are too small so far."""
+        """What is pushed from now on comes after the current stream's work, in chunks of up to `nbytes`.
+
+        Collective; the host waits where slots are too small so far.
+        """
         if nbytes > self._slots.nbytes:
             self.free()
             self._slots.make(nbytes)
@@ -120,59 +121,26 @@ class Part(NamedTuple):
     source: torch.Tensor
 
 
-class _Piece(NamedTuple):
-    """Elements start:stop of gradient number `index`, which begin at `at` of a chunk."""
-
-    index: int
-    start: int
-    stop: int
-    at: int
-
-
-class _Chunk(NamedTuple):
-    """Elements begin:end of every rank's shard. others: by rank, in the order in which this one serves them."""
-
-    begin: int
-    end: int
-    own: list[_Piece]
-    others: list[tuple[int, list[_Piece]]]
-
-
 class _PeerReducer:
+    """_order: the other ranks, as this one serves them. _length: of a chunk, in elements of every shard."""
+
     def __init__(self, peers: PeerReduction, rank: int, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
         self._peers, self._rank, self._layout, self._dtype, self._poison = peers, rank, layout, dtype, poison
-        self._others = layout.world_size - 1
-        order = [(rank + step) % layout.world_size for step in range(1, layout.world_size)]  # not all to one at once
-        alignment = ALIGNMENT_BYTES // dtype.itemsize
-        most = max(1, peers.slot_bytes // (self._others * ALIGNMENT_BYTES)) * alignment
-        self._chunk = min(most, layout.shard_numel)
-        self._chunks = [self._cut(begin, order) for begin in range(0, layout.shard_numel, self._chunk)]
+        self._order = [(rank + step) % layout.world_size for step in range(1, layout.world_size)]  # not all to one
+        most = max(1, peers.slot_bytes // (len(self._order) * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        self._length = min(most // dtype.itemsize, layout.shard_numel)
+        self._slot_bytes = len(self._order) * self._length * dtype.itemsize
+        self._chunks = cut(layout, self._length)
         self._gaps = layout.shard_sizes(rank)
-
-    def _cut(self, begin: int, order: Sequence[int]) -> _Chunk:
-        end = min(begin + self._chunk, self._layout.shard_numel)
-        others = [(rank, self._pieces(rank, begin, end)) for rank in order]
-        return _Chunk(begin, end, self._pieces(self._rank, begin, end), others)
-
-    def _pieces(self, rank: int, begin: int, end: int) -> list[_Piece]:
-        """What `rank` has between these elements of its shard."""
-        pieces = []
-        for index in range(len(self._layout.numels)):
-            place = self._layout.piece(index, rank)
-            first, last = max(place.shard_start, begin), min(place.shard_stop, end)
-            if first < last:
-                shift = place.tensor_start - place.shard_start
-                pieces.append(_Piece(index, first + shift, last + shift, first - begin))
-        return pieces
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         sources = [self._source(gradient, numel, shard) for gradient, numel in zip(gradients, self._layout.numels)]
         if self._poison and total is None:
             shard.fill_(float("nan"))
-        self._peers.begin(self._others * self._chunk * self._dtype.itemsize)
+        self._peers.begin(self._slot_bytes)
         sums = _Sums(sources, self._rank, shard, total)
         for chunk in self._chunks:
-            parts = [[self._part(other, piece, sources) for piece in pieces] for other, pieces in chunk.others]
+            parts = [[self._part(other, piece, sources) for piece in chunk.pieces[other]] for other in self._order]
             self._peers.carry(parts, functools.partial(self._add, chunk, sums))
         arrived = self._peers.end(functools.partial(sums.finish, self._gaps))
         return _PeerFlight(arrived, sources, sums.squares)
@@ -181,23 +149,25 @@ class _PeerReducer:
         """The gradient as it lies in memory, (numel,)."""
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
-    def _part(self, other: int, piece: _Piece, sources: Sequence[torch.Tensor]) -> Part:
+    def _part(self, other: int, piece: Piece, sources: Sequence[torch.Tensor]) -> Part:
         """For this rank's row of the slot of `other`, which has none for itself."""
         row = self._rank - (self._rank > other)
-        at = (row * self._chunk + piece.at) * self._dtype.itemsize
+        at = (row * self._length + piece.at) * self._dtype.itemsize
         return Part(other, at, sources[piece.index][piece.start : piece.stop])
 
-    def _add(self, chunk: _Chunk, sums: _Sums, memory: torch.Tensor) -> None:
-        rows = memory[: self._others * self._chunk * self._dtype.itemsize].view(self._dtype).view(self._others, -1)
-        for piece in chunk.own:
+    def _add(self, chunk: Chunk, sums: _Sums, memory: torch.Tensor) -> None:
+        rows = memory[: self._slot_bytes].view(self._dtype).view(len(self._order), -1)
+        for piece in chunk.pieces[self._rank]:
             sums.add(piece, rows[:, piece.at : piece.at + piece.stop - piece.start], chunk.begin)
         if self._poison:
             rows.fill_(float("nan"))
 
 
 class _Sums:
-    """The means of one flat gradient, or their sums with what was there, a piece at a time. squares: of what is written,
-    (k,) float64, there behind `finish`."""
+    """The means of one flat gradient, or their sums with what was there, a piece at a time.
+
+    squares: of what is written, (k,) float64, there behind `finish`.
+    """
 
     def __init__(
         self, sources: Sequence[torch.Tensor], rank: int, shard: torch.Tensor, total: torch.Tensor | None
@@ -206,7 +176,7 @@ class _Sums:
         self._parts: list[list[torch.Tensor]] = [[] for _ in sources]
         self.squares = torch.empty(len(sources), dtype=torch.float64, device=shard.device)
 
-    def add(self, piece: _Piece, rows: torch.Tensor, begin: int) -> None:
+    def add(self, piece: Piece, rows: torch.Tensor, begin: int) -> None:
         """This rank's `piece`, to which the others' `rows` belong, of a chunk that begins there in the shard."""
         mine = self._sources[piece.index][piece.start : piece.stop]
         there = slice(begin + piece.at, begin + piece.at + len(mine))
@@ -216,12 +186,17 @@ class _Sums:
     def finish(self, gaps: Sequence[int]) -> None:
         """All pieces are there; padding, to which nobody brings anything, becomes zero. gaps: the shard as gap, piece,
         gap, …, gap: elements of each."""
-        empty = self.squares.new_empty(0)
-        add_squares([torch.cat(parts) if parts else empty for parts in self._parts], self.squares)
+        add_squares([_joined(parts, self.squares) for parts in self._parts], self.squares)
         sums = [self._shard] if self._total is None or self._total is self._shard else [self._shard, self._total]
         unfilled = [gap for each in sums for gap in each.split_with_sizes(list(gaps))[::2] if gap.numel()]
         if unfilled:
             torch._foreach_zero_(unfilled)
+
+
+def _joined(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else like.new_empty(0)
 
 
 class _PeerFlight:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from .comm import Communicator
+from .followers import Follower, Followers
 from .reduction import Reduction
 
 
@@ -61,15 +62,15 @@ class Step:
     of blocks with use_checkpoint="auto". buffers_made, backwards: how many there were so far.
     """
 
-    def __init__(
-        self, gather: Communicator, reduce: Communicator, reduction: Reduction, poison: bool = False
-    ) -> None:
+    def __init__(self, gather: Communicator, reduce: Communicator, reduction: Reduction, poison: bool = False) -> None:
         self.gather, self.reduce, self.reduction, self.poison = gather, reduce, reduction, poison
         self.inspector: Any = None
         self.planner: Any = None
         self.buffers_made = self.backwards = 0
         self._inside = _Inside()
         self._readers: dict[Releasable, None] | None = None
+        self._followers: Followers | None = None
+        self._ahead: list[Follower] = []
         self._members: dict[int, dict[Member, None]] = {}
         self._lingering: weakref.ref[Releasable] | None = None  # weak: a model that is dropped goes
         self._prefetched: weakref.ref[Releasable] | None = None
@@ -111,7 +112,10 @@ class Step:
             with self.inside():
                 yield self._readers
         finally:
-            self._readers = outer
+            self._readers, self._followers = outer, None
+            ahead, self._ahead = self._ahead, []
+            for follower in ahead:
+                follower.release_unread()
 
     def inside(self) -> AbstractContextManager[None]:
         """Within a layer's own forward, be it the first or a recomputation."""
@@ -123,9 +127,27 @@ class Step:
 
     def open_block(self, block: Releasable, neighbour: Releasable | None) -> None:
         """`block` begins and `neighbour` is gathered ahead; others left whole, or gathered in vain, are released."""
+        self._followers = None
         self._release_kept(block, neighbour)
         if neighbour is not None:
             self._prefetched = weakref.ref(neighbour)
+
+    def open_last(self, followers: Followers) -> None:
+        """The forward of a block without a neighbour begins, whose `followers` are gathered ahead, and found out anew.
+
+        Within an outermost forward only, whose end releases what was gathered in vain.
+        """
+        if self._readers is None:
+            return
+        self._ahead += (ahead := followers.take())
+        for follower in ahead:
+            follower.gather_ahead()
+        self._followers = followers
+
+    def follow(self, follower: Follower) -> None:
+        """`follower` is about to be gathered, or was ahead and is read now."""
+        if self._followers is not None:
+            self._followers.note(follower)
 
     def linger(self, block: Releasable) -> None:
         """Leave `block` whole until another block opens: it may be needed next."""

@@ -54,6 +54,11 @@ class Trace:
     def state(self):
         return tuple(whole(piece) for piece in self.slices)
 
+    def heads(self):
+        """Of the head alone, since it was asked for last."""
+        seen, self.forward = self.forward, []
+        return [head for _, head in seen]
+
     def note(self):
         if torch._C._current_graph_task_id() == -1:
             self.forward.append(self.state())
@@ -68,6 +73,37 @@ def untied_are_whole_while_needed():
     assert not whole(model.embedding.weight) and whole(model.head.weight)
     output.backward()
     assert trace.forward == trace.backward == [(False, False)] * 3
+
+
+def head_is_gathered_beside_the_last_layer():
+    """From the second forward on, with and without gradients; and not again once a forward has left it unread."""
+    model = bmt.auto_wrap(Language(tied=False))
+    trace = Trace(model)
+    for number, grad in enumerate([True, True, False, True]):
+        with torch.set_grad_enabled(grad):
+            output = model(ids(number, bmt.rank()))
+        if grad:
+            output.backward()
+        assert trace.heads() == [False, False, number > 0], number
+        assert not whole(trace.slices[1])
+
+
+def gathered_in_vain_is_released():
+    model = bmt.auto_wrap(Language(tied=False))
+    trace = Trace(model)
+    model(ids(0, bmt.rank())).backward()
+    model.words = lambda model, x: x  # the head is left out
+    trace.heads()
+    for ahead in (True, False):
+        output = model(ids(1, bmt.rank()))
+        assert trace.heads() == [False, False, ahead] and not whole(trace.slices[1])
+        output.backward()
+    model.words = None
+    model(ids(2, bmt.rank())).backward()
+    model.words = lambda model, x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        model(ids(3, bmt.rank()))
+    assert not any(whole(piece) for piece in trace.slices)
 
 
 def tied_is_whole_until_the_head_is_done():
@@ -174,6 +210,7 @@ MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
 CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
 CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
 CASES += [(backward_twice,), (saved_activation_modified,)]
+CASES += [(head_is_gathered_beside_the_last_layer,), (gathered_in_vain_is_released,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 
 

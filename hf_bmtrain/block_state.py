@@ -259,4 +259,4 @@ class BlockState:
 
     def _reduce(self) -> None:
         self._unreduced = False
-        self.step.send([buffer.gradient for buffer in self.buffers if buffer.gradient.trainable])
+        self.step.send_block([buffer.gradient for buffer in self.buffers if buffer.gradient.trainable])

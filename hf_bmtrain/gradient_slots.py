@@ -10,8 +10,8 @@ import torch
 from .ops.streams import DONE, Ticket
 from .peer_memory import PeerMemory
 
-COUNT = 3
-"""Slots: one is filled while another is read and the ranks meet about the third."""
+COUNT = 2
+"""Slots: one is filled while the other is read."""
 
 
 class Slot:
@@ -24,8 +24,8 @@ class Slot:
 
 
 class GradientSlots:
-    """COUNT slots of equal size on every rank. A slot holds a row for each other rank, its part of one chunk of a
-    gradient, in the order of ranks.
+    """COUNT slots of equal size on every rank. A slot holds a row for each other rank, that rank's part of
+    one gradient's chunk for the slot's owner, in the order of ranks.
 
     They lie in peer memory, beside torch's allocator; they are made at the first gradient and again for a larger one,
     and stay until `free`.
@@ -69,6 +69,10 @@ class GradientSlots:
     def take(self) -> Slot:
         """The next slot in turn."""
         self._taken += 1
+        return self._slots[self._taken % COUNT]
+
+    def current(self) -> Slot:
+        """The slot that was taken last."""
         return self._slots[self._taken % COUNT]
 
     def previous(self) -> Slot:

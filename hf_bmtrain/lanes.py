@@ -31,12 +31,13 @@ SMALLEST_PULLED = 16 << 20
 
 
 class Lanes(NamedTuple):
-    """gather, reduce: communicators. reduction: how gradients are averaged over the ranks. control: agreement between
-    the ranks' Python."""
+    """gather, reduce: communicators. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged
+    over the ranks. control: agreement between the ranks' Python."""
 
     gather: Communicator
     reduce: Communicator
-    reduction: Reduction
+    blocks: Reduction
+    apart: Reduction
     control: Control
 
 
@@ -45,7 +46,7 @@ def open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta, g
     if gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
-        return Lanes(SingleProcess(), SingleProcess(), LocalReduction(), Control(1, timeout))
+        return Lanes(SingleProcess(), SingleProcess(), LocalReduction(), LocalReduction(), Control(1, timeout))
     if device.type == "cuda":
         import_nccl()  # a missing CuPy is told before anything waits for other ranks
     _join(rank, size, device, timeout)
@@ -58,9 +59,9 @@ def open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta, g
         return NcclCommunicator(name, rank, size, unique_id, device)
 
     gathering, reducing = open_lane("gather"), open_lane("reduce")
-    collective = CollectiveReduction(reducing, device)
-    found = Lanes(gathering, reducing, collective, control)
-    return found if gather == "collective" else _with_peers(found, collective, device, gather == "peer", open_lane)
+    apart = CollectiveReduction(reducing, device)
+    found = Lanes(gathering, reducing, apart, apart, control)
+    return found if gather == "collective" else _with_peers(found, apart, device, gather == "peer", open_lane)
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -79,7 +80,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
 
 def _with_peers(
     lanes: Lanes,
-    collective: CollectiveReduction,
+    apart: CollectiveReduction,
     device: torch.device,
     forced: bool,
     open_lane: Callable[[str], Communicator],
@@ -99,10 +100,10 @@ def _with_peers(
         _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
         return lanes
     smallest = 0 if forced else SMALLEST_PULLED
-    _log.info("rank %d: shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)
+    _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)
     return lanes._replace(
         gather=PeerCommunicator(lanes.gather, memory(), exchange, smallest, device, lambda: open_lane("updates")),
-        reduction=PeerReduction(collective, memory(), exchange, smallest, device),
+        blocks=PeerReduction(apart, memory(), exchange, smallest, device),
     )
 
 

@@ -166,7 +166,7 @@ class Reads:
         if not self._step.takes_part(self):
             self.release()
         if self._source.gradient.trainable:
-            self._step.send([self._source.gradient])
+            self._step.send_apart(self._source.gradient)
 
     def abandon_backward(self) -> None:
         self.release()

@@ -57,20 +57,24 @@ class _Inside:
 class Step:
     """Shared by all buffers and blocks of a world; given to them when they are made.
 
-    gather, reduce: the two lanes. reduction: how gradients are averaged over the ranks. poison: the debug switch that
-    fills unfilled and released memory with NaN. inspector: what notes activations at present, see `inspect`. planner:
-    of blocks with use_checkpoint="auto". buffers_made, backwards: how many there were so far.
+    gather, reduce: the two lanes. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged.
+    poison: the debug switch that fills unfilled and released memory with NaN.
+    inspector: what notes activations at present, see `inspect`. planner: of blocks with
+    use_checkpoint="auto". buffers_made, backwards: how many there were so far.
     """
 
-    def __init__(self, gather: Communicator, reduce: Communicator, reduction: Reduction, poison: bool = False) -> None:
-        self.gather, self.reduce, self.reduction, self.poison = gather, reduce, reduction, poison
+    def __init__(
+        self, gather: Communicator, reduce: Communicator, blocks: Reduction, apart: Reduction, poison: bool = False
+    ) -> None:
+        self.gather, self.reduce, self.poison = gather, reduce, poison
+        self._blocks, self._apart = blocks, apart
         self.inspector: Any = None
         self.planner: Any = None
         self.buffers_made = self.backwards = 0
         self._inside = _Inside()
         self._readers: dict[Releasable, None] | None = None
         self._followers: Followers | None = None
-        self._ahead: list[Follower] = []
+        self._unread: list[Follower] = []
         self._members: dict[int, dict[Member, None]] = {}
         self._lingering: weakref.ref[Releasable] | None = None  # weak: a model that is dropped goes
         self._prefetched: weakref.ref[Releasable] | None = None
@@ -79,13 +83,13 @@ class Step:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of shards and gradient slots that lie outside of torch's allocator, whose statistics miss them."""
-        return sum(getattr(owner, "mapped_bytes", 0) for owner in (self.gather, self.reduction))
+        return sum(getattr(owner, "mapped_bytes", 0) for owner in (self.gather, self._blocks))
 
     def free_dropped(self) -> None:
         """Give back what models that every rank has dropped have left mapped. Collective."""
         self.gather.free_dropped()
         if not getattr(self.gather, "mapped_bytes", 0):
-            self.reduction.free()
+            self._blocks.free()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -113,8 +117,8 @@ class Step:
                 yield self._readers
         finally:
             self._readers, self._followers = outer, None
-            ahead, self._ahead = self._ahead, []
-            for follower in ahead:
+            unread, self._unread = self._unread, []
+            for follower in unread:
                 follower.release_unread()
 
     def inside(self) -> AbstractContextManager[None]:
@@ -139,7 +143,7 @@ class Step:
         """
         if self._readers is None:
             return
-        self._ahead += (ahead := followers.take())
+        self._unread += (ahead := followers.take())
         for follower in ahead:
             follower.gather_ahead()
         self._followers = followers
@@ -218,16 +222,23 @@ class Step:
 
         Gathers that are to run beside that backward are issued before, so that they do not wait as well.
         """
-        self._receive(self.reduction.ahead)
+        self._receive(self._blocks.ahead)
 
-    def send(self, gradients: list[Travelling]) -> None:
-        """Start averaging the gradients of one block, or of one buffer outside blocks."""
+    def send_block(self, gradients: list[Travelling]) -> None:
+        """Start averaging the gradients of one block."""
+        self._send(gradients, self._blocks)
+
+    def send_apart(self, gradient: Travelling) -> None:
+        """Start averaging a gradient of what lies outside of blocks."""
+        self._send([gradient], self._apart)
+
+    def _send(self, gradients: list[Travelling], reduction: Reduction) -> None:
         self.make_room()
         for gradient in gradients:
             while gradient.under_way:
                 self._receive_one()
         for gradient in gradients:
-            gradient.send(self.reduction)
+            gradient.send(reduction)
         if gradients:
             self._travelling.append(gradients)
 

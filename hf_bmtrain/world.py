@@ -122,7 +122,7 @@ def init_distributed(
     joined = dist.is_initialized()
     lanes = open_lanes(rank, size, device, timedelta(seconds=timeout), gather)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
-    step = Step(lanes.gather, lanes.reduce, lanes.reduction, poison)
+    step = Step(lanes.gather, lanes.reduce, lanes.blocks, lanes.apart, poison)
     _world = World(
         rank, size, local_rank, device, step, lanes.control, zero_level, loss_scale_factor, loss_scale_steps
     )  # fmt: skip

@@ -88,7 +88,7 @@ def pretend_two_ranks() -> FreeLane:
     lane = FreeLane()
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
-    step = Step(lane, lane, reduction)
+    step = Step(lane, lane, reduction, reduction)
     world._world = world.World(0, 2, 0, device, step, Control(1, timedelta(seconds=1)), 3, 2, 1024)
     return lane
 

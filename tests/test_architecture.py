@@ -20,7 +20,7 @@ HERE = "tests/test_architecture.py"
 LAYERS = [
     "layout elastic control boundary followers accelerator parallelism replay refusals ops.launch ops.expect "
     "ops.row_loss ops.residual",
-    "plan random_state saved_bytes device_memory gradient_chunks",
+    "plan random_state saved_bytes device_memory",
     "comm packing precision recomputation ops.*",
     "nccl_lane peer_memory reduction",
     "peer gradient_slots",

@@ -4,8 +4,6 @@ import gc
 import random
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -37,7 +35,7 @@ def lane() -> Any:
 
 
 def peer_reduction() -> Any:
-    reduction = bmt.current_world().step.reduction
+    reduction = bmt.current_world().step._blocks
     assert isinstance(reduction, PeerReduction)
     return reduction
 
@@ -154,11 +152,15 @@ def dropped_shards_are_given_back():
 
 
 def gradients_are_pushed():
-    """Those of blocks, and of what lies outside: no collective below reduces any."""
+    """Those of blocks; what lies outside is reduced below in one piece."""
     model = wrapped()
-    with counted(peer_reduction().collective.lane, "reduce_scatter_mean") as reduced:
+    calls = []
+    below = bmt.current_world().step.reduce
+    original = below.reduce_scatter_mean
+    with mock.patch.object(below, "reduce_scatter_mean", lambda *each: calls.append(each) or original(*each)):
         model(ids(0, bmt.rank())).backward()
-    assert not reduced
+    assert len(calls) == 1
+    assert calls[0][0] is model.head.weight.buffer.gradient.shard
 
 
 def gradients_of(dtype: torch.dtype, backwards: int) -> list[torch.Tensor]:
@@ -173,41 +175,10 @@ def means_are_those_of_the_collective():
     step = bmt.current_world().step
     for dtype, backwards in [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 1), (torch.float64, 2)]:
         pulled = gradients_of(dtype, backwards)
-        with mock.patch.object(step, "reduction", step.reduction.collective):
+        with mock.patch.object(step, "_blocks", step._apart):
             reduced = gradients_of(dtype, backwards)
         assert all(torch.equal(*pair) for pair in zip(pulled, reduced)), (dtype, backwards)
         assert all(torch.equal(*pair) for pair in zip(pulled, gradients_of(dtype, backwards)))
-
-
-def chunks_change_no_bit():
-    """Gradients larger than a slot come in parts: the same means, and squares within rounding of float64."""
-    peers = peer_reduction()
-
-    def run(slot_bytes: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-        with mock.patch.object(peers, "slot_bytes", slot_bytes), counted(peers, "carry") as carried:
-            model = bmt.auto_wrap(Tower())
-            for number in range(2):
-                model(ids(number, bmt.rank())).backward()
-            squares = [p.buffer.gradient.squares([p.index]) for p in model.parameters()]
-        return [p.gather_gradient() for p in model.parameters()], squares, len(carried)
-
-    whole, in_chunks = run(64 << 20), run(128 * (bmt.world_size() - 1))
-    assert all(torch.equal(*pair) for pair in zip(whole[0], in_chunks[0]))
-    torch.testing.assert_close(in_chunks[1], whole[1], rtol=1e-14, atol=0)
-    assert in_chunks[2] > whole[2] > 0
-
-
-@contextmanager
-def counted(owner: Any, name: str) -> Iterator[list]:
-    """The calls of a method of `owner`, which is called all the same."""
-    calls, original = [], getattr(owner, name)
-
-    def call(*operands):
-        calls.append(operands)
-        return original(*operands)
-
-    with mock.patch.object(owner, name, call):
-        yield calls
 
 
 def sums_are_rounded_once():
@@ -228,7 +199,7 @@ def sums_are_rounded_once():
 
 
 def squares_come_with_the_mean():
-    """The norm reads no gradient that a reduction has brought, but those that someone has written since."""
+    """The norm reads no gradient that a block's reduction has brought, but those that someone has written since."""
     model, world = wrapped(), bmt.current_world()
     parameters = list(model.parameters())
 
@@ -245,11 +216,12 @@ def squares_come_with_the_mean():
     with mock.patch.object(world.step, "poison", False):  # its writes are counted, those of a reduction are not
         for step in range(3):
             model(ids(step, bmt.rank())).backward()
-            assert check() == 0
+            apart = check()
+            assert apart == len({p.buffer for p in parameters}) - len(model.layers)
             parameters[1].grad.mul_(3.0)
             assert check() > 0
             model(ids(step + 10, bmt.rank())).backward()  # adds
-            assert check() == 0
+            assert check() == apart
             model.zero_grad()
 
 
@@ -324,7 +296,7 @@ def two_blocks_of_gradients_at_most():
     with mock.patch.object(step, "make_room", make_room):
         model(ids(0, bmt.rank())).backward()
     assert max(kept for _, kept in seen) == 1
-    assert max(travelling for travelling, _ in seen) == step.reduction.ahead == 1
+    assert max(travelling for travelling, _ in seen) == step._blocks.ahead == 1
 
 
 class Hollow(twins.Layer):
@@ -359,7 +331,6 @@ def some_ranks_hold_nothing_of_an_update():
 
 
 OWN = [gradients_are_pushed, means_are_those_of_the_collective, sums_are_rounded_once, squares_come_with_the_mean]
-OWN += [chunks_change_no_bit]
 OWN += [slow_ranks, slots_are_shared_and_grow, two_blocks_of_gradients_at_most, parameter_without_elements]
 OWN += [
     some_ranks_hold_nothing_of_an_update,

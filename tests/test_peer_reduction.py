@@ -166,10 +166,9 @@ class Memory:
 class Rank(threading.Thread):
     """Sends gradients, drops them when it may, and compares what lands."""
 
-    def __init__(self, world: World, rank: int, seed: int, dtype: torch.dtype, slot_bytes: int) -> None:
+    def __init__(self, world: World, rank: int, seed: int, dtype: torch.dtype) -> None:
         super().__init__(daemon=True)
         self._world, self._rank, self._seed, self._dtype = world, rank, seed, dtype
-        self._slot_bytes = slot_bytes
         self._chance = random.Random(100 * seed + rank)
         self._streams: list[ThreadStream] = []
         self.error: BaseException | None = None
@@ -189,9 +188,9 @@ class Rank(threading.Thread):
     def _train(self) -> None:
         lane: Any = Lane(self._world, self._rank)
         memory: Any = Memory([self.stream() for _ in range(self._world.size)])
-        collective = CollectiveReduction(lane, torch.device("cpu"))
+        apart = CollectiveReduction(lane, torch.device("cpu"))
         exchange = functools.partial(self._world.exchange, self._rank)
-        peers = PeerReduction(collective, memory, exchange, 0, torch.device("cpu"), self._slot_bytes)
+        peers = PeerReduction(apart, memory, exchange, 0, torch.device("cpu"))
         shapes = [torch.Size((5, 7)), torch.Size((3,)), torch.Size((11,))]
         layouts = [Layout.build([n * shape.numel() for shape in shapes], self._world.size, 64) for n in (1, 2)]
         reducers = [
@@ -256,15 +255,14 @@ def stream_of_this_rank(device: torch.device, priority: int = 0) -> ThreadStream
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slots", [2, 3])
-@pytest.mark.parametrize("slot_bytes", [1 << 20, 300], ids=["at once", "in chunks"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_any_timing_gives_the_mean(size, slot_bytes, slots, dtype, monkeypatch):
+def test_any_timing_gives_the_mean(size, slots, dtype, monkeypatch):
     monkeypatch.setattr(gradient_slots, "COUNT", slots)
     for module in (reduction, peer_reduction):
         monkeypatch.setattr(module, "work_stream", stream_of_this_rank)
     for seed in range(3):
         world = World(size)
-        ranks = [Rank(world, rank, seed, dtype, slot_bytes) for rank in range(size)]
+        ranks = [Rank(world, rank, seed, dtype) for rank in range(size)]
         for rank in ranks:
             rank.start()
         for rank in ranks:

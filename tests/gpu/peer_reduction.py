@@ -43,14 +43,14 @@ def main() -> int:
     bmt.init_distributed(seed=0, gather="peer" if options.tiny else "auto")
     torch.use_deterministic_algorithms(True, warn_only=True)
     step: Any = bmt.current_world().step
-    if not isinstance(step.reduction, PeerReduction):
+    if not isinstance(step._blocks, PeerReduction):
         print("no peer access here: gradients are reduced by NCCL")
         return 1
     step.poison = True
     with collectives(step):
         expected = train(options)
     copied = [train(options), train(options)]
-    with sleeping(step.reduction):
+    with sleeping(step._blocks):
         copied.append(train(options, lag=True))
     wrong = compare(expected, copied)
     step.poison = False
@@ -58,15 +58,14 @@ def main() -> int:
     for name, way in [("collectives", collectives(step)), ("copies", nullcontext())]:
         with way:
             bmt.print_rank(f"{name}: {milliseconds(options):.2f} ms a step")
-    bmt.print_rank(f"slots: {step.reduction.mapped_bytes / 1e6:.0f} MB a rank")
+    bmt.print_rank(f"slots: {step._blocks.mapped_bytes / 1e6:.0f} MB a rank")
     return wrong
 
 
 @contextmanager
 def collectives(step: Any) -> Iterator[None]:
     """What is made and run here gathers and reduces by the lanes below."""
-    below, collective = step.gather._below, step.reduction.collective
-    with mock.patch.object(step, "gather", below), mock.patch.object(step, "reduction", collective):
+    with mock.patch.object(step, "gather", step.gather._below), mock.patch.object(step, "_blocks", step._apart):
         yield
 
 

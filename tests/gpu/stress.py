@@ -22,10 +22,9 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain.peer_reduction import PeerReduction
 from ranks import Ranks
 
-WIDTH, ROWS, SLOT_BYTES = 48, 32, 4096  # a layer's gradient is pushed in several chunks
+WIDTH, ROWS = 48, 32
 PAUSES = (0, 0, 0, 20_000, 400_000)
 """Cycles, up to 0.2 ms: several times what the host needs to queue the next kernel."""
 
@@ -122,9 +121,6 @@ def count_differences(one: list[torch.Tensor], other: list[torch.Tensor]) -> int
 def run_cell(cell: Cell, steps: int, seed: int) -> tuple[int, int]:
     """Steps that differ between two runs as they are, and between one of them and one with pauses."""
     torch.use_deterministic_algorithms(True)
-    reduction = bmt.current_world().step.reduction
-    if isinstance(reduction, PeerReduction):
-        reduction.slot_bytes = SLOT_BYTES
     on_gpu = bmt.current_world().device.type == "cuda"
     first, again = train(cell, steps), train(cell, -(-steps // 4))
     late: AbstractContextManager = pausing(1000 * seed + bmt.rank()) if on_gpu else nullcontext()

@@ -2,10 +2,10 @@
 
 Packing runs on a stream of its own, beside the backward of the next block. Who waits for what:
 * the packing stream first waits for what the current stream has queued at `send`, hence for the gradients;
-* the gradients are kept until the current stream has waited for the packing (`land`), so that the allocator, which
-  recycles memory in the order of the current stream, does not hand them out too early;
 * the lane's operation follows the packing, as it follows the current stream elsewhere; the current stream waits for it
-  in `land`. Whoever sends calls `land` or `cancel` before the buffer is sent again.
+  in `land`. Whoever sends calls `land` or `cancel` before the buffer is sent again;
+* the gradients are kept until then, so that the allocator, which recycles memory in the order of the current stream,
+  does not hand them out too early.
 Beside what the buffers hold in any case, two blocks' gradients are there at most as autograd made them (`Step` sees to
 that), and two packed. With one process gradients are packed on the current stream.
 """
@@ -90,33 +90,51 @@ class CollectiveReduction:
 
 
 class _CollectiveReducer:
+    """A gradient that fills its buffer from end to end is reduced where it lies."""
+
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
-        self._owner, self._poison = owner, poison
-        self._full = Elastic(layout.numel, like.dtype, like.device, poison)
-        self._packing = Packing(self._full.tensor, layout, shapes)
+        self._owner, self._layout, self._shapes, self._poison = owner, layout, shapes, poison
+        self._dtype, self._device = like.dtype, like.device
+        self._full: Elastic | None = None
+        self._packing: Packing | None = None
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         arriving = shard if total is None else torch.empty_like(shard)
         if self._poison:
             arriving.fill_(float("nan"))
-        self._full.allocate()
+        packing = None if self._fills(gradients) else self._room()
         tickets: list[Ticket] = []
 
         def reduce() -> None:
-            packed = self._packing.complete(gradients)
-            tickets.append(self._owner.lane.reduce_scatter_mean(arriving, packed))
+            packed = gradients[0] if packing is None else packing.complete(gradients)
+            assert packed is not None
+            tickets.append(self._owner.lane.reduce_scatter_mean(arriving, packed.view(-1)))
 
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        return _CollectiveFlight(stream.mark(), tickets[0], gradients, self._full, arriving, shard, total)
+        return _CollectiveFlight(tickets[0], gradients, self._full, arriving, shard, total)
+
+    def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the first gradient is all that there is to pack, and lies as it would be packed."""
+        first = gradients[0]
+        if first is None or self._layout.numels != (self._layout.numel,):
+            return False
+        return first.dtype == self._dtype and first.layout == torch.strided and first.is_contiguous()
+
+    def _room(self) -> Packing:
+        if self._full is None or self._packing is None:
+            self._full = Elastic(self._layout.numel, self._dtype, self._device, self._poison)
+            self._packing = Packing(self._full.tensor, self._layout, self._shapes)
+        self._full.allocate()
+        return self._packing
 
 
 class _CollectiveFlight:
     squares = None
 
-    def __init__(self, packed: Ticket, arrived: Ticket, gradients, full: Elastic, arriving, shard, total) -> None:
-        self._packed, self._arrived, self._full = packed, arrived, full
+    def __init__(self, arrived: Ticket, gradients, full: Elastic | None, arriving, shard, total) -> None:
+        self._arrived, self._full = arrived, full
         self._gradients: Sequence[torch.Tensor | None] | None = gradients
         self._arriving, self._shard, self._total = arriving, shard, total
 
@@ -128,10 +146,10 @@ class _CollectiveFlight:
                 self._shard.copy_(self._total)
 
     def cancel(self) -> None:
-        self._packed.wait()
-        self._gradients = None
         self._arrived.wait()
-        self._full.free()
+        self._gradients = None
+        if self._full is not None:
+            self._full.free()
 
 
 class LocalReducer:

@@ -1,10 +1,13 @@
 """Parameters outside blocks: whole only while their values are needed, and right whenever they are asked for."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from hf_bmtrain.packing import Packing
 from twins import WIDTH, Layer, check_gradients, check_twins, ids
 
 VOCABULARY = (1 << 20) // WIDTH + 1  # an embedding large enough for a buffer of its own
@@ -143,6 +146,29 @@ class Detached(nn.Linear):
         return nn.functional.linear(x.tanh() + nn.functional.linear(x, self.weight.detach())[..., :WIDTH], self.weight)
 
 
+def gradients_that_fill_their_buffers():
+    """Embedding and head of even sizes: reduced where autograd left them, what is small is packed."""
+    rows = 96 * ((1 << 20) // (96 * WIDTH) + 1)
+    packed: list[int] = []
+    original = Packing.complete
+
+    def complete(packing, gradients):
+        packed.append(packing.flat.numel())
+        return original(packing, gradients)
+
+    def make():
+        model = Language(tied=False)
+        model.embedding, model.head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        return model
+
+    with mock.patch.object(Packing, "complete", complete):
+        check_twins(make, loss)
+    assert packed and rows * WIDTH not in packed
+
+
 def with_detached_head(tied):
     model = Language(tied)
     head = Detached(WIDTH, VOCABULARY, bias=False)
@@ -210,6 +236,7 @@ MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
 CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
 CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
 CASES += [(backward_twice,), (saved_activation_modified,)]
+CASES += [(gradients_that_fill_their_buffers,)]
 CASES += [(head_is_gathered_beside_the_last_layer,), (gathered_in_vain_is_released,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 

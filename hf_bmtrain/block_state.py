@@ -10,7 +10,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .boundary import enter_backward, leave_backward
-from .followers import Followers
 from .precision import uncached_autocast
 from .recomputation import Fixed, Recomputation, UseCheckpoint
 from .replay import Replay
@@ -46,7 +45,6 @@ class BlockState:
         self.own_forward: Callable | None = None
         self.compiled = False
         self._places = [slot.place() for slot in slots]
-        self._followers = Followers()
         self.pending = 0
         self._unreduced = False
         self._opened = False
@@ -81,8 +79,6 @@ class BlockState:
         differentiable = False
         try:
             self._open(self.next)
-            if self.next is None:
-                self.step.open_last(self._followers)
             if training:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()

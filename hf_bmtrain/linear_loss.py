@@ -195,7 +195,6 @@ def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: to
 def _whole(parameter: torch.Tensor | None) -> Iterator[Any]:
     """The whole parameter, readable under `with`. A slice is gathered, and freed unless it was whole before."""
     if isinstance(parameter, DistributedParameter):
-        parameter.buffer.reads.follow()
         with parameter.buffer.whole_now():
             yield parameter.buffer.wholes[parameter.index].detach()
     else:

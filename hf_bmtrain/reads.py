@@ -22,8 +22,6 @@ class Source(Protocol):
 
     @property
     def version(self) -> int: ...
-    @property
-    def whole(self) -> bool: ...
     def gather(self) -> None: ...
     def wait(self) -> None: ...
     def release(self) -> None: ...
@@ -53,7 +51,7 @@ class Reads:
         self._parameters: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]
         self._parameters = weakref.WeakKeyDictionary()
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self._watched = self._unread = False
+        self._watched = False
         self.unwatched = False
 
     @property
@@ -75,8 +73,6 @@ class Reads:
             return piece
         self._step.meet(self)
         self._source.gradient.let_go()
-        self.follow()
-        self._unread = False
         self._source.gather()
         self._source.wait()
         self.unwatched |= not self._watched
@@ -87,22 +83,6 @@ class Reads:
         if whole.requires_grad != piece.requires_grad:
             whole.requires_grad_(piece.requires_grad)
         return whole
-
-    def follow(self) -> None:
-        """Whoever gathers the buffer in a forward says so before: the next forward may do it ahead."""
-        if self._unread or not self._source.whole:
-            self._step.follow(self)
-
-    def gather_ahead(self) -> None:
-        if not self._source.whole:
-            self._source.gradient.let_go()
-            self._source.gather()
-            self._unread = True
-
-    def release_unread(self) -> None:
-        if self._unread:
-            self._unread = False
-            self._source.release()
 
     def _readable(self, index: int) -> torch.nn.Parameter:
         whole = torch.nn.Parameter(self._source.wholes[index].data)

@@ -116,11 +116,12 @@ class _CollectiveReducer:
         return _CollectiveFlight(tickets[0], gradients, self._full, arriving, shard, total)
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the first gradient is all that there is to pack, and lies as it would be packed."""
+        """Whether the first gradient is all that there is to pack, and its bytes lie as they would be packed."""
         first = gradients[0]
         if first is None or self._layout.numels != (self._layout.numel,):
             return False
-        return first.dtype == self._dtype and first.layout == torch.strided and first.is_contiguous()
+        plain = first.layout == torch.strided and not first.is_conj() and not first.is_neg()
+        return plain and first.dtype == self._dtype and first.is_contiguous()
 
     def _room(self) -> Packing:
         if self._full is None or self._packing is None:

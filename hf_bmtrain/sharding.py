@@ -209,21 +209,17 @@ class ShardedBuffer:
         """Changes whenever the weights do."""
         return self.shard._version
 
-    @property
-    def whole(self) -> bool:
-        """Whether the full buffer is, or is about to be, filled with the present weights."""
-        return self._full is None or (self._full.allocated and self._filled_version == self.shard._version)
-
     def gather(self) -> None:
-        """Start to make the full buffer whole, unless it is."""
+        """Start to make the full buffer whole, unless it is, or is about to be, with the present weights."""
         self.update.settle()
-        if self._full is None or self.whole:
+        full = self._full
+        if full is None or (full.allocated and self._filled_version == self.shard._version):
             return
-        if self._full.allocated:
+        if full.allocated:
             self.release()
-        self._full.allocate()
+        full.allocate()
         self._filled_version = self.shard._version
-        self._ticket = self._lane.all_gather(self._full.tensor, self.shard, self._cut)
+        self._ticket = self._lane.all_gather(full.tensor, self.shard, self._cut)
 
     def wait(self) -> None:
         """The current stream waits until the buffer is whole."""
@@ -232,9 +228,12 @@ class ShardedBuffer:
             self._ticket = None
 
     def release(self) -> None:
-        if self._full is not None:
-            self.wait()
-            self._full.free()
+        if self._full is None:
+            return
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+        self._full.free()
 
     @property
     def sharded(self) -> bool:
@@ -271,7 +270,9 @@ class ShardedBuffer:
     @contextmanager
     def whole_now(self) -> Iterator[None]:
         """`with buffer.whole_now():` the wholes are readable; released after it unless they were before. Collective.
-        What is read may be written back afterwards."""
+
+        What is read may be written back afterwards.
+        """
         was_whole = self._full is None or self._full.allocated
         self.gather()
         self.wait()

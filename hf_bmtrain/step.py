@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 
 from .comm import Communicator
-from .followers import Follower, Followers
 from .reduction import Reduction
 
 
@@ -73,8 +72,6 @@ class Step:
         self.buffers_made = self.backwards = 0
         self._inside = _Inside()
         self._readers: dict[Releasable, None] | None = None
-        self._followers: Followers | None = None
-        self._unread: list[Follower] = []
         self._members: dict[int, dict[Member, None]] = {}
         self._lingering: weakref.ref[Releasable] | None = None  # weak: a model that is dropped goes
         self._prefetched: weakref.ref[Releasable] | None = None
@@ -116,10 +113,7 @@ class Step:
             with self.inside():
                 yield self._readers
         finally:
-            self._readers, self._followers = outer, None
-            unread, self._unread = self._unread, []
-            for follower in unread:
-                follower.release_unread()
+            self._readers = outer
 
     def inside(self) -> AbstractContextManager[None]:
         """Within a layer's own forward, be it the first or a recomputation."""
@@ -131,27 +125,9 @@ class Step:
 
     def open_block(self, block: Releasable, neighbour: Releasable | None) -> None:
         """`block` begins and `neighbour` is gathered ahead; others left whole, or gathered in vain, are released."""
-        self._followers = None
         self._release_kept(block, neighbour)
         if neighbour is not None:
             self._prefetched = weakref.ref(neighbour)
-
-    def open_last(self, followers: Followers) -> None:
-        """The forward of a block without a neighbour begins, whose `followers` are gathered ahead, and found out anew.
-
-        Within an outermost forward only, whose end releases what was gathered in vain.
-        """
-        if self._readers is None:
-            return
-        self._unread += (ahead := followers.take())
-        for follower in ahead:
-            follower.gather_ahead()
-        self._followers = followers
-
-    def follow(self, follower: Follower) -> None:
-        """`follower` is about to be gathered, or was ahead and is read now."""
-        if self._followers is not None:
-            self._followers.note(follower)
 
     def linger(self, block: Releasable) -> None:
         """Leave `block` whole until another block opens: it may be needed next."""

@@ -1,13 +1,10 @@
 """Parameters outside blocks: whole only while their values are needed, and right whenever they are asked for."""
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain.packing import Packing
 from twins import WIDTH, Layer, check_gradients, check_twins, ids
 
 VOCABULARY = (1 << 20) // WIDTH + 1  # an embedding large enough for a buffer of its own
@@ -57,11 +54,6 @@ class Trace:
     def state(self):
         return tuple(whole(piece) for piece in self.slices)
 
-    def heads(self):
-        """Of the head alone, since it was asked for last."""
-        seen, self.forward = self.forward, []
-        return [head for _, head in seen]
-
     def note(self):
         if torch._C._current_graph_task_id() == -1:
             self.forward.append(self.state())
@@ -76,37 +68,6 @@ def untied_are_whole_while_needed():
     assert not whole(model.embedding.weight) and whole(model.head.weight)
     output.backward()
     assert trace.forward == trace.backward == [(False, False)] * 3
-
-
-def head_is_gathered_beside_the_last_layer():
-    """From the second forward on, with and without gradients; and not again once a forward has left it unread."""
-    model = bmt.auto_wrap(Language(tied=False))
-    trace = Trace(model)
-    for number, grad in enumerate([True, True, False, True]):
-        with torch.set_grad_enabled(grad):
-            output = model(ids(number, bmt.rank()))
-        if grad:
-            output.backward()
-        assert trace.heads() == [False, False, number > 0], number
-        assert not whole(trace.slices[1])
-
-
-def gathered_in_vain_is_released():
-    model = bmt.auto_wrap(Language(tied=False))
-    trace = Trace(model)
-    model(ids(0, bmt.rank())).backward()
-    model.words = lambda model, x: x  # the head is left out
-    trace.heads()
-    for ahead in (True, False):
-        output = model(ids(1, bmt.rank()))
-        assert trace.heads() == [False, False, ahead] and not whole(trace.slices[1])
-        output.backward()
-    model.words = None
-    model(ids(2, bmt.rank())).backward()
-    model.words = lambda model, x: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        model(ids(3, bmt.rank()))
-    assert not any(whole(piece) for piece in trace.slices)
 
 
 def tied_is_whole_until_the_head_is_done():
@@ -144,29 +105,6 @@ class Detached(nn.Linear):
 
     def forward(self, x):
         return nn.functional.linear(x.tanh() + nn.functional.linear(x, self.weight.detach())[..., :WIDTH], self.weight)
-
-
-def gradients_that_fill_their_buffers():
-    """Embedding and head of even sizes: reduced where autograd left them, what is small is packed."""
-    rows = 96 * ((1 << 20) // (96 * WIDTH) + 1)
-    packed: list[int] = []
-    original = Packing.complete
-
-    def complete(packing, gradients):
-        packed.append(packing.flat.numel())
-        return original(packing, gradients)
-
-    def make():
-        model = Language(tied=False)
-        model.embedding, model.head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-        return model
-
-    with mock.patch.object(Packing, "complete", complete):
-        check_twins(make, loss)
-    assert packed and rows * WIDTH not in packed
 
 
 def with_detached_head(tied):
@@ -236,8 +174,6 @@ MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
 CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
 CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
 CASES += [(backward_twice,), (saved_activation_modified,)]
-CASES += [(gradients_that_fill_their_buffers,)]
-CASES += [(head_is_gathered_beside_the_last_layer,), (gathered_in_vain_is_released,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 
 

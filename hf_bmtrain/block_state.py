@@ -70,7 +70,7 @@ class BlockState:
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's own forward on whole parameters."""
         layer_forward = self.own_forward or layer_forward
-        if self.pending > 0 and self.step.in_backward:
+        if self.step.in_backward and self._is_recomputed():
             return self._run_again(layer_forward, args, kwargs)
         self.step.forget_failed_backward()
         training = torch.is_grad_enabled()
@@ -95,6 +95,11 @@ class BlockState:
         if self.zero_level == 3 and differentiable:
             self.step.linger(self)
         return outputs
+
+    def _is_recomputed(self) -> bool:
+        """Whether a call during a backward repeats one that autograd has recorded."""
+        recorded = self.step.was_recorded(self)
+        return self.pending > 0 if recorded is None else recorded
 
     def _run_again(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Somebody's own checkpoint around this block recomputes it: autograd must save what it saved in the forward,
@@ -140,6 +145,8 @@ class BlockState:
             )
         outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
         self.pending += differentiable
+        if differentiable:
+            self.step.record(self)
         return outputs, differentiable
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:

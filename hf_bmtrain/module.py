@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from .boundary import enter_backward
 from .guard import SelfReducing
+from .passage import Passage
 from .precision import uncached_autocast
 from .reads import watch
 from .sharding import DistributedParameter
@@ -23,9 +24,10 @@ from .world import current_world
 class _Pass:
     """What one outermost forward read outside blocks, and what its backward will ask for."""
 
-    def __init__(self, met: Sequence[Any]) -> None:
-        self._met = [(reads, reads.unwatched) for reads in met]
-        self.versions = [reads.version for reads in met]
+    def __init__(self, step: Step, passage: Passage) -> None:
+        self._step, self._passage = step, passage
+        self._met = [(reads, reads.unwatched) for reads in passage.readers]
+        self.versions = [reads.version for reads in passage.readers]
 
     def before_backward(self, token: list[int]) -> None:
         if token != [reads.version for reads, _ in self._met]:
@@ -33,6 +35,7 @@ class _Pass:
                 "Weights outside the blocks changed between the forward and its backward (an optimizer step or a "
                 "load came between them); the gradients would be wrong. Run forward again."
             )
+        self._step.enlist(self._passage)
         for reads, unwatched in self._met:
             reads.prepare_backward(unwatched)
 
@@ -75,22 +78,22 @@ class DistributedModule(SelfReducing, torch.nn.Module):
         if step.in_backward:  # somebody's own checkpoint recomputes a part of the model
             with uncached_autocast(), step.inside(), self._watch_own():
                 return function(*args, **kwargs)
-        with uncached_autocast(), step.forward() as met:
+        with uncached_autocast(), step.forward() as passage:
             try:
                 with self._watch_own():
                     outputs = function(*args, **kwargs)
-                for reads in met:
+                for reads in passage.readers:
                     reads.check_unwritten()
             except BaseException:
-                for reads in met:
+                for reads in passage.readers:
                     reads.release()
                 raise
         if torch.is_grad_enabled():
-            this = _Pass(list(met))
+            this = _Pass(step, passage)
             outputs, differentiable = enter_backward(this, this.versions, outputs)
             if differentiable:
                 return outputs
-        for reads in met:
+        for reads in passage.readers:
             reads.release()
         return outputs
 

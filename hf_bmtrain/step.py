@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from .comm import Communicator
+from .passage import Passage
 from .reduction import Reduction
 
 
@@ -71,7 +72,7 @@ class Step:
         self.planner: Any = None
         self.buffers_made = self.backwards = 0
         self._inside = _Inside()
-        self._readers: dict[Releasable, None] | None = None
+        self._passage: Passage | None = None
         self._members: dict[int, dict[Member, None]] = {}
         self._lingering: weakref.ref[Releasable] | None = None  # weak: a model that is dropped goes
         self._prefetched: weakref.ref[Releasable] | None = None
@@ -105,23 +106,28 @@ class Step:
             self.abandon_backward()
 
     @contextmanager
-    def forward(self) -> Iterator[dict[Releasable, None]]:
-        """Open the outermost forward; yields the buffers outside blocks that it reads."""
+    def forward(self) -> Iterator[Passage]:
+        """Open the outermost forward."""
         self.forget_failed_backward()
-        outer, self._readers = self._readers, {}
+        outer, self._passage = self._passage, Passage()
         try:
             with self.inside():
-                yield self._readers
+                yield self._passage
         finally:
-            self._readers = outer
+            self._passage = outer
 
     def inside(self) -> AbstractContextManager[None]:
         """Within a layer's own forward, be it the first or a recomputation."""
         return self._inside
 
     def meet(self, reader: Releasable) -> None:
-        if self._readers is not None:
-            self._readers[reader] = None
+        if self._passage is not None:
+            self._passage.readers[reader] = None
+
+    def record(self, block: Member) -> None:
+        """Autograd has recorded a forward of `block`."""
+        if self._passage is not None:
+            self._passage.blocks.add(block)
 
     def open_block(self, block: Releasable, neighbour: Releasable | None) -> None:
         """`block` begins and `neighbour` is gathered ahead; others left whole, or gathered in vain, are released."""
@@ -151,6 +157,11 @@ class Step:
             members = self._members[task] = {}
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         members[member] = None
+
+    def was_recorded(self, block: Member) -> bool | None:
+        """Whether `block` was recorded in a forward that is being gone back through; None where no such is known."""
+        passages = [each for members in self._members.values() for each in members if isinstance(each, Passage)]
+        return any(block in passage.blocks for passage in passages) if passages else None
 
     def takes_part(self, member: Member) -> bool:
         """Whether a backward that is not over yet, around the one that ends, has `member`."""

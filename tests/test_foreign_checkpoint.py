@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from twins import WIDTH, Layer, check_twins, ids
+import hf_bmtrain as bmt
+from twins import WIDTH, Layer, check_gradients, check_twins, ids
 
 
 class Recomputing(nn.Module):
@@ -74,6 +75,58 @@ CASES = list(itertools.product(PLANS, (False, True), (True, False), (True, False
 @pytest.mark.parametrize("size", [1, 2])
 def test_training(world, size, plan, reentrant, listed, use_checkpoint, zero_level):
     world(size)(trained, plan, reentrant, listed, use_checkpoint, zero_level)
+
+
+def pair(plan, reentrant, use_checkpoint):
+    """A sharded model and its plain twin, without dropout."""
+    model, twin = Recomputing(plan, reentrant, True), Recomputing(plan, reentrant, True)
+    for either in (model, twin):
+        either.mixer[2].p = 0.0
+    return bmt.auto_wrap(model, use_checkpoint=use_checkpoint), twin
+
+
+def several_backwards(plan, reentrant, use_checkpoint):
+    """Through two forwards at once, one after the other in either order, and twice through one."""
+    model, twin = pair(plan, reentrant, use_checkpoint)
+    for order in ("sum", [0, 1], [1, 0], "twice"):
+        mine = [model(ids(step, bmt.rank())) for step in (0, 1)]
+        plain = [torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean() for step in (0, 1)]
+        for losses in (mine, plain):
+            if order == "sum":
+                sum(losses).backward()
+            elif order == "twice":
+                losses[0].backward(retain_graph=True)
+                losses[0].backward()
+            else:
+                for number in order:
+                    losses[number].backward()
+        check_gradients(model, twin)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def forwards_without_backward(plan, reentrant, use_checkpoint):
+    """A forward that recomputes nothing and has a graph, dropped or kept, changes no later step."""
+    model, twin = pair(plan, reentrant, use_checkpoint)
+    kept = []
+    for step in range(3):
+        for either in (model, twin):
+            either.zero_grad()
+            either.plan = ""
+            kept += [either(ids(7, 0))] * (step == 2)
+            either.plan = plan
+        model(ids(step, bmt.rank())).backward()
+        torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
+        check_gradients(model, twin)
+
+
+@pytest.mark.parametrize("check", [several_backwards, forwards_without_backward])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("plan", PLANS[1:])
+@pytest.mark.parametrize("size", [1, 2])
+def test_graphs_of_other_forwards(world, size, plan, reentrant, use_checkpoint, check):
+    world(size)(check, plan, reentrant, use_checkpoint)
 
 
 def kept_on_the_cpu(listed, use_checkpoint):

@@ -13,7 +13,6 @@ import random
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain import outside
-from tiny_models import VOCABULARY, build
+from program_models import draw_model
 from twins import Tower, ids
 
 LENGTH = 12  # actions
@@ -29,36 +28,12 @@ CLOSE = {torch.float64: {"rtol": 1e-8, "atol": 1e-11}, torch.float32: {"rtol": 1
 PLANS = (None, None, None, [0, 1, 2, 1], [2, 0], [0, 0, 0], [1])
 
 
-class TiedTower(Tower):
-    """The head reads the embedding's weight; plans as in a Tower."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(self.embedding.embedding_dim, self.embedding.num_embeddings)
-        self.head.weight = self.embedding.weight
-
-
-class Language(nn.Module):
-    """A tiny model of transformers, called like a Tower; it has no plans. (Llama computes norms in float32.)"""
-
-    def __init__(self, family: str) -> None:
-        super().__init__()
-        self.model: Any = build(family, tied=True)
-        self.model.config.use_cache = False
-
-    def forward(self, tokens: torch.Tensor, plan: list[int] | None = None) -> torch.Tensor:
-        return self.model(input_ids=tokens % VOCABULARY).logits.square().mean()
-
-
-MODELS = (Tower, Tower, TiedTower, lambda: Language("gpt2"), lambda: Language("bert"))
-
-
 class Program:
     """One program. Every method that changes something does it to `model` and to `twin`."""
 
     def __init__(self, seed: int, folder: str) -> None:
         self.random, self.folder = random.Random(seed), Path(folder)
-        make = self.random.choice(MODELS)
+        make = draw_model(self.random)
         own_buffers = self.random.choice([1, outside._LARGE])
         self.options = {"zero_level": self.random.choice([2, 3]), "use_checkpoint": self.random.choice([False, True])}
         dtype = self.random.choice([torch.float64, torch.float64, torch.float32])
@@ -70,14 +45,19 @@ class Program:
         self.scale = self.random.choice([None, 2.0**10])
         self.new_optimizers()
         self.batches = 0
-        self.done = [type(self.twin).__name__, f"own buffers from {own_buffers}", f"loss scale {self.scale}"]
+        self.done = [
+            type(self.twin).__name__,
+            self.twin.extra_repr(),
+            f"own buffers from {own_buffers}",
+            f"loss scale {self.scale}",
+        ]
 
     def run(self) -> None:
         """Execute the program; what differs raises, with what was done until then. Collective."""
         actions = [
-            self.train, self.train, self.train, self.add_up, self.evaluate, self.drop_a_forward, self.fail, self.freeze,
-            self.thaw, self.rate, self.write_whole, self.write_slices, self.reload, self.files, self.resume,
-            self.clear_one, self.edit_gradients, self.new_optimizers, self.modes, self.gradients_of_inputs,
+            self.train, self.train, self.train, self.add_up, self.two_forwards, self.evaluate, self.drop_a_forward,
+            self.fail, self.freeze, self.thaw, self.rate, self.write_whole, self.write_slices, self.reload, self.files,
+            self.resume, self.clear_one, self.edit_gradients, self.new_optimizers, self.modes, self.gradients_of_inputs,
         ]  # fmt: skip
         for _ in range(LENGTH):
             action = self.random.choice(actions)
@@ -134,9 +114,26 @@ class Program:
             losses.mean().backward(retain_graph=True)
         self.manager.backward(mine)
         losses.mean().backward()
+        self.fill_unused()
+
+    def two_forwards(self) -> None:
+        """Both graphs are there before the first backward, which goes through one of them, or through both."""
+        steps, size = (self.next_batch(), self.next_batch()), bmt.world_size()
+        mine = [self.model(ids(step, bmt.rank())) * (self.scale or 1.0) for step in steps]
+        plain = [torch.stack([self.twin(ids(step, other)) for other in range(size)]).mean() for step in steps]
+        order = self.random.choice([None, [0, 1], [1, 0], [0], [1]])
+        if not mine[0].requires_grad:
+            return
+        for losses in (mine, plain):
+            for loss in [sum(losses)] if order is None else [losses[number] for number in order]:
+                loss.backward()
+        self.fill_unused()
+
+    def fill_unused(self) -> None:
+        """A gradient that nobody has used is zero here, and None there."""
         whole = dict(self.model.named_parameters())
         for name, parameter in self.twin.named_parameters():
-            if parameter.grad is None and whole[name].grad is not None:  # unused: zero here, None there
+            if parameter.grad is None and whole[name].grad is not None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def next_batch(self) -> int:
@@ -151,6 +148,8 @@ class Program:
 
     def gradients_of_inputs(self) -> None:
         """A hook on the embedding's output sees this rank's gradient, in a backward of its own."""
+        if not getattr(self.twin, "watched", True):
+            return
         seen = []
         for either in self.both:
             embedding = next(module for module in either.modules() if isinstance(module, nn.Embedding))

@@ -12,35 +12,12 @@ import torch
 
 from .boundary import enter_backward
 from .guard import SelfReducing
-from .passage import Passage
 from .precision import uncached_autocast
 from .reads import watch
 from .sharding import DistributedParameter
 from .slot import Slot, StateDict, copy_wholes, hidden, slice_entries
 from .step import Step
 from .world import current_world
-
-
-class _Pass:
-    """What one outermost forward read outside blocks, and what its backward will ask for."""
-
-    def __init__(self, step: Step, passage: Passage) -> None:
-        self._step, self._passage = step, passage
-        self._met = [(reads, reads.unwatched) for reads in passage.readers]
-        self.versions = [reads.version for reads in passage.readers]
-
-    def before_backward(self, token: list[int]) -> None:
-        if token != [reads.version for reads, _ in self._met]:
-            raise RuntimeError(
-                "Weights outside the blocks changed between the forward and its backward (an optimizer step or a "
-                "load came between them); the gradients would be wrong. Run forward again."
-            )
-        self._step.enlist(self._passage)
-        for reads, unwatched in self._met:
-            reads.prepare_backward(unwatched)
-
-    def after_backward(self) -> None:
-        raise AssertionError("nothing stands in front of an outermost forward")
 
 
 class DistributedModule(SelfReducing, torch.nn.Module):
@@ -82,19 +59,15 @@ class DistributedModule(SelfReducing, torch.nn.Module):
             try:
                 with self._watch_own():
                     outputs = function(*args, **kwargs)
-                for reads in passage.readers:
-                    reads.check_unwritten()
+                passage.check_unwritten()
             except BaseException:
-                for reads in passage.readers:
-                    reads.release()
+                passage.release()
                 raise
         if torch.is_grad_enabled():
-            this = _Pass(step, passage)
-            outputs, differentiable = enter_backward(this, this.versions, outputs)
+            outputs, differentiable = enter_backward(passage, passage.end(), outputs)
             if differentiable:
                 return outputs
-        for reads in passage.readers:
-            reads.release()
+        passage.release()
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:

@@ -124,6 +124,7 @@ class _CollectiveReducer:
         return plain and first.dtype == self._dtype and first.is_contiguous()
 
     def _room(self) -> Packing:
+        """Where all gradients are packed, its bytes allocated; made when it is needed first."""
         if self._full is None or self._packing is None:
             self._full = Elastic(self._layout.numel, self._dtype, self._device, self._poison)
             self._packing = Packing(self._full.tensor, self._layout, self._shapes)

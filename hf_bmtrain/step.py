@@ -109,7 +109,7 @@ class Step:
     def forward(self) -> Iterator[Passage]:
         """Open the outermost forward."""
         self.forget_failed_backward()
-        outer, self._passage = self._passage, Passage()
+        outer, self._passage = self._passage, Passage(self.enlist)
         try:
             with self.inside():
                 yield self._passage
@@ -159,7 +159,10 @@ class Step:
         members[member] = None
 
     def was_recorded(self, block: Member) -> bool | None:
-        """Whether `block` was recorded in a forward that is being gone back through; None where no such is known."""
+        """Whether `block` was recorded in an outermost forward that is being gone back through.
+
+        None where that is not known: a block was called outside of any, or backward did not pass the model's outputs.
+        """
         passages = [each for members in self._members.values() for each in members if isinstance(each, Passage)]
         return any(block in passage.blocks for passage in passages) if passages else None
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from twins import Layer, Tower, check_gradients, check_twins, ids
+from twins import Layer, Tower, check_gradients, check_twins, ids, losses
 
 SIZES = [1, 2, 3]
 OPTIONS = [{"zero_level": z, "use_checkpoint": c} for z in (2, 3) for c in (False, True)]
@@ -62,12 +62,6 @@ def unfreezing(options):
         model.embedding.requires_grad_(step != 1)
 
     check_twins(Tower, plain_loss, prepare=freeze, **options)
-
-
-def losses(model, twin, step):
-    """Of this rank by `model`, and their mean over the ranks by `twin`."""
-    mine = model(ids(step, bmt.rank()))
-    return mine, torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean()
 
 
 def frozen_before_backward(options):

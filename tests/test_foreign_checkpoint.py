@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
-from twins import WIDTH, Layer, check_gradients, check_twins, ids
+from twins import WIDTH, Layer, check_gradients, check_twins, ids, losses
 
 
 class Recomputing(nn.Module):
@@ -89,17 +89,15 @@ def several_backwards(plan, reentrant, use_checkpoint):
     """Through two forwards at once, one after the other in either order, and twice through one."""
     model, twin = pair(plan, reentrant, use_checkpoint)
     for order in ("sum", [0, 1], [1, 0], "twice"):
-        mine = [model(ids(step, bmt.rank())) for step in (0, 1)]
-        plain = [torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean() for step in (0, 1)]
-        for losses in (mine, plain):
+        for each in zip(*[losses(model, twin, step) for step in (0, 1)]):
             if order == "sum":
-                sum(losses).backward()
+                sum(each).backward()
             elif order == "twice":
-                losses[0].backward(retain_graph=True)
-                losses[0].backward()
+                each[0].backward(retain_graph=True)
+                each[0].backward()
             else:
                 for number in order:
-                    losses[number].backward()
+                    each[number].backward()
         check_gradients(model, twin)
         model.zero_grad()
         twin.zero_grad()
@@ -115,8 +113,8 @@ def forwards_without_backward(plan, reentrant, use_checkpoint):
             either.plan = ""
             kept += [either(ids(7, 0))] * (step == 2)
             either.plan = plan
-        model(ids(step, bmt.rank())).backward()
-        torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
+        for loss in losses(model, twin, step):
+            loss.backward()
         check_gradients(model, twin)
 
 

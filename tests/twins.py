@@ -84,6 +84,12 @@ def check_twins(
     return model
 
 
+def losses(model: nn.Module, twin: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of this rank by `model`, and their mean over the ranks by `twin`."""
+    mine = model(ids(step, bmt.rank()))
+    return mine, torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean()
+
+
 def check_gradients(model: nn.Module, twin: nn.Module) -> None:
     """Gathered gradients equal the twin's; where the twin has none, ours is None or zero."""
     twins = dict(twin.named_parameters())

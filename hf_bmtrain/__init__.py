@@ -10,18 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import distributed, inspect, loss, lr_scheduler, nn, optim, utils
-from .block import CheckpointBlock
-from .block_list import TransformerBlockList
+from .blocks.block import CheckpointBlock
+from .blocks.block_list import TransformerBlockList
+from .blocks.module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
 from .config import config
 from .distributed import gather_result, sum_loss
-from .gathered import gathered
-from .module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
-from .parallelism import PipelineTransformerBlockList
-from .sharding import DistributedParameter
-from .store import load, save
+from .runtime.parallelism import PipelineTransformerBlockList
+from .runtime.world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
+from .sharding.buffer import DistributedParameter
+from .sharding.gathered import gathered
+from .sharding.store import load, save
 from .utils import print_block, print_dict, see_memory
-from .world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
-from .wrap import BMTrainModelWrapper, auto_wrap
+from .wrap.auto_wrap import BMTrainModelWrapper, auto_wrap
 
 if TYPE_CHECKING:
     from . import hf as hf  # at run time it is imported on first use, see below

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .world import current_world
+from .runtime.world import current_world
 
 _ONE = ("pipe_size", "tp_size")
 _KEYS = ("rank", "local_rank", "world_size", "zero_level", "loss_scale_factor", "loss_scale_steps", "device", *_ONE)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .world import current_world
+from .runtime.world import current_world
 
 _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 

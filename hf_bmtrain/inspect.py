@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .sharding import DistributedParameter
-from .world import current_world
+from .runtime.world import current_world
+from .sharding.buffer import DistributedParameter
 
 _COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
 

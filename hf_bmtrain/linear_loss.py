@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
+from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
 from .ops.wide_product import add_product
-from .sharding import DistributedParameter
-from .world import current_world
+from .runtime.world import current_world
+from .sharding.buffer import DistributedParameter
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of hidden, weight and bias

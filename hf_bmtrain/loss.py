@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
 from .linear_loss import linear_cross_entropy
+from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]

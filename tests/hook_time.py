@@ -26,11 +26,11 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from hf_bmtrain import world
-from hf_bmtrain.comm import DONE, Ranges, SingleProcess, Ticket
-from hf_bmtrain.control import Control
-from hf_bmtrain.reduction import CollectiveReduction
-from hf_bmtrain.step import Step
+from hf_bmtrain.comm.collectives import DONE, Ranges, SingleProcess, Ticket
+from hf_bmtrain.comm.control import Control
+from hf_bmtrain.comm.reduce import CollectiveReduction
+from hf_bmtrain.runtime import world
+from hf_bmtrain.runtime.schedule import Step
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.chains import find_block_lists
+from hf_bmtrain.wrap.find import find_block_lists
 from tiny_models import FAMILIES, batch, build, embeddings
 
 STEPS = 3

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain import outside
+from hf_bmtrain.wrap import outside
 from program_models import draw_model
 from twins import Tower, ids
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_bmtrain.boundary import enter_backward, leave_backward
+from hf_bmtrain.blocks.autograd import enter_backward, leave_backward
 
 
 class Pair(NamedTuple):

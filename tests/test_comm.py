@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.nccl_lane import NcclCommunicator
+from hf_bmtrain.comm.nccl import NcclCommunicator
 
 NATIVE = [
     torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,

@@ -3,7 +3,7 @@
 import pytest
 
 import hook_time
-from hf_bmtrain import world
+from hf_bmtrain.runtime import world
 
 
 @pytest.fixture(autouse=True)

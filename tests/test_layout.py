@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_bmtrain.layout import Layout
+from hf_bmtrain.comm.layout import Layout
 
 
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hf_bmtrain as bmt
-import hf_bmtrain.outside
+import hf_bmtrain.wrap.outside
 import linear_loss_checks as checks
 from hf_bmtrain.linear_loss import chunk_rows
 from hf_bmtrain.loss import linear_cross_entropy
@@ -51,12 +51,12 @@ CLASSES = 11
 @contextlib.contextmanager
 def buffers(own: bool):
     """Whether embedding and head, large as they mostly are, get buffers of their own, or share one."""
-    limit = hf_bmtrain.outside._LARGE
-    hf_bmtrain.outside._LARGE = CLASSES * WIDTH if own else limit
+    limit = hf_bmtrain.wrap.outside._LARGE
+    hf_bmtrain.wrap.outside._LARGE = CLASSES * WIDTH if own else limit
     try:
         yield
     finally:
-        hf_bmtrain.outside._LARGE = limit
+        hf_bmtrain.wrap.outside._LARGE = limit
 
 
 class Language(nn.Module):

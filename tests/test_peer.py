@@ -16,14 +16,14 @@ import test_block
 import test_reads
 import test_users
 import twins
-from hf_bmtrain import peer_reduction as reducing
-from hf_bmtrain.elastic import shares_storage
-from hf_bmtrain.gradient_slots import COUNT
-from hf_bmtrain.lanes import GATHERS
+from hf_bmtrain.comm import peer_reduce as reducing
+from hf_bmtrain.comm.backend import GATHERS
+from hf_bmtrain.comm.gradient_slots import COUNT
+from hf_bmtrain.comm.peer_gather import PeerCommunicator
+from hf_bmtrain.comm.peer_reduce import PeerReduction
+from hf_bmtrain.comm.storage import shares_storage
 from hf_bmtrain.ops.peer_sum import peer_mean
 from hf_bmtrain.optim import norm
-from hf_bmtrain.peer import PeerCommunicator
-from hf_bmtrain.peer_reduction import PeerReduction
 from parity import cells, measure
 from twins import Tower, check_gradients, check_twins, ids
 

@@ -17,11 +17,13 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_bmtrain import gradient_slots, peer_reduction, reduction
-from hf_bmtrain.layout import Layout
+from hf_bmtrain.comm import gradient_slots
+from hf_bmtrain.comm import peer_reduce as peer_reduction
+from hf_bmtrain.comm import reduce as reduction
+from hf_bmtrain.comm.layout import Layout
+from hf_bmtrain.comm.peer_reduce import PeerReduction
+from hf_bmtrain.comm.reduce import CollectiveReduction
 from hf_bmtrain.ops.peer_sum import reference
-from hf_bmtrain.peer_reduction import PeerReduction
-from hf_bmtrain.reduction import CollectiveReduction
 
 SECONDS = 20
 GRADIENTS = 30

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hf_bmtrain.plan import Plan, make_plan
+from hf_bmtrain.recompute.plan import Plan, make_plan
 
 INPUT, TEMPORARY = 2, 1
 

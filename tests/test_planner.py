@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
-from hf_bmtrain.planner import Planner
+from hf_bmtrain.recompute.planner import Planner
 from test_foreign_checkpoint import Recomputing
 from test_replay import Cache, Decoder, Ranged
 from test_saved_bytes import Created

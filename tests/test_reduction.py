@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.layout import Layout
-from hf_bmtrain.reduction import CollectiveReduction
+from hf_bmtrain.comm.layout import Layout
+from hf_bmtrain.comm.reduce import CollectiveReduction
 
 SHAPE = torch.Size((96, 8))  # elements of whole shards of one, two and three ranks
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hf_bmtrain.saved_bytes import SavedBytes, saving_hooks
+from hf_bmtrain.recompute.saved_bytes import SavedBytes, saving_hooks
 from tiny_models import batch, build
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain.chains import find_block_lists
+from hf_bmtrain.wrap.find import find_block_lists
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from .. import accelerator
-from ..sharding import DistributedParameter
-from ..world import current_world
+from ..runtime import launcher as accelerator
+from ..runtime.world import current_world
+from ..sharding.buffer import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 _OLDEST_ACCELERATE = (1, 14)

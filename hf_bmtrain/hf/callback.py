@@ -9,10 +9,10 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..adoption import holds_additions
-from ..block import CheckpointBlock
+from ..blocks.block import CheckpointBlock
 from ..optim import AdamOptimizer
-from ..wrap import auto_wrap
+from ..wrap.adapters import holds_additions
+from ..wrap.auto_wrap import auto_wrap
 from .arguments import check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .optimizer_files import OptimizerFiles
 from .speed import Speedometer, count_parameters

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..optim import first_step
-from ..store import write_atomically
-from ..world import current_world
+from ..optim import checks as first_step
+from ..runtime.world import current_world
+from ..sharding.store import write_atomically
 
 _MARK = "hf_bmtrain"
 

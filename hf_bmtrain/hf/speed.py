@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..sharding import DistributedParameter
-from ..world import current_world
+from ..runtime.world import current_world
+from ..sharding.buffer import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..slot import StateDict
-from ..world import current_world
+from ..runtime.world import current_world
+from ..sharding.slots import StateDict
 
 
 class _Nothing(dict):

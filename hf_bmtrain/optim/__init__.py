@@ -1,6 +1,6 @@
 """Optimizers over slices, and what ends a step."""
 
-from . import first_step as first_step  # its hooks watch every optimizer over slices
+from . import checks as checks  # its hooks watch every optimizer over slices
 from .adam import AdamOptimizer
 from .manager import OptimManager
 from .offload import AdamOffloadOptimizer

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
-from ..sharding import ShardedBuffer
+from ..sharding.buffer import ShardedBuffer
 from .in_backward import UpdatesInBackward
 from .parameter_state import adopt, shown
-from .run_state import RunState, by_owner, new_state
 from .runs import Run, index_bases, neighbours
+from .state import RunState, by_owner, new_state
 from .update_stream import UpdateStream
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

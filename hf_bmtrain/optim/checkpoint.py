@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..sharding import DistributedParameter, ShardedBuffer
-from ..world import World
+from ..runtime.world import World
+from ..sharding.buffer import DistributedParameter, ShardedBuffer
 
 SlicedState = dict[ShardedBuffer, dict[int, torch.Tensor]]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..ops.adam_step import Elements
-from .run_state import RunState
 from .slabs import Chunk, Part
+from .state import RunState
 
 
 class ChunkUpdate:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..sharding import DistributedParameter
-from ..world import buffers_made, current_world
+from ..runtime.world import buffers_made, current_world
+from ..sharding.buffer import DistributedParameter
 
 
 class Claim:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..ops.adam_step import Elements, KernelSteps, TorchSteps
-from ..sharding import DistributedParameter
-from ..world import current_world
+from ..runtime.world import current_world
+from ..sharding.buffer import DistributedParameter
 
 _PIECE = 1 << 20
 

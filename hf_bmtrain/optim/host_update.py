@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ..comm.streams import DONE, Ticket, work_stream
 from ..ops.pinned import pinned_bytes
-from ..ops.streams import DONE, Ticket, work_stream
 from .chunk_update import ChunkUpdate
 from .slabs import Chunk, Part
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..sharding import DistributedParameter, ShardedBuffer
-from .run_state import RunState
+from ..sharding.buffer import DistributedParameter, ShardedBuffer
+from .state import RunState
 
 
 class EarlyUpdates:

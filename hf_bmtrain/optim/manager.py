@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..ops.host_flag import HostFlag
-from ..world import current_world
+from ..runtime.world import current_world
 from .adam import AdamOptimizer
 from .checkpoint import load_sharded, load_whole, sharded_state, whole_state
 from .norm import global_norm

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..comm import Communicator
+from ..comm.collectives import Communicator
 from ..ops.grad_norm import accumulate_squared_norm
-from ..sharding import DistributedParameter
+from ..sharding.buffer import DistributedParameter
 from .runs import Run, neighbours
 
 

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..comm.streams import DONE, has_own_memory
 from ..ops.adam_step import Elements, TorchSteps, master_dtype
-from ..ops.streams import DONE, has_own_memory
-from ..sharding import ShardedBuffer
+from ..sharding.buffer import ShardedBuffer
 from .adam import AdamOptimizer
 from .chunk_update import ChunkUpdate
-from .conveyor import Conveyor
 from .delta import DeltaRecord
+from .device_update import Conveyor
 from .host_update import HostUpdate
-from .run_state import by_owner
 from .runs import Run, index_bases
 from .slabs import Chunk, Place, allocate_slabs, cut
+from .state import by_owner
 
 _log = logging.getLogger("hf_bmtrain")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..ops.residual import join, split
-from .run_state import follow_writes
+from .state import follow_writes
 
 State = dict[str, torch.Tensor]
 """step; exp_avg and exp_avg_sq, (n,); for half-precision weights the float32 "master", (n,), or for bfloat16 ones the

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..sharding import DistributedParameter, ShardedBuffer
+from ..sharding.buffer import DistributedParameter, ShardedBuffer
 
 
 @dataclass(eq=False)

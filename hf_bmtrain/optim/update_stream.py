@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ..comm.streams import Ticket, is_captured, work_stream
 from ..ops.adam_step import Elements
-from ..ops.streams import Ticket, is_captured, work_stream
-from ..sharding import ShardedBuffer
-from .run_state import RunState
+from ..sharding.buffer import ShardedBuffer
+from .state import RunState
 
 
 class UpdateStream:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .. import accelerator
-from ..sharding import DistributedParameter
-from ..world import current_world
+from ..runtime import launcher as accelerator
+from ..runtime.world import current_world
+from ..sharding.buffer import DistributedParameter
 
 
 class WholeState:

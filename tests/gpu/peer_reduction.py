@@ -24,7 +24,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from hf_bmtrain.peer_reduction import PeerReduction
+from hf_bmtrain.comm.peer_reduce import PeerReduction
 
 STEPS = 4
 WORDS = 1024

@@ -8,7 +8,7 @@ import torch
 from test_gpu_offload import DTYPES, lagging, small_chunks
 
 import hf_bmtrain as bmt
-from hf_bmtrain.ops import streams
+from hf_bmtrain.comm import streams
 from ranks import Ranks
 from twenty_steps import OPTIONS, groups
 from twins import Tower, ids

@@ -9,7 +9,8 @@ import torch
 from trainee import Trainee
 
 import hf_bmtrain as bmt
-from hf_bmtrain.ops import pinned, streams
+from hf_bmtrain.comm import streams
+from hf_bmtrain.ops import pinned
 from hf_bmtrain.optim import slabs
 from ranks import Ranks
 from twenty_steps import OPTIONS, groups, train

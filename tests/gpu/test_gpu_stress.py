@@ -6,7 +6,7 @@ import pytest
 import torch
 from stress import CELLS, GATHERS, pausing, run_cell, stress
 
-from hf_bmtrain.sharding import ShardedBuffer
+from hf_bmtrain.sharding.buffer import ShardedBuffer
 
 pytestmark = pytest.mark.gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

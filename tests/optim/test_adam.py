@@ -162,7 +162,7 @@ def scaled_by_torch(unscale):
     model, twin = bmt.auto_wrap(Tower()), Tower()
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
     plain = torch.optim.AdamW(twin.parameters(), **SETTINGS)
-    scaler = torch.amp.GradScaler(bmt.world.current_world().device.type, init_scale=64.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(bmt.current_world().device.type, init_scale=64.0, growth_interval=2)
     for step in range(6):
         factor = float("inf") if step == 2 and bmt.rank() == 0 else 1.0
         scaler.scale(model(ids(step, bmt.rank())) * factor).backward()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.optim import claim, first_step
+from hf_bmtrain.optim import checks as first_step
+from hf_bmtrain.optim import claim
 from twins import Tower, ids
 
 BOTH = "both update the same slice"

@@ -12,7 +12,8 @@ import torch
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
 from hf_bmtrain.ops import adam_step, pinned
-from hf_bmtrain.optim import conveyor, host_update, offload, slabs, update_stream
+from hf_bmtrain.optim import device_update as conveyor
+from hf_bmtrain.optim import host_update, offload, slabs, update_stream
 from slow_streams import Clock
 from twenty_steps import OPTIONS, groups, train
 from twins import Tower, ids

@@ -18,7 +18,7 @@ from test_offload import (
 )  # fmt: skip
 
 import hf_bmtrain as bmt
-from hf_bmtrain.pending_update import PendingUpdate
+from hf_bmtrain.sharding.pending_update import PendingUpdate
 from twins import ids
 
 overlapping = functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True)

@@ -1,0 +1,1 @@
+"""Modules that gather their parameters, run, and reduce their gradients."""

@@ -1,0 +1,186 @@
+"""Parameters outside blocks: reading one inside a forward gathers it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..runtime.schedule import Step
+from ..runtime.world import current_world
+from ..sharding.buffer import DistributedParameter
+from ..sharding.on_demand import watch
+from ..sharding.slots import Slot, StateDict, copy_wholes, hidden, slice_entries
+from .autocast import uncached_autocast
+from .autograd import enter_backward
+from .guard import SelfReducing
+
+
+class DistributedModule(SelfReducing, torch.nn.Module):
+    """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
+
+    Inside means: within a call of this or of an enclosing DistributedModule, after auto_wrap also of a method
+    `forward_…` of theirs, or a recomputation in backward. The first read of a pass gathers the parameter's buffer
+    (every rank must read it); it is freed when the backward is over, or after the forward where nothing needs a
+    gradient. A read at rest never communicates: it shows the slice, with its name, dtype, device and `full_shape`;
+    `parameter.gather()` is the explicit collective.
+    """
+
+    _step: Step
+    _is_fsdp_managed_module = True
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_step"] = current_world().step
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if type(value) is DistributedParameter:
+            return value.buffer.reads.read(value.index, self)
+        return value
+
+    def __call__(self, *args, **kwargs) -> Any:
+        return self._run(super().__call__, args, kwargs)
+
+    def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """`function`, the call of this module or a part of it, with parameters that are whole when read."""
+        step = self._step
+        if step.in_forward:
+            with self._watch_own():
+                return function(*args, **kwargs)
+        if step.in_backward:  # somebody's own checkpoint recomputes a part of the model
+            with uncached_autocast(), step.inside(), self._watch_own():
+                return function(*args, **kwargs)
+        with uncached_autocast(), step.forward() as passage:
+            try:
+                with self._watch_own():
+                    outputs = function(*args, **kwargs)
+                passage.check_unwritten()
+            except BaseException:
+                passage.release()
+                raise
+        if torch.is_grad_enabled():
+            outputs, differentiable = enter_backward(passage, passage.end(), outputs)
+            if differentiable:
+                return outputs
+        passage.release()
+        return outputs
+
+    def _watch_own(self) -> AbstractContextManager[None]:
+        """A module without children does all its reads itself: what it saves for backward can be seen."""
+        if self._modules or not torch.is_grad_enabled():
+            return nullcontext()
+        buffers = dict.fromkeys(slot.buffer for slot in self._own_slots())
+        own = [buffer.reads for buffer in buffers if buffer.sharded]
+        return watch(own) if own else nullcontext()
+
+    # -- weights in and out -------------------------------------------------------------------------------------
+
+    def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        self._step.forget_failed_backward()  # which may have left a block open: whose gradients would `zero_grad` find?
+        return super().named_parameters(*args, **kwargs)
+
+    def _own_slots(self) -> list[Slot]:
+        return [
+            Slot(self, name, parameter.buffer, parameter.index)
+            for name, parameter in self._parameters.items()
+            if type(parameter) is DistributedParameter
+        ]
+
+    def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
+        """The whole tensors, on CPU, under the module's own keys; tied ones stay one. Collective."""
+        collect = functools.partial(super().state_dict, prefix=prefix, keep_vars=True)
+        if destination is not None:
+            copy_wholes(destination, self._own_slots(), lambda: collect(destination=destination))
+            return destination
+        current_world().assemble("state_dict")
+        result = StateDict()
+        copy_wholes(result, self._own_slots(), lambda: collect(destination=result))
+        return result.plain()
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+        slice_entries(self._own_slots(), state_dict, prefix, local_metadata, errors)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _apply(self, fn, recurse: bool = True):
+        with hidden(self._own_slots(), fn):
+            return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("A sharded model cannot be deep-copied: copy the model before it is wrapped.")
+
+
+def distribute(module: torch.nn.Module, step: Step) -> None:
+    """Extend the class of `module` in place, so that its sharded parameters read as DistributedModule's do."""
+    if not isinstance(module, DistributedModule):
+        module.__class__ = _distributed_class(type(module))
+        module.__dict__["_step"] = step
+
+
+@functools.cache
+def _distributed_class(cls: Any) -> type[torch.nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    forward = cls.forward
+
+    # A signature that tools read (Trainer drops the columns that forward does not name) must stay the model's.
+    @functools.wraps(forward)
+    def same_forward(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    methods = {"forward": same_forward, **{name: _part(getattr(cls, name)) for name in _parts(cls)}}
+    return type(cls)(cls.__name__, (DistributedModule, cls), {**names, **methods})
+
+
+def _parts(cls: type) -> list[str]:
+    """Methods that are called in the place of the module, for a part of its forward (timm's forward_features)."""
+    return [name for name in dir(cls) if name.startswith("forward_") and inspect.isfunction(getattr(cls, name))]
+
+
+def _part(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def part(self, *args, **kwargs):
+        return self._run(functools.partial(method, self), args, kwargs)
+
+    return part
+
+
+class ParameterInitializer:
+    """`ParameterInitializer(torch.nn.init.normal_, mean=0, std=1)`: a fill to give as `init_method`."""
+
+    def __init__(self, function: Callable, *args, **kwargs) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.function(tensor, *self.args, **self.kwargs)
+
+
+@torch.no_grad()
+def init_parameters(model: torch.nn.Module) -> None:
+    """Fill every DistributedParameter that has an `init_method`, with rank 0's values on all ranks. Collective.
+
+    Parameters without one keep their values: a Hugging Face model initialises itself.
+    """
+    world = current_world()
+    world.step.gather.quiesce()
+    for parameter in model.parameters():
+        if isinstance(parameter, DistributedParameter) and parameter.init_method is not None:
+            whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.init_method(whole)
+            world.step.gather.broadcast(whole, 0).wait()
+            parameter.copy_(parameter.take(whole))
+
+
+def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
+    """(group, its parameters) for every `group=` that DistributedParameters of `model` were given, None for none.
+
+    Groups come in the order they are met, each parameter once, so that an optimizer can be made of them:
+    `[{"params": parameters, "lr": rates[group]} for group, parameters in bmt.grouped_parameters(model)]`.
+    """
+    groups: dict[str | None, list[torch.nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "group", None), []).append(parameter)
+    yield from groups.items()

@@ -1,0 +1,120 @@
+"""Collectives between GPUs: NCCL through CuPy.
+
+The contract of a CUDA lane (why no other synchronisation is needed):
+* operands are allocated on the compute stream; the stream that is current at the call is that one, or one that is
+  behind it (where gradients are packed, see reduction.py);
+* the lane's stream first waits for everything queued on the current stream so far, hence for the operands'
+  contents and for earlier users of their memory;
+* `Ticket.wait` makes the then current stream wait for this operation only; operands are freed after it, so the
+  allocator, which recycles memory in compute-stream order, never hands them out too early.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from .collectives import Collective, Ranges, Ticket
+
+_NCCL_TYPES = {
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5,
+    torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
+}  # fmt: skip
+_SUM, _MAX, _AVG = 0, 2, 4
+
+
+def _moved(tensor: torch.Tensor) -> tuple[int, int]:
+    """(count, NCCL type) that move `tensor`: what NCCL has no type for (bool, int16, complex) goes as its bytes."""
+    known = _NCCL_TYPES.get(tensor.dtype)
+    return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
+
+
+def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
+    """(count, NCCL type) to reduce `tensor` with, whose bytes alone would add up to something else."""
+    if tensor.dtype not in _NCCL_TYPES:
+        raise ValueError(f"NCCL has no arithmetic for {tensor.dtype}: convert it first, for example with .int()")
+    return tensor.numel(), _NCCL_TYPES[tensor.dtype]
+
+
+class _CudaTicket:
+    def __init__(self, event: torch.cuda.Event, *operands: torch.Tensor) -> None:
+        self._event, self._operands = event, operands
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._operands[0].device).wait_event(self._event)
+        self._operands = self._operands[:1]  # only the device is still needed
+
+
+class NcclCommunicator(Collective):
+    """A lane on CUDA: one NCCL communicator of CuPy and one stream of torch, both owned here."""
+
+    def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
+        nccl = import_nccl()
+        self._name, self._device = name, device
+        self.rank, self.size = rank, size
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        with torch.cuda.device(device):
+            self._comm = nccl.NcclCommunicator(size, unique_id, rank)
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
+        call = self._comm.allGather
+        return self._issue(call, shard, whole, _moved(shard))
+
+    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        call = self._comm.reduceScatter
+        return self._issue(call, whole, shard, (*_reduced(shard), _AVG))
+
+    def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
+        op = _MAX if maximum else _SUM
+        return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), op))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        call = self._comm.broadcast
+        return self._issue(call, tensor, tensor, (*_moved(tensor), root))
+
+    def close(self, abort: bool) -> None:
+        if abort:
+            self._comm.abort()
+        else:
+            self._comm.destroy()
+
+    def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
+        assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
+        except Exception as error:
+            raise RuntimeError(
+                f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on lane '{self._name}' "
+                f"failed: {error}. NCCL_DEBUG=INFO tells more."
+            ) from error
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _CudaTicket(event, send, receive)
+
+
+def import_nccl() -> Any:
+    """`cupy.cuda.nccl`, sharing torch's libnccl; RuntimeError with the extra to install where it is missing."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    try:
+        nccl: Any = importlib.import_module("cupy.cuda.nccl")  # after torch, whose libnccl CuPy then takes
+        nccl.get_version()
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"Training on several GPUs needs CuPy: pip install 'hf_bmtrain[cuda{major}]' "
+            f"(cupy-cuda{major}x beside this torch, built for CUDA {torch.version.cuda}). ({error})"
+        ) from error
+    libraries = _loaded_libraries("libnccl.so")
+    if len(libraries) > 1:
+        raise RuntimeError(
+            f"Two NCCL libraries are loaded, which corrupts both: {', '.join(sorted(libraries))}. Uninstall the "
+            f"nvidia-nccl wheel of the other CUDA version, keep nvidia-nccl-cu{major}, and clear LD_LIBRARY_PATH."
+        )
+    return nccl
+
+
+def _loaded_libraries(name: str) -> set[str]:
+    with open("/proc/self/maps") as maps:
+        return {line.split()[-1] for line in maps if name in line}

@@ -1,0 +1,208 @@
+"""Memory that the processes of one host can reach of each other, and the copies out of it and into it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .collectives import DONE, Ticket
+
+
+class PeerMemory(Protocol):
+    """Makes memory that others may map, maps theirs, and copies from it and to it."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
+        """Zeros (numel,); a handle that another process of this host can `map`; None once called after nothing
+        holds the bytes any more."""
+        ...
+
+    def map(self, handle: Any, nbytes: int) -> Any:
+        """What `pull` reads, and `push` writes, of another process's memory."""
+        ...
+
+    def part(self, source: Any, start: int, stop: int) -> Any:
+        """Bytes start:stop of what was mapped, for `push`."""
+        ...
+
+    def unlink(self, handle: Any) -> None:
+        """Every process has mapped it."""
+        ...
+
+    def unmap(self, source: Any) -> None: ...
+    def free(self, handle: Any) -> None:
+        """Give own memory back: no process has it mapped any more."""
+        ...
+
+    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
+        """Start to fill each (n,) uint8 tensor from its source; both as the current stream has left them. One sequence
+        of pairs for each process, this one included."""
+        ...
+
+    def push(self, pairs: Sequence[Sequence[tuple[Any, torch.Tensor]]]) -> Ticket:
+        """Start to fill each target from its contiguous tensor; both as the current stream has left them. One sequence
+        of pairs for each other process."""
+        ...
+
+    def order(self) -> None:
+        """What the current stream does next comes after all copies started so far."""
+        ...
+
+
+class HostMemory:
+    """Files in shared memory, for processes on CPU; copies are done at once."""
+
+    def __init__(self) -> None:
+        self._folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
+        nbytes = numel * dtype.itemsize
+        descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=self._folder)
+        os.truncate(descriptor, nbytes)
+        os.close(descriptor)
+        shard = self.map(path, nbytes).view(dtype)
+        return shard, path, weakref.ref(shard)  # a file's mapping ends by itself
+
+    def map(self, handle: str, nbytes: int) -> torch.Tensor:
+        return torch.from_file(handle, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def part(self, source: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return source[start:stop]
+
+    def unlink(self, handle: str) -> None:
+        os.unlink(handle)
+
+    def unmap(self, source: torch.Tensor) -> None:
+        pass  # with the last reference
+
+    def free(self, handle: str) -> None:
+        pass
+
+    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
+        for own in pairs:
+            for target, source in own:
+                target.copy_(source)
+        return DONE
+
+    def push(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
+        for own in pairs:
+            for target, source in own:
+                target.copy_(source.view(torch.uint8))
+        return DONE
+
+    def order(self) -> None:
+        pass
+
+
+class _Slab:
+    """Bytes at a device address, as torch.as_tensor takes them in."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+class _EventsTicket:
+    def __init__(self, device: torch.device, events: list[torch.cuda.Event]) -> None:
+        self._device, self._events = device, events
+
+    def wait(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for event in self._events:
+            stream.wait_event(event)
+
+
+class CudaMemory:
+    """cudaMalloc memory shared by CUDA IPC and read by the copy engines, a stream for each other rank.
+
+    torch's own allocations do not serve: their handles name whole segments of its pool.
+    """
+
+    def __init__(self, device: torch.device, sources: int) -> None:
+        self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
+        self._device = device
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(sources)]
+
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """The device is torch's current one and CuPy's, which keeps its own in every thread, backward's too."""
+        with torch.cuda.device(self._device):
+            if self._runtime.getDevice() != self._device.index:
+                self._runtime.setDevice(self._device.index)
+            yield
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[bytes, int], Callable[[], object]]:
+        nbytes = numel * dtype.itemsize
+        with self._chosen():
+            try:
+                address = self._runtime.malloc(nbytes)
+            except self._runtime.CUDARuntimeError:
+                torch.cuda.empty_cache()  # what torch's pool keeps unused is not there for others
+                address = self._runtime.malloc(nbytes)
+            handle = bytes(self._runtime.ipcGetMemHandle(address))
+        slab = _Slab(address, nbytes)  # torch keeps it as long as any view of the storage lives
+        memory = torch.as_tensor(slab, device=self._device).zero_()
+        torch.cuda.current_stream(self._device).synchronize()  # others may write there as soon as they have it mapped
+        return memory.view(dtype), (handle, address), weakref.ref(slab)
+
+    def map(self, handle: tuple[bytes, int], nbytes: int) -> int:
+        with self._chosen():
+            return self._runtime.ipcOpenMemHandle(handle[0])
+
+    def part(self, source: int, start: int, stop: int) -> int:
+        return source + start
+
+    def unlink(self, handle: tuple[bytes, int]) -> None:
+        pass
+
+    def unmap(self, source: int) -> None:
+        with self._chosen():
+            self._runtime.ipcCloseMemHandle(source)
+
+    def free(self, handle: tuple[bytes, int]) -> None:
+        with self._chosen():
+            self._runtime.free(handle[1])
+
+    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
+        here = [
+            [
+                (target.data_ptr(), s.data_ptr() if isinstance(s, torch.Tensor) else s, target.numel())
+                for target, s in own
+            ]
+            for own in pairs
+        ]
+        return self._copy(here)
+
+    def push(self, pairs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Ticket:
+        return self._copy([[(target, source.data_ptr(), source.nbytes) for target, source in own] for own in pairs])
+
+    def _copy(self, copies: Sequence[Sequence[tuple[int, int, int]]]) -> Ticket:
+        """Start these (target, source, bytes), each sequence on a stream of its own."""
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        events = []
+        for own, stream in zip(copies, self._streams):
+            if not own:
+                continue
+            stream.wait_event(ready)
+            for target, source, nbytes in own:
+                self._runtime.memcpyAsync(target, source, nbytes, _DEFAULT, stream.cuda_stream)
+            done = torch.cuda.Event()
+            done.record(stream)
+            events.append(done)
+        return _EventsTicket(self._device, events)
+
+    def order(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            current.wait_stream(stream)
+
+
+_DEFAULT = 4  # cudaMemcpyDefault: the addresses say which device

@@ -1,0 +1,1 @@
+"""Activation checkpointing: policy, replay, memory plan."""

@@ -1,0 +1,182 @@
+"""Whole checkpoints: one file with the whole tensors under the model's own keys, for any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..runtime.world import current_world
+from .slots import StateDict
+
+_SAFETENSORS = ".safetensors"
+
+
+class Saving:
+    """A checkpoint that is being written behind the program; the interpreter does not end before it is."""
+
+    def __init__(self, state: OrderedDict | None, path: Path) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, args=(state, path), name=f"save {path}")
+        if state is not None:
+            self._thread.start()
+
+    def _write(self, state: OrderedDict, path: Path) -> None:
+        try:
+            write_atomically(state, path)
+        except BaseException as error:
+            self._error = error
+            raise  # threading's hook tells it, should nobody wait
+
+    def wait(self) -> None:
+        """Until the file is whole and in its place. Raises what went wrong; only rank 0 writes and can."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise RuntimeError(
+                f"{self._thread.name} failed, an earlier file is untouched: {self._error}"
+            ) from self._error
+
+
+def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: bool = False) -> Saving | None:
+    """Write the whole tensors of `model`, persistent buffers included, into one file. Collective.
+
+    The file is a `safetensors` one where the name ends so (tied weights then stand there once), otherwise a
+    `torch.save` of the state dict that `torch.load(weights_only=True)` opens. Rank 0 writes it beside its place,
+    flushes it to disk and renames it, so that a kill at any moment leaves the previous file or the new one, and at
+    most a `.tmp` file beside it. A failure to write raises RuntimeError on every rank.
+
+    non_blocking: return when the values are copied to host memory; wait on the returned `Saving` before the same
+    file is saved again. Only rank 0 holds a copy.
+    """
+    world = current_world()
+    world.assemble("save")
+    path = Path(file_name)
+    state = _collect(model, keep=world.rank == 0)
+    if non_blocking:
+        return Saving(state if world.rank == 0 else None, path)
+    problem = None
+    if world.rank == 0:
+        try:
+            write_atomically(state, path)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    world.raise_everywhere(f"save: {path} could not be written, an earlier file is untouched", problem)
+    return None
+
+
+def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
+    """Read a whole checkpoint into `model`, in place; returns what `load_state_dict` returns. Collective.
+
+    Opens files of `save`, of `torch.save(model.state_dict())`, of Hugging Face and of BMTrain, torch's with
+    weights_only=True. Every rank reads its own parts, so every host needs the file. A tied weight may stand there
+    once. Raises RuntimeError on every rank where the file cannot be read or, naming them, where keys (unless not
+    strict) or shapes are not the model's; entries that fit may have been loaded by then.
+    """
+    world = current_world()
+    world.assemble("load")
+    path, state, problem = Path(file_name), OrderedDict(), None
+    try:
+        state = _read(path)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    world.raise_everywhere(f"load: {path} could not be read", problem)
+    _fill_ties(model, state)
+    try:
+        result = model.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        raise RuntimeError(f"load: {path} does not fit this model. {error}") from error
+    finally:
+        world.assemble("end of load")
+    return result
+
+
+def _collect(model: torch.nn.Module, keep: bool) -> OrderedDict:
+    """The whole state dict on CPU, in memory of its own, ties kept; keys only where `keep` is False. Collective."""
+    destination = StateDict(keep)
+    model.state_dict(destination=destination)
+    made = {id(copy) for copy in destination.copies.values()}
+    copies: dict[tuple, torch.Tensor] = {}
+    for key, value in destination.items():
+        if isinstance(value, torch.Tensor) and id(value) not in made:
+            place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            if place not in copies:
+                copies[place] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
+            destination[key] = copies[place] if value.numel() else value.detach().cpu()
+    return destination.plain()
+
+
+def write_atomically(state: dict, path: Path) -> None:
+    """Write `state` beside `path` first, then in its place: there is never half a file. Not collective."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        if path.suffix == _SAFETENSORS:
+            save_file(_each_once(state), beside, metadata={"format": "pt"})
+        else:
+            torch.save(state, beside)
+        _flush(beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _each_once(state: dict) -> dict[str, torch.Tensor]:
+    """safetensors refuses tensors that share memory: of tied ones the first key stays, as Hugging Face does it."""
+    seen: set[int] = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"a {_SAFETENSORS} file holds tensors only, and {key!r} is a {type(value).__name__}")
+        if value.numel() == 0 or value.data_ptr() not in seen:
+            tensors[key] = value.contiguous()
+            seen.add(value.data_ptr())
+    return tensors
+
+
+def _read(path: Path) -> OrderedDict:
+    try:
+        if path.suffix == _SAFETENSORS:
+            return OrderedDict(load_file(path))
+        mapped = zipfile.is_zipfile(path)  # torch's format of today can be read in parts
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"not a safetensors file ({error})") from error
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(
+            f"not a file of tensors alone ({' '.join(str(error).split())[:200]}). Save model.state_dict(), not the "
+            "model, and no Python objects beside it."
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        found = ", ".join(map(str, list(state)[:5])) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"not a state dict of a model, which maps names to tensors; it holds: {found}")
+    return OrderedDict(state) if not isinstance(state, OrderedDict) else state
+
+
+def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
+    """A tied weight of the model that stands in the file under one of its names stands there under all."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        present = next((name for name in tied if name in state), None)
+        if present is not None:
+            for name in tied:
+                state.setdefault(name, state[present])

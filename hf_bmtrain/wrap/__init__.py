@@ -1,0 +1,1 @@
+"""Any `nn.Module` in, sharded in place."""

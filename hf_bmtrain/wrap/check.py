@@ -1,0 +1,56 @@
+"""What cannot be sharded is refused before anything is changed, with the reason and the way out."""
+
+from __future__ import annotations
+
+import torch
+
+from ..blocks.block import CheckpointBlock
+from ..blocks.module import DistributedModule
+from ..sharding.buffer import DistributedParameter
+
+
+def admit(model: torch.nn.Module) -> None:
+    """ValueError that says why `model` cannot be wrapped."""
+    kind = type(model).__name__
+    if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+        raise ValueError(f"auto_wrap: unwrap {kind} first and pass `.module`; both would reduce.")
+    compiled = [name for name, module in model.named_modules() if getattr(module, "_compiled_call_impl", None)]
+    if compiled or hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"auto_wrap: {f'{compiled[0]!r}' if compiled else kind} is compiled already: pass the model without "
+            "(`._orig_mod` of one from torch.compile), then call `layer.compile()` on the layers."
+        )
+    if any(
+        type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "_get_fsdp_state")
+        for module in model.modules()
+    ):
+        raise ValueError(f"auto_wrap: {kind} is sharded by FSDP already; leave that out, or leave out auto_wrap.")
+    if any(isinstance(module, CheckpointBlock) for module in model.modules()) or isinstance(model, DistributedModule):
+        raise ValueError("auto_wrap: this model is wrapped already, and holds no parameter that was added since.")
+    admit_parameters(model)
+
+
+def admit_parameters(model: torch.nn.Module) -> None:
+    """ValueError that names the first parameter that cannot be sharded."""
+    for name, parameter in model.named_parameters():
+        _admit_parameter(name, parameter)
+
+
+def _admit_parameter(name: str, parameter: torch.nn.Parameter) -> None:
+    if isinstance(parameter, torch.nn.UninitializedParameter):
+        raise ValueError(f"auto_wrap: '{name}' has no shape yet (a lazy layer): run one forward before wrapping.")
+    if parameter.is_meta:
+        raise ValueError(
+            f"auto_wrap: '{name}' is on the meta device and has no values. Load or initialise the model on CPU before "
+            "wrapping."
+        )
+    if type(parameter.data) is not torch.Tensor and not isinstance(parameter, DistributedParameter):
+        raise ValueError(
+            f"auto_wrap: '{name}' holds a {type(parameter.data).__name__}, whose elements cannot be cut into flat "
+            "shards (DTensor, quantized weights): load the model in an ordinary dtype, not parallelised."
+        )
+    if type(parameter) not in (torch.nn.Parameter, DistributedParameter):
+        raise ValueError(
+            f"auto_wrap: '{name}' is a {type(parameter).__name__}, a Parameter with a behaviour of its own that would "
+            "be lost (quantized weights, say): load the model in an ordinary dtype."
+        )

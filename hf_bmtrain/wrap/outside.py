@@ -1,0 +1,54 @@
+"""What of a model lies outside its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..blocks.module import distribute
+from ..runtime.world import World
+from ..sharding.slots import Place, find_places, shard_places
+
+_LARGE = 1 << 20
+"""Elements from which a parameter outside blocks gets a flat buffer of its own, whole only while it is needed."""
+
+
+def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module]) -> set[int]:
+    """The ids of parameters used by two blocks, or by a block and the rest of the model: they live outside."""
+    owners: dict[int, set[int]] = {}
+    for number, block in enumerate(blocks):
+        for _, _, parameter in find_places(block.modules()):
+            owners.setdefault(id(parameter), set()).add(number)
+    for _, _, parameter in find_places(outside):
+        owners.setdefault(id(parameter), set()).add(-1)
+    return {key for key, numbers in owners.items() if len(numbers) > 1}
+
+
+def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
+    """Shard the parameters of `places`; they, and the modules `outside`, read as DistributedModules. Collective."""
+    small = [place for place in places if place[2].numel() < _LARGE]
+    large: dict[int, list[Place]] = {}
+    for place in places:
+        if place[2].numel() >= _LARGE:
+            large.setdefault(id(place[2]), []).append(place)
+    for group in (small, *large.values()):
+        shard_places(world.step, group, world.device)
+    for module in [*outside, *(module for module, _, _ in places)]:
+        if not isinstance(module, torch.nn.ModuleList) or find_places([module]):
+            distribute(module, world.step)
+
+
+@torch.no_grad()
+def place_buffers(model: torch.nn.Module, world: World) -> None:
+    """The module buffers (running means, masks, rotary tables) on the rank's device, with rank 0's values."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            placed = buffer.to(world.device)
+            module._buffers[name] = placed
+            if world.size > 1 and placed.numel():
+                flat = placed.contiguous().view(-1).view(torch.uint8)
+                world.step.gather.broadcast(flat, 0).wait()
+                placed.copy_(flat.view(placed.dtype).view(placed.shape))

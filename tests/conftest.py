@@ -20,7 +20,7 @@ def world() -> Iterator[Callable[[int], Ranks]]:
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[Callable[[int], Ranks]]:
-    """`world`, with every shard pulled and every gradient of a block pushed."""
+    """`world`, with every shard pulled and every gradient of a block pushed: copies between the ranks."""
     worlds: dict[int, Ranks] = {}
     yield lambda size: worlds.setdefault(size, Ranks(size, gather="peer"))
     for ranks in worlds.values():

@@ -1,4 +1,4 @@
-"""Gathers and reductions by copies: the engine's own cases, unequal ranks, what must not be read half written."""
+"""Gathers and reductions by copies: unequal ranks, what must not be read half written."""
 
 import gc
 import random
@@ -8,9 +8,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_block
-import test_on_demand
-import test_users
 import torch
 from torch import nn
 
@@ -19,25 +16,11 @@ import twins
 from hf_bmtrain.comm import peer_reduce as reducing
 from hf_bmtrain.comm.backend import GATHERS
 from hf_bmtrain.comm.gradient_slots import COUNT
-from hf_bmtrain.comm.peer_gather import PeerCommunicator
-from hf_bmtrain.comm.peer_reduce import PeerReduction
 from hf_bmtrain.comm.storage import shares_storage
 from hf_bmtrain.ops.peer_sum import peer_mean
 from hf_bmtrain.optim import norm
-from parity import cells, measure
+from inner import peer_gather, peer_reduction
 from twins import Tower, check_gradients, check_twins, ids
-
-
-def lane() -> Any:
-    gather = bmt.current_world().step.gather
-    assert isinstance(gather, PeerCommunicator)
-    return gather
-
-
-def peer_reduction() -> Any:
-    reduction = bmt.current_world().step._blocks
-    assert isinstance(reduction, PeerReduction)
-    return reduction
 
 
 def wrapped() -> Any:
@@ -48,7 +31,7 @@ def weights_are_pulled():
     """No collective below takes part in a step's gathers but the one that publishes."""
     model = wrapped()
     calls = []
-    below = lane()._below
+    below = peer_gather()._below
     original = below.all_gather
     below.all_gather = lambda *operands: calls.append(operands) or original(*operands)
     try:
@@ -63,7 +46,7 @@ def what_a_rank_owns_is_not_copied():
     model = wrapped()
     buffers = {piece.buffer for piece in model.parameters()}
     pulled: list[int] = []
-    memory, whole = lane()._memory, 0
+    memory, whole = peer_gather()._memory, 0
 
     def pull(pairs):
         pulled.append(sum(target.numel() for target, _ in pairs[-1]))
@@ -135,7 +118,7 @@ def loaded_after_a_forward():
 
 def dropped_shards_are_given_back():
     def kept() -> int:
-        return len(lane()._shared)
+        return len(peer_gather()._shared)
 
     gc.collect()
     model = wrapped()
@@ -341,31 +324,9 @@ OWN += [
     loaded_after_a_forward,
 ]
 OWN += [dropped_shards_are_given_back]
-WRITE = {"weights_changed_before_backward", "weights_changed_under_one_block", "weights_written_between_forwards"}
-BLOCKS = [
-    (case, options)
-    for case in test_block.CASES
-    if case.__name__ not in WRITE  # refused here, see write_after_a_forward
-    for options in test_block.OPTIONS
-]
-BORROWED = [*test_on_demand.CASES, *BLOCKS, (test_users.data_is_written,), (test_users.masters_follow_a_load,)]
-CELLS = [c for c in cells(2) if c.family in ("llama", "t5") and c.accumulation == 1]
-CELLS += [c for c in cells(2) if c.family == "llama" and c.zero_level == 3 and c.accumulation > 1]
 
 
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("size", [2, 3])
 def test_peer(peers, size, case):
     peers(size)(case)
-
-
-@pytest.mark.parametrize("case", BORROWED, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
-def test_engine(peers, case):
-    peers(2)(*case)
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.label())
-def test_parity(peers, cell):
-    errors = peers(2)(measure, cell)[0]
-    assert errors.loss <= 1
-    assert errors.gradient <= 1

@@ -1,4 +1,4 @@
-"""Reductions by copies between GPUs against NCCL's, for `torchrun --nproc-per-node 2 tests/gpu/peer_reduction.py`.
+"""Reductions by copies between GPUs against NCCL's, for `torchrun --nproc-per-node 2 tests peer_reduction`.
 
 Trains a small GPT-2 by collectives, by copies, and by copies again while every stream sleeps at random, with what is
 unfilled or freed poisoned: losses, gradients and weights must be close to the collectives', and the runs by copies
@@ -11,7 +11,6 @@ import argparse
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -173,7 +172,3 @@ def milliseconds(options: argparse.Namespace, steps: int = 10) -> float:
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - begin) / steps)
     return 1e3 * statistics.median(seconds[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

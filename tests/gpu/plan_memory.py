@@ -1,6 +1,6 @@
 """What use_checkpoint="auto" plans for GPT-2 of 1.5 B parameters, its memory and time, against True and False.
 
-`torchrun --nproc-per-node N tests/gpu/plan_memory.py --recompute auto`, then the same with `full` and `none`. Prints
+`torchrun --nproc-per-node N tests plan_memory --recompute auto`, then the same with `full` and `none`. Prints
 the plan (rank 0's log) and one JSON line: ms a step, the peak in GiB, how many blocks keep their activations, losses
 (those of the three are equal but for rounding), or that memory ran out. `--grow` makes the sixth batch half as large
 again; `--squeeze GIB` takes so much memory from under the plan after the fourth step.
@@ -113,7 +113,3 @@ def train_step(model, manager, optimizer, step: int, rows: int, length: int) -> 
     manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
     manager.step()
     return bmt.sum_loss(loss.detach())
-
-
-if __name__ == "__main__":
-    main()

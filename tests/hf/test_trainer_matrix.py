@@ -1,4 +1,4 @@
-"""Cells of the Trainer matrix; `python tests/hf/trainer_matrix.py` prints all with their errors."""
+"""Cells of the Trainer matrix; `python tests trainer_matrix` prints all with their errors."""
 
 import math
 

@@ -7,18 +7,10 @@ import weakref
 
 import pytest
 import torch
-from test_offload import (
-    DTYPES,
-    Trainee,
-    as_on_a_gpu,
-    assert_equal,
-    steps_in_a_row,
-    the_same,
-    written_gradients_wait,
-)  # fmt: skip
 
 import hf_bmtrain as bmt
 from hf_bmtrain.sharding.pending_update import PendingUpdate
+from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, steps_in_a_row, the_same, written_gradients_wait
 from twins import ids
 
 overlapping = functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True)

@@ -1,4 +1,4 @@
-"""Host time of what stands around every block: `PYTHONPATH=.:tests python tests/hook_time.py [--profile]`.
+"""Host time of what stands around every block: `python tests hook_time [--profile]`.
 
 One process plays rank 0 of two with lanes that cost nothing, and runs the same layers plain and sharded in turn, so
 narrow that all of their time is the host's. Two numbers come of it, both medians over steps, per block:
@@ -31,6 +31,7 @@ from hf_bmtrain.comm.control import Control
 from hf_bmtrain.comm.reduce import CollectiveReduction
 from hf_bmtrain.runtime import world
 from hf_bmtrain.runtime.schedule import Step
+from inner import state_of
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16
 
@@ -144,7 +145,7 @@ def watched(tower: torch.nn.Module) -> Stopwatch:
     """Starts and stops with the code of the blocks of `tower`."""
     watch = Stopwatch()
     for layer in tower.layers:
-        state = layer._bmt
+        state = state_of(layer)
         state.own_forward = watch.around(super(type(layer), layer).forward, -1)
         for name in ("forward", "before_backward", "after_backward", "flush_backward"):
             setattr(state, name, watch.around(getattr(state, name)))
@@ -242,7 +243,3 @@ def main() -> None:
             print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} µs a block {name}")
         forward, backward = added_calls(make)
         print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} calls a block")
-
-
-if __name__ == "__main__":
-    main()

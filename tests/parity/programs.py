@@ -1,6 +1,6 @@
 """Random programs of what users do around training, run sharded beside a plain twin.
 
-`PYTHONPATH=. python tests/programs.py --ranks 2 --seeds 0:1000` looks for one that goes wrong. Weights are float64 and
+`python tests programs --ranks 2 --seeds 0:1000` looks for one that goes wrong. Weights are float64 and
 the optimizer is SGD with momentum, so that what differs is a fault and not rounding; or they are float32, under
 AdamOptimizer and OptimManager's clipping. All ranks draw the same program; the twin computes the loss of every rank's
 rows.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -303,7 +302,3 @@ def main() -> int:
     world.stop()
     print(f"{end - first} programs, {wrong} wrong")
     return wrong > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from inner import is_whole
 from twins import WIDTH, Layer, check_gradients, check_twins, ids
 
 VOCABULARY = (1 << 20) // WIDTH + 1  # an embedding large enough for a buffer of its own
@@ -38,7 +39,7 @@ def loss(model, step, rank):
 
 
 def whole(piece) -> bool:
-    return piece.buffer._full.allocated
+    return is_whole(piece.buffer)
 
 
 class Trace:
@@ -176,8 +177,17 @@ CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for 
 CASES += [(backward_twice,), (saved_activation_modified,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 
+each_case = pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case)
+)
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+
+@each_case
 @pytest.mark.parametrize("size", [2, 3])
 def test_reads(world, size, case):
     world(size)(*case)
+
+
+@each_case
+def test_reads_by_copies(peers, case):
+    peers(2)(*case)

@@ -38,7 +38,7 @@ def loss(model, step, rank):
 
 
 def whole(piece) -> bool:
-    return piece.buffer._full.allocated
+    return piece.buffer.is_whole
 
 
 class Trace:

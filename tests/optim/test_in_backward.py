@@ -9,7 +9,7 @@ from test_offload import DTYPES, OPTIONS, as_on_a_gpu, groups
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
-from hf_bmtrain.sharding.buffer import DistributedParameter
+from hf_bmtrain.sharding.parameter import DistributedParameter
 from twins import Tower, ids
 
 KINDS = {

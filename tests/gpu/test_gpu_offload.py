@@ -6,13 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
-from trainee import Trainee
 
 import hf_bmtrain as bmt
 from hf_bmtrain.comm import streams
 from hf_bmtrain.ops import pinned
 from hf_bmtrain.optim import slabs
 from ranks import Ranks
+from trainee import Trainee
 from twenty_steps import OPTIONS, groups, train
 from twins import Tower
 

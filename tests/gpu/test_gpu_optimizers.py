@@ -5,12 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
-from trainee import Trainee
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
 from hf_bmtrain.ops import launch
 from ranks import Ranks
+from trainee import Trainee
 from twenty_steps import OPTIONS, groups, train
 from twins import Tower
 

@@ -3,12 +3,12 @@
 import dataclasses
 import types
 
-import jobs
 import pytest
 import torch
 import transformers
 
 import hf_bmtrain as bmt
+import jobs
 from hf_bmtrain.hf import arguments
 from tiny_models import batch, build
 from twins import Tower, ids

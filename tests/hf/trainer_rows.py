@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from jobs import Rows, bmt_adam, sgd, torch_adam
 from trainer_witnesses import (
     CompiledGraphs,
     Impatient,
@@ -23,6 +22,7 @@ from trainer_witnesses import (
 )  # fmt: skip
 
 import hf_bmtrain as bmt
+from jobs import Rows, bmt_adam, sgd, torch_adam
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from test_offload import as_on_a_gpu
+from test_peer import lane
 
 import hf_bmtrain as bmt
-from test_peer import lane
 from twins import Tower, ids
 
 

@@ -6,6 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.testing_utils import CaptureLogger
+
+import hf_bmtrain as bmt
 from regression import (
     Line,
     LineConfig,
@@ -19,11 +24,6 @@ from regression import (
     read_state,
     wrapped,
 )  # fmt: skip
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers.testing_utils import CaptureLogger
-
-import hf_bmtrain as bmt
 
 FILES = {"model.safetensors", "training_args.bin", "optimizer.pt", "scheduler.pt", "trainer_state.json"}
 

@@ -10,9 +10,10 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from jobs import bmt  # with the settings of jobs: no progress bars, nothing for the garbage collector to look through
 from torch import nn
 from transformers import Trainer
+
+from jobs import bmt  # with the settings of jobs: no progress bars, nothing for the garbage collector to look through
 
 ROWS, BATCH = 64, 8
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from regression import CloseEnough, Line, LineConfig, PlainLine, checkpoints, make, read_state, whole
 from safetensors.torch import load_file
 from upstream_checkpoints import check_checkpoints
+
+from regression import CloseEnough, Line, LineConfig, PlainLine, checkpoints, make, read_state, whole
 
 
 class Scripted:

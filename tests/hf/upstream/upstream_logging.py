@@ -4,15 +4,15 @@ import math
 import tempfile
 
 import datasets
-import jobs
 import numpy as np
 import pytest
 import transformers
-from regression import Points, arguments, make, make_tokenizer, wrapped
 from torch import nn
 from transformers.testing_utils import CaptureLogger, LoggingLevel
 
 import hf_bmtrain as bmt
+import jobs
+from regression import Points, arguments, make, make_tokenizer, wrapped
 from tiny_models import build
 
 

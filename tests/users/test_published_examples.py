@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from published import ROOT, programs, read_blocks
 
 FOLDER = Path(os.environ.get("HF_BMTRAIN_PUBLISHED", ROOT.parent / "shared" / "published"))
@@ -42,7 +41,7 @@ def test_every_block_is_run():
 
 def environment() -> dict[str, str]:
     return os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'users'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HF_BMTRAIN_POISON": "1",
     }  # fmt: skip
 

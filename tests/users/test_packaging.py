@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 IMPORT_SECONDS = 3.0
 NOT_IMPORTED = ["transformers", "accelerate", "datasets", "peft", "cupy", "matplotlib"]
 SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -8,13 +8,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import test_block
+import test_on_demand
+import test_users
 import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-import test_block
-import test_reads
-import test_users
 import twins
 from hf_bmtrain.comm import peer_reduce as reducing
 from hf_bmtrain.comm.backend import GATHERS
@@ -347,7 +347,7 @@ BLOCKS = [
     if case.__name__ not in WRITE  # refused here, see write_after_a_forward
     for options in test_block.OPTIONS
 ]
-BORROWED = [*test_reads.CASES, *BLOCKS, (test_users.data_is_written,), (test_users.masters_follow_a_load,)]
+BORROWED = [*test_on_demand.CASES, *BLOCKS, (test_users.data_is_written,), (test_users.masters_follow_a_load,)]
 CELLS = [c for c in cells(2) if c.family in ("llama", "t5") and c.accumulation == 1]
 CELLS += [c for c in cells(2) if c.family == "llama" and c.zero_level == 3 and c.accumulation > 1]
 

@@ -1,11 +1,14 @@
 """Steps, seeds and models: cases of transformers' tests/trainer/test_trainer.py around a sharded model."""
 
 import datasets
-import jobs
 import numpy as np
 import pytest
 import torch
 import transformers
+from torch import nn
+
+import hf_bmtrain as bmt
+import jobs
 from regression import (
     CloseEnough,
     Line,
@@ -19,9 +22,6 @@ from regression import (
     whole,
     wrapped,
 )  # fmt: skip
-from torch import nn
-
-import hf_bmtrain as bmt
 from tiny_models import build
 
 EPOCHS, STEPS = 3, 24  # Trainer's default, and the steps that it makes of 64 rows

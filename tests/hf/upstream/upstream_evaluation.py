@@ -1,13 +1,13 @@
 """Cases of transformers' tests/trainer/test_trainer_evaluation.py around a sharded model."""
 
 import datasets
-import jobs
 import numpy as np
 import pytest
 import torch
-from regression import CloseEnough, LineConfig, PlainLine, Points, arguments, close_to, make, wrapped
 
 import hf_bmtrain as bmt
+import jobs
+from regression import CloseEnough, LineConfig, PlainLine, Points, arguments, close_to, make, wrapped
 from tiny_models import build
 
 LINE = {"a": 1.5, "b": 2.5}

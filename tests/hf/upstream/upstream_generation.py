@@ -1,12 +1,12 @@
 """Cases of transformers' tests/trainer/test_trainer_seq2seq.py around a sharded model."""
 
-import jobs
 import pytest
 import torch
 import transformers
-from regression import make_tokenizer
 
 import hf_bmtrain as bmt
+import jobs
+from regression import make_tokenizer
 from tiny_models import build
 
 

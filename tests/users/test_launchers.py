@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
 from launched_job import plain_losses
+
 from ranks import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
 JOB = Path(__file__).with_name("launched_job.py")
 
@@ -64,7 +64,8 @@ def folder(tmp_path):
 def start(folder: Path, command: str, host: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
     """`command` with `train.py result.json` for `train.py`, as a user would type it."""
     environment = os.environ | {
-        "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1",
+        "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support",
+        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     line = command.replace("train.py", "train.py result.json")

@@ -8,14 +8,14 @@ import logging
 
 import pytest
 import torch
+from test_foreign_checkpoint import Recomputing
+from test_memory import Created
+from test_replay import Cache, Decoder, Ranged
 from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
 from hf_bmtrain.recompute.planner import Planner
-from test_foreign_checkpoint import Recomputing
-from test_replay import Cache, Decoder, Ranged
-from test_saved_bytes import Created
 from tiny_models import batch, build
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 

@@ -11,7 +11,7 @@ import torch
 from hf_bmtrain.ops import launch
 from hf_bmtrain.ops.launch import Argument, Variant
 
-SHIM = Path(__file__).parent / "ops" / "cuda_shim.h"
+SHIM = Path(__file__).with_name("cuda_shim.h")
 _C_TYPES = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
 

@@ -2,14 +2,14 @@
 
 from unittest.mock import patch
 
-import regression
 import transformers
-from regression import checkpoints
 from transformers import DefaultFlowCallback, EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import ExportableState
 
 import hf_bmtrain as bmt
+import regression
+from regression import checkpoints
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from test_state_dict import check_equal, same_storage
 from torch import nn
 
 import hf_bmtrain as bmt
 from ranks import Ranks
-from test_state_dict import check_equal, same_storage
 from tiny_models import build
 from twins import Tower, ids
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counting(Tower):

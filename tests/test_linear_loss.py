@@ -10,7 +10,6 @@ import hf_bmtrain.wrap.outside
 import linear_loss_checks as checks
 from hf_bmtrain.linear_loss import chunk_rows
 from hf_bmtrain.loss import linear_cross_entropy
-from inner import is_whole
 from language_model import CLASSES, Language, batch, buffers, head_loss
 from twins import WIDTH, Layer, check_gradients, check_twins
 
@@ -124,14 +123,14 @@ def look() -> list[bool]:
     with buffers(own=True):
         model = bmt.auto_wrap(Language())
     buffer = model.head.weight.buffer
-    seen = [is_whole(buffer)]
-    model.layers[1].linear.register_full_backward_hook(lambda *_: seen.append(is_whole(buffer)))
+    seen = [buffer.is_whole]
+    model.layers[1].linear.register_full_backward_hook(lambda *_: seen.append(buffer.is_whole))
     loss = outside(model, 0, 0)
-    seen.append(is_whole(buffer))
+    seen.append(buffer.is_whole)
     loss.backward()
     with torch.no_grad():
         outside(model, 0, 0)
-    return [*seen, is_whole(buffer)]
+    return [*seen, buffer.is_whole]
 
 
 def test_the_head_is_whole_for_the_loss_alone(world):

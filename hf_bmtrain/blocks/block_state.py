@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..recompute.policy import Fixed, Recomputation, UseCheckpoint
 from ..recompute.replay import Replay
-from ..runtime.schedule import Step
+from ..runtime.schedule import Schedule
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
 from .autocast import uncached_autocast
@@ -31,13 +31,13 @@ class BlockState:
 
     def __init__(
         self,
-        step: Step,
+        schedule: Schedule,
         buffers: list[ShardedBuffer],
         slots: list[Slot],
         replay: Replay,
         zero_level: int,
     ) -> None:
-        self.step, self.buffers, self.slots, self.replay = step, buffers, slots, replay
+        self.schedule, self.buffers, self.slots, self.replay = schedule, buffers, slots, replay
         self.zero_level = zero_level
         self.recomputation: Recomputation = Fixed(True)
         self.previous: BlockState | None = None
@@ -70,9 +70,9 @@ class BlockState:
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's own forward on whole parameters."""
         layer_forward = self.own_forward or layer_forward
-        if self.step.in_backward and self._is_recomputed():
+        if self.schedule.in_backward and self._is_recomputed():
             return self._run_again(layer_forward, args, kwargs)
-        self.step.forget_failed_backward()
+        self.schedule.discard_failed_backward()
         training = torch.is_grad_enabled()
         if training:
             self.recomputation.enter()
@@ -82,10 +82,10 @@ class BlockState:
             if training:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()
-                    buffer.gradient.let_go()
+                    buffer.gradient.free_if_unused()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:
-                with uncached_autocast(), self.step.inside():
+                with uncached_autocast(), self.schedule.inside():
                     outputs = layer_forward(*args, **kwargs)
             self.check_unwritten()
         finally:
@@ -93,12 +93,12 @@ class BlockState:
             if not differentiable:
                 self.release()
         if self.zero_level == 3 and differentiable:
-            self.step.linger(self)
+            self.schedule.leave_whole(self)
         return outputs
 
     def _is_recomputed(self) -> bool:
         """Whether a call during a backward repeats one that autograd has recorded."""
-        recorded = self.step.was_recorded(self)
+        recorded = self.schedule.was_recorded(self)
         return self.pending > 0 if recorded is None else recorded
 
     def _run_again(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -115,7 +115,7 @@ class BlockState:
             if closed:
                 self._show_slices()
                 if self.zero_level == 3:
-                    self.step.linger(self)
+                    self.schedule.leave_whole(self)
 
     def _recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """The layer's own forward inside a backward, which has opened the block and will close it."""
@@ -127,7 +127,7 @@ class BlockState:
         return self._inside(layer_forward, *args, **kwargs)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
-        with self.step.inside():
+        with self.schedule.inside():
             return layer_forward(*args, **kwargs)
 
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
@@ -146,7 +146,7 @@ class BlockState:
         outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
         self.pending += differentiable
         if differentiable:
-            self.step.record(self)
+            self.schedule.record(self)
         return outputs, differentiable
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -183,7 +183,7 @@ class BlockState:
 
     def _open(self, neighbour: BlockState | None) -> None:
         """Whole and shown. Order of the gather lane: this block, then the neighbour."""
-        self.step.open_block(self, neighbour)
+        self.schedule.open_block(self, neighbour)
         for buffer in self.buffers:
             buffer.gather()
         if neighbour is not None:
@@ -212,7 +212,7 @@ class BlockState:
 
     def before_backward(self, token: list[int]) -> None:
         """Whole again. token: the buffers' versions in forward, which must still be the present ones."""
-        self.step.enlist(self)
+        self.schedule.join_backward(self)
         self.recomputation.before_backward()
         if token != [buffer.version for buffer in self.buffers]:
             raise RuntimeError(
@@ -222,7 +222,7 @@ class BlockState:
         self._unreduced = True
         ahead = self.previous
         self._open(ahead if ahead is not None and ahead.pending > 0 else None)
-        self.step.make_room()
+        self.schedule.make_room()
 
     def after_backward(self) -> None:
         """The gradients of this call are complete: reduce when no other call is pending, then free."""
@@ -230,7 +230,7 @@ class BlockState:
         if self.pending > 0:
             self.pending -= 1
         if self.pending > 0:
-            self.step.linger(self)
+            self.schedule.leave_whole(self)
             return
         self._reduce()
         self.release()
@@ -245,7 +245,7 @@ class BlockState:
         self.release()
         for buffer in self.buffers:
             if not buffer.gradient.trainable:
-                buffer.gradient.drop()  # frozen since the forward
+                buffer.gradient.discard()  # frozen since the forward
             for whole in buffer.wholes:
                 if whole.grad is not None:
                     raise RuntimeError(
@@ -258,8 +258,8 @@ class BlockState:
         self._show_slices()
         self.release()
         for buffer in self.buffers:
-            buffer.gradient.drop()
+            buffer.gradient.discard()
 
     def _reduce(self) -> None:
         self._unreduced = False
-        self.step.send_block([buffer.gradient for buffer in self.buffers if buffer.gradient.trainable])
+        self.schedule.send([buffer.gradient for buffer in self.buffers if buffer.gradient.trainable])

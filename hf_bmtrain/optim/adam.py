@@ -135,7 +135,7 @@ class AdamOptimizer(UpdatesInBackward):
         """The current stream waits until the last step has written the weights; the host does not."""
         for state in self._states:
             if state.run.buffer is not None:
-                state.run.buffer.update.settle()
+                state.run.buffer.update.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
@@ -160,7 +160,7 @@ class AdamOptimizer(UpdatesInBackward):
         states = [self._states[number] for number in numbers]
         for state in states:
             if state.run.buffer is not None:
-                state.run.buffer.update.settle()  # the last one may still read the numbers that are written now
+                state.run.buffer.update.wait()  # the last one may still read the numbers that are written now
             if state.stale:
                 self._finish()
                 state.heed_writes()
@@ -184,7 +184,7 @@ class AdamOptimizer(UpdatesInBackward):
     def _announce(self, numbers: Sequence[int]) -> None:
         """Tell the gather lane what is under way, on all ranks alike."""
         for owner in by_owner(self._states, numbers):
-            if isinstance(owner, ShardedBuffer) and owner.update.pending:
+            if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
 
     def _update_elements(self, run: int, elements: Elements) -> None:

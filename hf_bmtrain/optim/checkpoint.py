@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..runtime.world import World
-from ..sharding.buffer import DistributedParameter, ShardedBuffer
+from ..sharding.buffer import ShardedBuffer
+from ..sharding.parameter import DistributedParameter
 
 SlicedState = dict[ShardedBuffer, dict[int, torch.Tensor]]
 
@@ -121,10 +122,10 @@ def _gather(world: World, buffer: ShardedBuffer, pieces: dict[int, torch.Tensor]
     like = next(iter(pieces.values()))
     flat = torch.zeros(buffer.layout.shard_numel, dtype=like.dtype, device=buffer.shard.device)
     for index, values in pieces.items():
-        place = buffer.piece(index)
+        place = buffer.pieces[index]
         flat[place.shard_start : place.shard_stop] = values
     full = flat.new_empty(buffer.layout.numel)
-    world.step.gather.all_gather(full, flat).wait()
+    world.gather.all_gather(full, flat).wait()
     if world.rank != 0:
         return {index: torch.empty(0) for index in pieces}
     whole = {}

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..runtime.world import buffers_made
-from ..sharding.buffer import DistributedParameter
+from ..sharding.parameter import DistributedParameter
 from .claim import Claim
 from .probe import probe
 from .whole_state import WholeState

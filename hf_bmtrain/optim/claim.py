@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..runtime.world import buffers_made, current_world
-from ..sharding.buffer import DistributedParameter
+from ..sharding.parameter import DistributedParameter
 
 
 class Claim:
@@ -57,7 +57,7 @@ class Claim:
         if id(piece) in self._shared:
             return
         self._shared[id(piece)] = piece
-        if self._backwards == current_world().step.backwards and piece.buffer.gradient.is_handed(piece.index):
+        if self._backwards == current_world().schedule.backwards and piece.buffer.gradient.is_handed(piece.index):
             self._note([piece])  # no backward since this one's step, and nobody has changed what it used
 
     def check(self) -> None:
@@ -77,7 +77,7 @@ class Claim:
 
     def settle(self) -> None:
         """The step is made, and its gradients are used."""
-        self._backwards = current_world().step.backwards
+        self._backwards = current_world().schedule.backwards
         if self._new or self._shared:
             self._note([*self._new, *self._shared.values()])
             self._new = []

@@ -8,7 +8,7 @@ import torch
 
 from ..ops.adam_step import Elements, KernelSteps, TorchSteps
 from ..runtime.world import current_world
-from ..sharding.buffer import DistributedParameter
+from ..sharding.parameter import DistributedParameter
 
 _PIECE = 1 << 20
 
@@ -67,7 +67,7 @@ class DeltaRecord:
         totals[:, 1:] = self._sums
         totals = totals.to(parameters[0].device)
         if slices:
-            current_world().step.reduce.all_reduce(totals[1]).wait()
+            current_world().schedule.reduce.all_reduce(totals[1]).wait()
         count, first, second = totals.sum(0)
         mean = first / count
         moments = torch.stack((mean, (second / count - mean * mean).clamp_min(0)))

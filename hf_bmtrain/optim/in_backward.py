@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..sharding.buffer import DistributedParameter, ShardedBuffer
+from ..sharding.buffer import ShardedBuffer
+from ..sharding.parameter import DistributedParameter
 from .state import RunState
 
 

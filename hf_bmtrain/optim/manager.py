@@ -45,7 +45,7 @@ class OptimManager:
         world = current_world()
         if loss_scale is not None and loss_scale <= 0:
             raise ValueError(f"loss_scale must be positive or None, not {loss_scale}")
-        self._device, self._lane = world.device, world.step.reduce
+        self._device, self._lane = world.device, world.reduce
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
         self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
         self._bounds = min_loss_scale, max_loss_scale

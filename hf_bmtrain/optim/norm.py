@@ -9,7 +9,7 @@ import torch
 
 from ..comm.collectives import Communicator
 from ..ops.grad_norm import accumulate_squared_norm
-from ..sharding.buffer import DistributedParameter
+from ..sharding.parameter import DistributedParameter
 from .runs import Run, neighbours
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..sharding.buffer import DistributedParameter, ShardedBuffer
+from ..sharding.buffer import ShardedBuffer
+from ..sharding.parameter import DistributedParameter
 
 
 @dataclass(eq=False)
@@ -28,8 +29,8 @@ class Run:
     def over(cls, parameters: list[torch.nn.Parameter]) -> Run:
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
-            start = first.buffer.piece(first.index).shard_start
-            stop = first.buffer.piece(last.index).shard_stop
+            start = first.buffer.pieces[first.index].shard_start
+            stop = first.buffer.pieces[last.index].shard_stop
             return cls(parameters, first.buffer.shard[start:stop], first.buffer, start)
         if not first.is_contiguous():
             raise ValueError(f"AdamOptimizer needs contiguous parameters, got shape {tuple(first.shape)}")
@@ -44,7 +45,7 @@ class Run:
         """Where `parameter` begins in the range."""
         if not isinstance(parameter, DistributedParameter):
             return 0
-        return parameter.buffer.piece(parameter.index).shard_start - self.start
+        return parameter.buffer.pieces[parameter.index].shard_start - self.start
 
     def lying(self) -> torch.Tensor | None:
         """(n,) the `.grad`s where they lie side by side; None where someone replaced one by a tensor of their own."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..runtime import launcher as accelerator
+from ..runtime.launcher import accelerator_is_running
 from ..runtime.world import current_world
-from ..sharding.buffer import DistributedParameter
+from ..sharding.parameter import DistributedParameter
 
 
 class WholeState:
@@ -50,7 +50,7 @@ class WholeState:
                     state[name] = _slice(parameter, name, value)
 
     def _gather(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if self._local or not state_dict["state"] or not accelerator.is_running():
+        if self._local or not state_dict["state"] or not accelerator_is_running():
             return None
         current_world().assemble("optimizer.state_dict")
         groups = zip(state_dict["param_groups"], optimizer.param_groups)

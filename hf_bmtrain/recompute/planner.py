@@ -55,7 +55,7 @@ class Planner:
 
     @property
     def in_backward(self) -> bool:
-        return self._world.step.in_backward
+        return self._world.schedule.in_backward
 
     @property
     def outlived(self) -> bool:
@@ -69,14 +69,14 @@ class Planner:
 
     def enter(self) -> None:
         """A training forward of some block begins."""
-        if self._world.step.backwards != self._backwards and not self.in_backward:
-            self._backwards = self._world.step.backwards
+        if self._world.schedule.backwards != self._backwards and not self.in_backward:
+            self._backwards = self._world.schedule.backwards
             self._begin_pass(self._present())
 
     def _begin_pass(self, shares: list[Share]) -> None:
         for share in shares:
             for buffer in share.block.buffers:
-                buffer.gradient.let_go()
+                buffer.gradient.free_if_unused()
         self._began = self.memory.allocated()
         self._fresh, self.measuring = {}, False
         if self._planned_for is None:
@@ -97,7 +97,7 @@ class Planner:
 
     def before_backward(self) -> None:
         self._turn(recomputed=False)
-        self._world.step.enlist(self)
+        self._world.schedule.join_backward(self)
 
     def before_recomputation(self) -> None:
         self._turn(recomputed=True)
@@ -197,7 +197,7 @@ def choose(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompu
         return Fixed(use_checkpoint)
     if use_checkpoint != "auto":
         raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
-    step = world.step
+    step = world.schedule
     if step.planner is None and world.device.type == "cpu":
         _say_unknown()
         return Fixed(False)

@@ -1,60 +1,68 @@
-"""One outermost forward of a sharded model, which its backward goes back through."""
+"""One outermost forward of a sharded model, and the beginning of its backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 
-class Passage:
-    """readers: the buffers outside blocks that it read. blocks: those that autograd has recorded in it.
+class Reader(Protocol):
+    """A buffer outside blocks that forwards read: see `sharding.on_demand`."""
 
-    It owns the boundary at the model's outputs, where its backward begins. It takes part in that backward, so that it
-    is known which blocks are being gone back through: where one of them is called again meanwhile, somebody's
-    checkpoint recomputes what autograd has recorded; where another is called, its forward went unrecorded, and is
-    recorded now for a backward inside the backward.
+    unwatched: bool
+
+    @property
+    def version(self) -> int: ...
+    def check_unwritten(self) -> None: ...
+    def release(self) -> None: ...
+    def prepare_backward(self, unwatched: bool) -> None: ...
+
+
+class ForwardPass:
+    """An outermost forward, which owns the boundary at the model's outputs where its backward begins.
+
+    readers: the buffers outside blocks that it read. blocks: the blocks that autograd recorded in it.
+
+    While its backward runs, a call of a recorded block is a recomputation by a checkpoint around it; a call of any
+    other block is a forward of its own, recorded for a backward inside the backward.
     """
 
-    def __init__(self, enlist: Callable[[Passage], None]) -> None:
-        """enlist: makes it a member of the running backward."""
-        self._enlist = enlist
-        self.readers: dict[Any, None] = {}
+    def __init__(self, enter: Callable[[ForwardPass], None]) -> None:
+        """enter: notes that the running backward goes through this pass."""
+        self._enter = enter
+        self.readers: dict[Reader, None] = {}
         self.blocks: set[Any] = set()
         self._unwatched: list[bool] = []
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
-        """The forward is over: the versions of what it read, for `before_backward`."""
-        self._unwatched = [reads.unwatched for reads in self.readers]
-        return [reads.version for reads in self.readers]
+        """End the forward. Returns the versions of the buffers it read, for `before_backward`."""
+        self._unwatched = [reader.unwatched for reader in self.readers]
+        return [reader.version for reader in self.readers]
 
     def check_unwritten(self) -> None:
-        for reads in self.readers:
-            reads.check_unwritten()
+        """Raise RuntimeError if the forward modified a parameter that it read."""
+        for reader in self.readers:
+            reader.check_unwritten()
 
     def release(self) -> None:
-        """No backward will come."""
-        for reads in self.readers:
-            reads.release()
+        """Release what was read; no backward will follow."""
+        for reader in self.readers:
+            reader.release()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        if token != [reads.version for reads in self.readers]:
+        """Start the gathers that backward needs. token: the result of `end`."""
+        if token != [reader.version for reader in self.readers]:
             raise RuntimeError(
                 "Weights outside the blocks changed between the forward and its backward (an optimizer step or a "
                 "load came between them); the gradients would be wrong. Run forward again."
             )
-        self._enlist(self)
-        for reads, unwatched in zip(self.readers, self._unwatched):
-            reads.prepare_backward(unwatched)
+        self._enter(self)
+        for reader, unwatched in zip(self.readers, self._unwatched):
+            reader.prepare_backward(unwatched)
 
     def after_backward(self) -> None:
-        raise AssertionError("nothing stands in front of an outermost forward")
-
-    def flush_backward(self) -> None:
-        """What it read and recorded are members themselves."""
-
-    def abandon_backward(self) -> None:
-        """What it read and recorded are members themselves."""
+        raise AssertionError("an outermost forward has no boundary at its inputs")

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from inner import is_whole
 from twins import Layer, Tower, check_gradients, check_twins, ids, losses
 
 SIZES = [1, 2, 3]
@@ -260,7 +259,7 @@ def nothing_whole_at_rest(options):
     buffers = {parameter.buffer for parameter in model.parameters()}
 
     def allocated():
-        return [buffer for buffer in buffers if buffer.layout.world_size > 1 and is_whole(buffer)]
+        return [buffer for buffer in buffers if buffer.layout.world_size > 1 and buffer.is_whole]
 
     assert not allocated()
     loss = model(ids(0, bmt.rank()))

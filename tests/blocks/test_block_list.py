@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from inner import is_whole
 from twins import WIDTH, Layer, check_gradients
 
 
@@ -99,7 +98,7 @@ def options_of_each_block():
     def ours(x):
         x = blocks(x)
         buffers = [block.linear.weight.buffer for block in blocks]
-        whole = [not buffer.sharded or is_whole(buffer) for buffer in buffers]
+        whole = [not buffer.sharded or buffer.is_whole for buffer in buffers]
         assert whole == ([True] * 4 if bmt.world_size() == 1 else [True, False, True, True])  # the last one lingers
         return (x,)
 

@@ -15,7 +15,7 @@ import hf_bmtrain as bmt
 import twins
 from hf_bmtrain.comm import peer_reduce as reducing
 from hf_bmtrain.comm.backend import GATHERS
-from hf_bmtrain.comm.gradient_slots import COUNT
+from hf_bmtrain.comm.peer_reduce import MAILBOXES
 from hf_bmtrain.comm.storage import shares_storage
 from hf_bmtrain.ops.peer_sum import peer_mean
 from hf_bmtrain.optim import norm
@@ -31,7 +31,7 @@ def weights_are_pulled():
     """No collective below takes part in a step's gathers but the one that publishes."""
     model = wrapped()
     calls = []
-    below = peer_gather()._below
+    below = peer_gather().communicator
     original = below.all_gather
     below.all_gather = lambda *operands: calls.append(operands) or original(*operands)
     try:
@@ -54,7 +54,7 @@ def what_a_rank_owns_is_not_copied():
 
     for buffer in buffers:
         for index, parameter in enumerate(buffer.wholes):
-            owned = buffer.piece(index).length == parameter.numel()
+            owned = buffer.pieces[index].length == parameter.numel()
             assert shares_storage(parameter, buffer.shard) == owned
             whole += owned
     assert sum(bmt.current_world().gather_objects(whole)) > 0
@@ -138,7 +138,7 @@ def gradients_are_pushed():
     """Those of blocks; what lies outside is reduced below in one piece."""
     model = wrapped()
     calls = []
-    below = bmt.current_world().step.reduce
+    below = bmt.current_world().reduce
     original = below.reduce_scatter_mean
     with mock.patch.object(below, "reduce_scatter_mean", lambda *each: calls.append(each) or original(*each)):
         model(ids(0, bmt.rank())).backward()
@@ -155,10 +155,10 @@ def gradients_of(dtype: torch.dtype, backwards: int) -> list[torch.Tensor]:
 
 def means_are_those_of_the_collective():
     """To the bit: both add in the order of ranks, in float32. A sum of several takes unrounded means here."""
-    step = bmt.current_world().step
+    step = bmt.current_world().schedule
     for dtype, backwards in [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 1), (torch.float64, 2)]:
         pulled = gradients_of(dtype, backwards)
-        with mock.patch.object(step, "_blocks", step._apart):
+        with mock.patch.object(step, "blocks", step.outside):
             reduced = gradients_of(dtype, backwards)
         assert all(torch.equal(*pair) for pair in zip(pulled, reduced)), (dtype, backwards)
         assert all(torch.equal(*pair) for pair in zip(pulled, gradients_of(dtype, backwards)))
@@ -188,7 +188,7 @@ def squares_come_with_the_mean():
 
     def check() -> int:
         with mock.patch.object(norm, "accumulate_squared_norm", wraps=norm.accumulate_squared_norm) as read:
-            found = norm.global_norm(parameters, 2, world.step.reduce, world.device)
+            found = norm.global_norm(parameters, 2, world.reduce, world.device)
         wholes = [parameter.gather_gradient().double() for parameter in parameters]
         expected = torch.stack([whole.square().sum() for whole in wholes]).sum().sqrt()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
@@ -196,7 +196,7 @@ def squares_come_with_the_mean():
             torch.testing.assert_close(parameter.grad.norm().double(), whole.norm(), rtol=1e-6, atol=0)
         return read.call_count
 
-    with mock.patch.object(world.step, "poison", False):  # its writes are counted, those of a reduction are not
+    with mock.patch.object(world.schedule, "poison", False):  # its writes are counted, those of a reduction are not
         for step in range(3):
             model(ids(step, bmt.rank())).backward()
             apart = check()
@@ -256,30 +256,30 @@ def slots_are_shared_and_grow():
             either(ids(step, bmt.rank())).backward()
             torch.stack([plain(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
             check_gradients(either, plain)
-        assert peers.mapped_bytes == COUNT * max(peers._slots.nbytes, largest(wide))
-        assert peers._slots.nbytes >= largest(wide) > largest(model)
-    slots = [slot.memory.data_ptr() for slot in peers._slots._slots]
+        assert peers.mapped_bytes == MAILBOXES * max(peers.boxes.nbytes, largest(wide))
+        assert peers.boxes.nbytes >= largest(wide) > largest(model)
+    slots = [slot.memory.data_ptr() for slot in peers.boxes._boxes]
     del wide, either
     gc.collect()
     check_twins(Tower, lambda m, step, rank: m(ids(step, rank)))
-    assert [slot.memory.data_ptr() for slot in peers._slots._slots] == slots
+    assert [slot.memory.data_ptr() for slot in peers.boxes._boxes] == slots
 
 
 def two_blocks_of_gradients_at_most():
     """When the backward of a block begins, autograd's gradients of one other block are there."""
     model = bmt.auto_wrap(Tower(6))
-    step, seen = bmt.current_world().step, []
+    step, seen = bmt.current_world().schedule, []
     original = step.make_room
 
     def make_room():
         original()
-        flights = [gradient._flight for group in step._travelling for gradient in group]
+        flights = [gradient._flight for group in step._in_flight for gradient in group]
         seen.append((len(flights), sum(flight._gradients is not None for flight in flights)))
 
     with mock.patch.object(step, "make_room", make_room):
         model(ids(0, bmt.rank())).backward()
     assert max(kept for _, kept in seen) == 1
-    assert max(travelling for travelling, _ in seen) == step._blocks.ahead == 1
+    assert max(travelling for travelling, _ in seen) == step.blocks.ahead == 1
 
 
 class Hollow(twins.Layer):

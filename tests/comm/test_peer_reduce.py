@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_bmtrain.comm import gradient_slots
 from hf_bmtrain.comm import peer_reduce as peer_reduction
 from hf_bmtrain.comm import reduce as reduction
 from hf_bmtrain.comm.layout import Layout
@@ -259,7 +258,7 @@ def stream_of_this_rank(device: torch.device, priority: int = 0) -> ThreadStream
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_timing_gives_the_mean(size, slots, dtype, monkeypatch):
-    monkeypatch.setattr(gradient_slots, "COUNT", slots)
+    monkeypatch.setattr(peer_reduction, "MAILBOXES", slots)
     for module in (reduction, peer_reduction):
         monkeypatch.setattr(module, "work_stream", stream_of_this_rank)
     for seed in range(3):

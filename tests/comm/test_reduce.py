@@ -46,7 +46,7 @@ def reduce(make, accumulate: bool, like: torch.Tensor) -> bool:
     layout = Layout.build([SHAPE.numel()], size, 32)
     assert layout.numels == (layout.numel,)
     like = like.expand(layout.shard_numel)
-    reducer = CollectiveReduction(world.step.reduce, world.device).reducer(layout, [SHAPE], like, True)
+    reducer = CollectiveReduction(world.reduce, world.device).reducer(layout, [SHAPE], like, True)
     shard = torch.ones_like(like)
     total = shard.float() if accumulate else None
     gradients = [make(rank) for rank in range(size)]
@@ -85,7 +85,7 @@ def two_parameters() -> bool:
     shapes = [SHAPE, SHAPE]
     layout = Layout.build([shape.numel() for shape in shapes], size, 32)
     like = torch.zeros(layout.shard_numel)
-    reducer = CollectiveReduction(world.step.reduce, world.device).reducer(layout, shapes, like, True)
+    reducer = CollectiveReduction(world.reduce, world.device).reducer(layout, shapes, like, True)
     shard = torch.empty_like(like)
     reducer.send([values(bmt.rank()), values(bmt.rank() + 10)], shard, None).land()
     rows = torch.stack([torch.cat([values(r), values(r + 10)]).view(size, -1)[bmt.rank()] for r in range(size)])

@@ -158,7 +158,7 @@ def memory_is_free_for_the_next_forward():
     held = torch.cuda.memory_allocated()
     for parameter in trainee.model.parameters():
         parameter.buffer.gather()
-        parameter.buffer.gradient.let_go()
+        parameter.buffer.gradient.free_if_unused()
     freed = held - torch.cuda.memory_allocated()
     assert freed >= sum(2 * p.numel() for p in trainee.model.parameters())
 

@@ -136,7 +136,7 @@ def goes_on(dtype, whole):
         if step == 2:
             state = managers[0].state_dict(gather_opt=whole)
             if whole:
-                state = bmt.current_world().control.share(state)
+                state = bmt.current_world().control.broadcast_object(state)
             managers[1].load_state_dict(state)
             assert managers[1].optimizers[0].param_groups[0]["hold_steps"] == HOLD
         for model, manager in zip(models, managers):

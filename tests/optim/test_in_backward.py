@@ -8,7 +8,7 @@ import torch
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
-from hf_bmtrain.sharding.buffer import DistributedParameter
+from hf_bmtrain.sharding.parameter import DistributedParameter
 from offloaded import DTYPES, as_on_a_gpu
 from twenty_steps import OPTIONS, groups
 from twins import Tower, ids

@@ -146,7 +146,7 @@ def test_gradients_are_kept_until_the_current_stream_has_waited():
     del gradient
     gc.collect()
     assert alive() is not None
-    update.settle()
+    update.wait()
     assert ticket.waited
     gc.collect()
     assert alive() is None

@@ -26,11 +26,12 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from hf_bmtrain.comm.collectives import DONE, Ranges, SingleProcess, Ticket
+from hf_bmtrain.comm.collectives import CollectiveGather, SingleProcess
 from hf_bmtrain.comm.control import Control
 from hf_bmtrain.comm.reduce import CollectiveReduction
+from hf_bmtrain.comm.streams import DONE, Ticket
 from hf_bmtrain.runtime import world
-from hf_bmtrain.runtime.schedule import Step
+from hf_bmtrain.runtime.schedule import Schedule
 from inner import state_of
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16
@@ -74,7 +75,7 @@ class FreeLane(SingleProcess):
     def __init__(self) -> None:
         self.watch = Stopwatch()
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         begin = time.thread_time()
         whole.zero_()  # what memory happens to hold may be slow to compute with
         self.watch.seconds -= time.thread_time() - begin
@@ -89,8 +90,9 @@ def pretend_two_ranks() -> FreeLane:
     lane = FreeLane()
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
-    step = Step(lane, lane, reduction, reduction)
-    world._world = world.World(0, 2, 0, device, step, Control(1, timedelta(seconds=1)), 3, 2, 1024)
+    schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction)
+    control = Control(1, timedelta(seconds=1))
+    world._world = world.World(0, 2, 0, device, lane, lane, schedule, control, 3, 2, 1024)
     return lane
 
 

@@ -49,11 +49,11 @@ def memory_of(room):
     """The planner of this world finds so much memory. Yields it."""
     world = bmt.current_world()
     memory = Given(room)
-    world.step.planner = Planner(world, memory)
+    world.schedule.planner = Planner(world, memory)
     try:
         yield memory
     finally:
-        world.step.planner = None
+        world.schedule.planner = None
 
 
 class Noisy(Layer):
@@ -200,14 +200,14 @@ def gradients_of_the_last_step():
     """They are freed before the memory is read, unless they are added to."""
     world = bmt.current_world()
     memory = Witness()
-    world.step.planner = Planner(world, memory)
+    world.schedule.planner = Planner(world, memory)
     model = bmt.auto_wrap(Tower(), use_checkpoint="auto")
     memory.buffers = [buffer for share in shares(model) for buffer in share.block.buffers]
     for step in range(4):
         model(ids(step, 0)).backward()
         if step % 2 == 0:
             model.zero_grad()
-    world.step.planner = None
+    world.schedule.planner = None
     assert memory.seen == [False, False, True, False]
 
 
@@ -228,7 +228,7 @@ def dropped_forward():
     """What only a forward without backward has shown is not known."""
     with memory_of(ENOUGH) as memory:
         model = check_twins(Tower, plain_loss, use_checkpoint="auto")
-        step = bmt.current_world().step
+        step = bmt.current_world().schedule
         model(rows(7))
         step.planner.measuring = False
         assert not shares(model)[0]._fits(((7, 3, WIDTH),))
@@ -262,7 +262,7 @@ def two_models():
         one(rows(5)).backward()
         one(rows(5)).backward()
         assert kept(one) == "111"
-        planner = bmt.current_world().step.planner
+        planner = bmt.current_world().schedule.planner
         three = bmt.auto_wrap(Tower(), use_checkpoint="auto")
         assert shares(three)[2]._planner is planner
         del one, three
@@ -286,7 +286,7 @@ def asked_for_later():
 
 
 def on_the_cpu():
-    assert bmt.current_world().step.planner is None
+    assert bmt.current_world().schedule.planner is None
     model = check_twins(Tower, plain_loss, use_checkpoint="auto")
     assert [layer._bmt.use_checkpoint for layer in model.layers] == [False] * 3
     with pytest.raises(ValueError, match="must be True, False or 'auto', not 'some'"):
@@ -396,7 +396,7 @@ def peaks_under(limit, use_checkpoint, make, micro_batches):
     world = bmt.current_world()
     allocator, peaks, batch = Allocator(), [], torch.randint(11, (64, 16))
     allocator.limit = limit
-    world.step.planner = Planner(world, allocator)
+    world.schedule.planner = Planner(world, allocator)
     try:
         model = bmt.auto_wrap(make(), use_checkpoint=use_checkpoint)
         optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
@@ -409,7 +409,7 @@ def peaks_under(limit, use_checkpoint, make, micro_batches):
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        world.step.planner = None
+        world.schedule.planner = None
     return peaks, kept(model).count("1")
 
 
@@ -530,7 +530,7 @@ def equal_to_the_last_bit(name, zero_level, schedule):
     always, never = (train(make, loss, use_checkpoint, zero_level) for use_checkpoint in (True, False))
     with memory_of(ENOUGH if schedule is None else 0):
         planned = train(make, loss, "auto", zero_level, schedule)
-        kept_some = any(share.kept for share in bmt.current_world().step.planner._present())
+        kept_some = any(share.kept for share in bmt.current_world().schedule.planner._present())
     assert kept_some or "True" in name or schedule, "nothing was kept"
     assert all(value.isfinite().all() for value in planned)
     for others in (always, never):
@@ -573,7 +573,7 @@ def out_of_memory(zero_level):
         assert kept(models[0]) == "1111", "what is left is not given out again"
         failed = bmt.rank() == 0
         assert models[0].layers[2].runs == 6 + 1 + 2 * failed
-        assert (bmt.current_world().step.planner._lost > 0) == failed
+        assert (bmt.current_world().schedule.planner._lost > 0) == failed
     assert all(torch.equal(one, other) for one, other in zip(mine, expected))
 
 

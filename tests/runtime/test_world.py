@@ -80,7 +80,7 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports what keeps the 
 count()
 
 def gather():
-    return bmt.current_world().step.gather.all_gather(torch.empty(2), torch.ones(1))
+    return bmt.current_world().gather.all_gather(torch.empty(2), torch.ones(1))
 
 {end}
 """
@@ -136,7 +136,7 @@ bmt.init_distributed()
 if bmt.rank() == 1:
     time.sleep(12)
     os._exit(0)
-bmt.current_world().step.gather.all_gather(torch.empty(2), torch.ones(1))
+bmt.current_world().gather.all_gather(torch.empty(2), torch.ones(1))
 torch.distributed.destroy_process_group()
 """
 

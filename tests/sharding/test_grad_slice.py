@@ -8,7 +8,7 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.ops.grad_norm import Segments
 from hf_bmtrain.runtime.world import current_world
-from hf_bmtrain.sharding.segment_norms import SegmentNorms
+from hf_bmtrain.sharding.grad_slice import SegmentNorms
 from twins import Tower, ids
 
 
@@ -24,7 +24,7 @@ def norms_follow_the_gradients(dtype):
 
     Without poison, whose writes are counted while those of packing and reducing are not.
     """
-    with mock.patch.object(current_world().step, "poison", False):
+    with mock.patch.object(current_world().schedule, "poison", False):
         _norms_follow_the_gradients(dtype)
 
 
@@ -48,7 +48,7 @@ def collectives_are_few():
     buffers = {p.buffer for p in model.parameters()}
     model(ids(0, bmt.rank())).backward()
     gradients = [p.grad for p in model.parameters()]
-    lane = current_world().step.reduce
+    lane = current_world().reduce
     with mock.patch.object(lane, "all_reduce", wraps=lane.all_reduce) as reduced:
         first = torch._foreach_norm(gradients)
         assert reduced.call_count == 1
@@ -81,4 +81,4 @@ def test_a_non_finite_element_makes_its_own_segment_non_finite():
     norms = SegmentNorms(flat, Segments([0, 3, 3, 6, 10], "cpu"), mock.Mock())
     assert [norms[i].item() == norms[i].item() for i in range(4)] == [True, True, False, True]
     assert norms[1] == 0
-    assert norms.lane.all_reduce.call_count == 1
+    assert norms.communicator.all_reduce.call_count == 1

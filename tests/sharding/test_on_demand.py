@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from inner import is_whole
 from twins import WIDTH, Layer, check_gradients, check_twins, ids
 
 VOCABULARY = (1 << 20) // WIDTH + 1  # an embedding large enough for a buffer of its own
@@ -39,7 +38,7 @@ def loss(model, step, rank):
 
 
 def whole(piece) -> bool:
-    return is_whole(piece.buffer)
+    return piece.buffer.is_whole
 
 
 class Trace:

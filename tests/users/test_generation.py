@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from inner import is_whole
 from zoo_check import gradient_errors
 from zoo_families import FAMILIES
 from zoo_models import IMAGE_TOKEN
@@ -91,7 +90,7 @@ def evaluation(family):
                 mine = compute_loss(FAMILIES[family], model, step * size + rank)
             with torch.no_grad():
                 torch.testing.assert_close(mine.clone(), compute_loss(FAMILIES[family], plain, step * size + rank))
-    assert not any(is_whole(p.buffer) for p in model.parameters() if p.buffer.sharded)
+    assert not any(p.buffer.is_whole for p in model.parameters() if p.buffer.sharded)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])

@@ -8,7 +8,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.wrap.find import find_block_lists
-from inner import is_whole, state_of
+from inner import state_of
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
 
@@ -127,7 +127,7 @@ def no_list():
     assert blocks_of(model) == []
     assert len(messages) == 1
     assert "no nn.ModuleList" in messages[0]
-    assert not any(p.buffer.sharded and is_whole(p.buffer) for p in model.parameters())
+    assert not any(p.buffer.sharded and p.buffer.is_whole for p in model.parameters())
 
 
 def named_blocks():

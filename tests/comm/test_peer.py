@@ -10,12 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_bmtrain as bmt
 import twins
 from hf_bmtrain.comm import peer_reduce as reducing
 from hf_bmtrain.comm.backend import GATHERS
-from hf_bmtrain.comm.peer_reduce import MAILBOXES
+from hf_bmtrain.comm.peer_memory import HostMemory
+from hf_bmtrain.comm.peer_reduce import MAILBOXES, PeerReduction
 from hf_bmtrain.comm.storage import shares_storage
 from hf_bmtrain.ops.peer_sum import peer_mean
 from hf_bmtrain.optim import norm
@@ -46,11 +48,11 @@ def what_a_rank_owns_is_not_copied():
     model = wrapped()
     buffers = {piece.buffer for piece in model.parameters()}
     pulled: list[int] = []
-    memory, whole = peer_gather()._memory, 0
+    original, whole = HostMemory.pull, 0
 
-    def pull(pairs):
+    def pull(memory, pairs):
         pulled.append(sum(target.numel() for target, _ in pairs[-1]))
-        return original(pairs)
+        return original(memory, pairs)
 
     for buffer in buffers:
         for index, parameter in enumerate(buffer.wholes):
@@ -58,8 +60,7 @@ def what_a_rank_owns_is_not_copied():
             assert shares_storage(parameter, buffer.shard) == owned
             whole += owned
     assert sum(bmt.current_world().gather_objects(whole)) > 0
-    original = memory.pull
-    with mock.patch.object(memory, "pull", pull):
+    with mock.patch.object(HostMemory, "pull", pull):
         for buffer in buffers:
             with buffer.whole_now():
                 pass
@@ -117,12 +118,9 @@ def loaded_after_a_forward():
 
 
 def dropped_shards_are_given_back():
-    def kept() -> int:
-        return len(peer_gather()._shared)
-
     gc.collect()
     model = wrapped()
-    first = kept()
+    first = peer_gather().mapped_bytes
     held = model.layers[0].linear.weight.detach()
     before = held.clone()
     del model
@@ -130,7 +128,7 @@ def dropped_shards_are_given_back():
     check_twins(Tower, lambda m, step, rank: m(ids(step, rank)))
     gc.collect()
     bmt.auto_wrap(Tower())
-    assert kept() <= 2 * first
+    assert peer_gather().mapped_bytes <= 2 * first
     assert torch.equal(held, before)
 
 
@@ -210,7 +208,9 @@ def squares_come_with_the_mean():
 
 def slow_ranks():
     """Ranks that come late to meetings, copy late and add late; blocks used twice, accumulation, five layers."""
-    peers, chance = peer_reduction(), random.Random(bmt.rank())
+    communicator, chance = bmt.current_world().reduce, random.Random(bmt.rank())
+    meet, met = communicator.all_reduce, []
+    peer_reduction()  # or the test is of another one
 
     def late(function):
         def call(*arguments):
@@ -222,8 +222,8 @@ def slow_ranks():
     model, twin = bmt.auto_wrap(Tower(5)), Tower(5)
     size = bmt.world_size()
     with (
-        mock.patch.object(peers, "_meet", late(peers._meet)),
-        mock.patch.object(peers._memory, "push", late(peers._memory.push)),
+        mock.patch.object(communicator, "all_reduce", late(lambda *each: met.append(each) or meet(*each))),
+        mock.patch.object(HostMemory, "push", late(HostMemory.push)),
         mock.patch.object(reducing, "peer_mean", late(peer_mean)),
     ):
         for step in range(4):
@@ -236,6 +236,7 @@ def slow_ranks():
             for either in (model, twin):
                 torch.optim.SGD(either.parameters(), lr=0.1).step()
                 either.zero_grad()
+    assert len(met) >= 6 * len(model.layers), "no meetings: nothing came late to one"
 
 
 def largest(model: nn.Module) -> int:
@@ -258,28 +259,43 @@ def slots_are_shared_and_grow():
             check_gradients(either, plain)
         assert peers.mapped_bytes == MAILBOXES * max(peers.boxes.nbytes, largest(wide))
         assert peers.boxes.nbytes >= largest(wide) > largest(model)
-    slots = [slot.memory.data_ptr() for slot in peers.boxes._boxes]
+    slots = [slot.memory.data_ptr() for slot in peers.boxes.boxes]
     del wide, either
     gc.collect()
     check_twins(Tower, lambda m, step, rank: m(ids(step, rank)))
-    assert [slot.memory.data_ptr() for slot in peers.boxes._boxes] == slots
+    assert [slot.memory.data_ptr() for slot in peers.boxes.boxes] == slots
 
 
 def two_blocks_of_gradients_at_most():
     """When the backward of a block begins, autograd's gradients of one other block are there."""
-    model = bmt.auto_wrap(Tower(6))
-    step, seen = bmt.current_world().schedule, []
-    original = step.make_room
+    schedule, sent, seen = bmt.current_world().schedule, [], []
+    make_reducer, original = PeerReduction.reducer, schedule.make_room
+
+    def reducer(*arguments):
+        made = make_reducer(*arguments)
+        send = made.send
+
+        def noting(gradients, *operands):
+            sent.append([StorageWeakRef(each.untyped_storage()) for each in gradients])
+            return send(gradients, *operands)
+
+        made.send = noting
+        return made
+
+    with mock.patch.object(PeerReduction, "reducer", reducer):
+        model = bmt.auto_wrap(Tower(6))
+    gradients = [buffer.gradient for layer in model.layers for buffer in {p.buffer for p in layer.parameters()}]
 
     def make_room():
         original()
-        flights = [gradient._flight for group in step._in_flight for gradient in group]
-        seen.append((len(flights), sum(flight._gradients is not None for flight in flights)))
+        kept = sum(not all(storage.expired() for storage in storages) for storages in sent)
+        seen.append((sum(gradient.in_flight for gradient in gradients), kept))
 
-    with mock.patch.object(step, "make_room", make_room):
+    with mock.patch.object(schedule, "make_room", make_room):
         model(ids(0, bmt.rank())).backward()
+    assert len(sent) == len(model.layers) == len(gradients)
     assert max(kept for _, kept in seen) == 1
-    assert max(travelling for travelling, _ in seen) == step.blocks.ahead == 1
+    assert max(in_flight for in_flight, _ in seen) == schedule.blocks.ahead == 1
 
 
 class Hollow(twins.Layer):

@@ -12,7 +12,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from hf_bmtrain.comm import streams
 from hf_bmtrain.comm.peer_reduce import PeerReduction
 
 STEPS = 4
@@ -49,7 +50,7 @@ def main() -> int:
     with collectives(step):
         expected = train(options)
     copied = [train(options), train(options)]
-    with sleeping(step.blocks):
+    with sleeping():
         copied.append(train(options, lag=True))
     wrong = compare(expected, copied)
     step.poison = False
@@ -69,21 +70,15 @@ def collectives(step: Any) -> Iterator[None]:
 
 
 @contextmanager
-def sleeping(peers: Any) -> Iterator[None]:
-    """The reduction's streams sleep before what they do, for different times on each rank."""
-    chance = random.Random(bmt.rank())
+def sleeping() -> Iterator[None]:
+    """Work streams sleep before what they do, for different times on each rank."""
+    chance, run = random.Random(bmt.rank()), streams.WorkStream.run
 
-    def lagging(run: Callable) -> Callable:
-        def call(function):
-            run(lambda: sleep(chance))
-            run(function)
+    def lagging(stream, function):
+        run(stream, lambda: sleep(chance))
+        run(stream, function)
 
-        return call
-
-    with (
-        mock.patch.object(peers._pushing, "run", lagging(peers._pushing.run)),
-        mock.patch.object(peers._adding, "run", lagging(peers._adding.run)),
-    ):
+    with mock.patch.object(streams.WorkStream, "run", lagging):
         yield
 
 

@@ -188,7 +188,7 @@ def the_next_forward_begins_early():
 
 def memory_is_unlocked():
     gc.collect()
-    with mock.patch.object(pinned, "_unregister", wraps=pinned._unregister) as unregister:
+    with mock.patch.object(pinned, "unregister", wraps=pinned.unregister) as unregister:
         parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
         parameter.grad = torch.ones_like(parameter)
         optimizer = bmt.optim.AdamOffloadOptimizer([parameter])

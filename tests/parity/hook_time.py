@@ -19,8 +19,10 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import transformers
@@ -85,15 +87,17 @@ class FreeLane(SingleProcess):
         return DONE
 
 
-def pretend_two_ranks() -> FreeLane:
-    """This process becomes rank 0 of two, without the other."""
+@contextmanager
+def pretend_two_ranks() -> Iterator[FreeLane]:
+    """Make this process rank 0 of two, without the other, within this context."""
     lane = FreeLane()
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
     schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction)
     control = Control(1, timedelta(seconds=1))
-    world._world = world.World(0, 2, 0, device, lane, lane, schedule, control, 3, 2, 1024)
-    return lane
+    pretended = world.World(0, 2, 0, device, lane, lane, schedule, control, 3, 2, 1024)
+    with mock.patch.object(world, "_world", pretended):
+        yield lane
 
 
 class Llama(torch.nn.Module):
@@ -236,12 +240,16 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lane = pretend_two_ranks()
-    for make in (Llama, GPT2):
-        if options.profile:
-            profile(make)
-        (*inside, fastest), (*added, _) = measure(make, lane)
-        for name, (forward, backward) in ((f"in the hooks (fastest step: {fastest:.0f})", inside), ("in all", added)):
-            print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} µs a block {name}")
-        forward, backward = added_calls(make)
-        print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} calls a block")
+    with pretend_two_ranks() as lane:
+        for make in (Llama, GPT2):
+            if options.profile:
+                profile(make)
+            report(make, lane)
+
+
+def report(make: Callable[[], torch.nn.Module], lane: FreeLane) -> None:
+    (*inside, fastest), (*added, _) = measure(make, lane)
+    for name, (forward, backward) in ((f"in the hooks (fastest step: {fastest:.0f})", inside), ("in all", added)):
+        print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} µs a block {name}")
+    forward, backward = added_calls(make)
+    print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} calls a block")

@@ -33,11 +33,11 @@ class Program:
     def __init__(self, seed: int, folder: str) -> None:
         self.random, self.folder = random.Random(seed), Path(folder)
         make = draw_model(self.random)
-        own_buffers = self.random.choice([1, outside._LARGE])
+        own_buffers = self.random.choice([1, outside.OWN_BUFFER_NUMEL])
         self.options = {"zero_level": self.random.choice([2, 3]), "use_checkpoint": self.random.choice([False, True])}
         dtype = self.random.choice([torch.float64, torch.float64, torch.float32])
         self.adam, self.close = dtype == torch.float32, CLOSE[dtype]
-        with mock.patch.object(outside, "_LARGE", own_buffers):
+        with mock.patch.object(outside, "OWN_BUFFER_NUMEL", own_buffers):
             self.model = bmt.auto_wrap(make().to(dtype), **self.options)
         self.twin = make().to(dtype)
         self.names = [name for name, _ in self.twin.named_parameters()]

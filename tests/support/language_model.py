@@ -1,14 +1,15 @@
 """A toy language model whose head makes its loss by linear_cross_entropy where it is sharded."""
 
 import contextlib
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hf_bmtrain as bmt
-import hf_bmtrain.wrap.outside
 from hf_bmtrain.loss import linear_cross_entropy
+from hf_bmtrain.wrap import outside
 from twins import WIDTH, Layer
 
 CLASSES = 11
@@ -17,12 +18,9 @@ CLASSES = 11
 @contextlib.contextmanager
 def buffers(own: bool):
     """Whether embedding and head, large as they mostly are, get buffers of their own, or share one."""
-    limit = hf_bmtrain.wrap.outside._LARGE
-    hf_bmtrain.wrap.outside._LARGE = CLASSES * WIDTH if own else limit
-    try:
+    limit = CLASSES * WIDTH if own else outside.OWN_BUFFER_NUMEL
+    with mock.patch.object(outside, "OWN_BUFFER_NUMEL", limit):
         yield
-    finally:
-        hf_bmtrain.wrap.outside._LARGE = limit
 
 
 class Language(nn.Module):

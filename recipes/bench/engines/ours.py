@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from benchmark_engine import MAX_NORM, WEIGHT_DECAY, Batch, Engine
-from benchmark_models import flops_a_token, make_model
 
 import hf_bmtrain as bmt
+from bench.engines.base import MAX_NORM, WEIGHT_DECAY, Batch, Engine
+from bench.models import flops_a_token, make_model
 
 if TYPE_CHECKING:
-    from benchmark_cell import Cell
+    from bench.cell import Cell
 
 
 RECOMPUTED: dict[str, Any] = {"none": False, "full": True, "auto": "auto"}

@@ -7,12 +7,13 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
-from benchmark_engine import WEIGHT_DECAY, Engine
-from benchmark_models import flops_a_token, make_model
-from benchmark_ours import managed_step
+
+from bench.engines.base import WEIGHT_DECAY, Engine
+from bench.engines.ours import managed_step
+from bench.models import flops_a_token, make_model
 
 if TYPE_CHECKING:
-    from benchmark_cell import Cell
+    from bench.cell import Cell
 
 
 def bmtrain(cell: Cell, config, device: torch.device) -> Engine:

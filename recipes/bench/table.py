@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmark_quoted import quoted_reports
+from bench.quoted import quoted_reports
 
 
 def read_reports(folder: Path, job: str) -> list[dict]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmark_engines import ENGINES
-from benchmark_models import NAMED
-from command_line import at_least, positive
+from bench.engines.registry import ENGINES
+from bench.models import NAMED
+from common.command_line import at_least, positive
 
 RECOMPUTE = ("none", "full", "auto")
 OF_THE_PROCESS = ("gather", "output", "plot", "cells")

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 import hf_bmtrain as bmt
-from bench.cell import Cell, parse
+from bench.cell import Cell
 from bench.engines.registry import check, why_missing
 from bench.measure import measure
+from bench.options import parse
 from bench.ranks import RanksApart, attempt, end_alone, end_together, free_memory, start
 from bench.search import search
 from bench.table import plot, read_reports, table

@@ -6,9 +6,9 @@ import pytest
 import torch
 from small_job import ROOT, TWO_RANKS, run
 
-from bench.cell import parse
 from bench.engines.registry import check, why_missing
 from bench.models import IGNORED, make_batch, make_config
+from bench.options import parse
 from bench.table import read_reports, table
 
 BENCHMARK = ROOT / "recipes" / "benchmark.py"

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bench import search as batch_search
-from bench.cell import parse
 from bench.engines.registry import ENGINES
 from bench.models import make_config
+from bench.options import parse
 from bench.ranks import RanksApart, attempt, free_memory, mapped_bytes, meet
 from bench.search import largest_batch, search
 from ranks import Ranks

@@ -1,17 +1,11 @@
 """DistributedDataParallel: every rank holds everything."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.cell import Cell
 from bench.engines.base import Batch, Engine, adamw, checkpoint_layers, torch_clip, torch_step
 from bench.models import flops_a_token, layers_of, make_model
-
-if TYPE_CHECKING:
-    from bench.cell import Cell
 
 
 def ddp(cell: Cell, config, device: torch.device) -> Engine:

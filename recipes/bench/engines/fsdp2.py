@@ -1,18 +1,12 @@
 """FSDP2, torch's own sharding."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from bench.cell import Cell
 from bench.engines.base import Engine, adamw, torch_clip, torch_step
 from bench.models import flops_a_token, layers_of, make_model
-
-if TYPE_CHECKING:
-    from bench.cell import Cell
 
 
 def fsdp2(cell: Cell, config, device: torch.device) -> Engine:

@@ -1,13 +1,11 @@
 """The engines that the benchmark compares, each built as its users build it, and what each of them can do."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from bench.cell import Cell
 from bench.engines.base import Engine
 from bench.engines.bmtrain import bmtrain
 from bench.engines.ddp import ddp
@@ -15,9 +13,6 @@ from bench.engines.deepspeed import deepspeed
 from bench.engines.fsdp2 import fsdp2
 from bench.engines.megatron import megatron_fsdp
 from bench.engines.ours import ours
-
-if TYPE_CHECKING:
-    from bench.cell import Cell
 
 ENGINES: dict[str, Callable[[Cell, object, torch.device], Engine]] = {
     "ours": ours,

@@ -13,15 +13,16 @@ import time
 from pathlib import Path
 
 import torch
-from benchmark_cell import Cell, parse
-from benchmark_engines import check, why_missing
-from benchmark_measure import measure
-from benchmark_search import search
-from benchmark_table import plot, read_reports, table
-from benchmark_world import RanksApart, attempt, end_alone, end_together, free_memory, start
-from command_line import one_line_errors
 
 import hf_bmtrain as bmt
+from bench.cell import Cell
+from bench.engines.registry import check, why_missing
+from bench.measure import measure
+from bench.options import parse
+from bench.ranks import RanksApart, attempt, end_alone, end_together, free_memory, start
+from bench.search import search
+from bench.table import plot, read_reports, table
+from common.command_line import one_line_errors
 
 LEFT_GB = 0.1
 

@@ -123,7 +123,7 @@ def run_gpt(blocks: list[str]) -> None:
     import hf_bmtrain
 
     sys.path.insert(0, str(ROOT / "recipes"))
-    from gpt2_model import GPT
+    from gpt2.model import GPT
 
     def small(**sizes) -> GPT:
         small_sizes = {"num_layers": 2, "vocab_size": VOCABULARY, "dim_model": 128, "dim_head": 32, "num_heads": 4}

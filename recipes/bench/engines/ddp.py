@@ -1,16 +1,11 @@
 """DistributedDataParallel: every rank holds everything."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
-from benchmark_engine import Batch, Engine, adamw, checkpoint_layers, torch_clip, torch_step
-from benchmark_models import flops_a_token, layers_of, make_model
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from benchmark_cell import Cell
+from bench.cell import Cell
+from bench.engines.base import Batch, Engine, adamw, checkpoint_layers, torch_clip, torch_step
+from bench.models import flops_a_token, layers_of, make_model
 
 
 def ddp(cell: Cell, config, device: torch.device) -> Engine:

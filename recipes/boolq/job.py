@@ -6,12 +6,13 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from boolq_batches import Rows, encode
-from boolq_data import read_questions
-from boolq_model import check_max_length, check_model_name, load_model, load_tokenizer, new_small_bert
-from reading_questions import reading_questions
-from small_bert import train_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from boolq.batches import Rows, encode
+from boolq.data import read_questions
+from boolq.model import check_max_length, check_model_name, load_model, load_tokenizer, new_small_bert
+from boolq.questions import reading_questions
+from boolq.small_bert import train_tokenizer
 
 DEFAULT_MODEL, DEFAULT_DATA = "bert-base-uncased", "super_glue/boolq"
 ROWS_A_STEP = 32  # of all processes together, so that the default result does not depend on their number

@@ -1,17 +1,14 @@
 """Megatron-FSDP, NVIDIA's sharding for torch; needs GPUs."""
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark_engine import MAX_NORM, Engine, adamw, checkpoint_layers, torch_step
-from benchmark_models import flops_a_token, layers_of, make_model
 
-if TYPE_CHECKING:
-    from benchmark_cell import Cell
+from bench.cell import Cell
+from bench.engines.base import MAX_NORM, Engine, adamw, checkpoint_layers, torch_step
+from bench.models import flops_a_token, layers_of, make_model
 
 
 def megatron_fsdp(cell: Cell, config, device: torch.device) -> Engine:

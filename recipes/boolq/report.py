@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import torch
-from curve import Curve, versions
+
+from common.curve import Curve, versions
 
 
 def score(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:

@@ -1,22 +1,18 @@
 """The engines that the benchmark compares, each built as its users build it, and what each of them can do."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
-from benchmark_bmtrain import bmtrain
-from benchmark_ddp import ddp
-from benchmark_deepspeed import deepspeed
-from benchmark_engine import Engine
-from benchmark_fsdp2 import fsdp2
-from benchmark_megatron import megatron_fsdp
-from benchmark_ours import ours
 
-if TYPE_CHECKING:
-    from benchmark_cell import Cell
+from bench.cell import Cell
+from bench.engines.base import Engine
+from bench.engines.bmtrain import bmtrain
+from bench.engines.ddp import ddp
+from bench.engines.deepspeed import deepspeed
+from bench.engines.fsdp2 import fsdp2
+from bench.engines.megatron import megatron_fsdp
+from bench.engines.ours import ours
 
 ENGINES: dict[str, Callable[[Cell, object, torch.device], Engine]] = {
     "ours": ours,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hub import check_hub, first_line, is_hub_name
+from common.hub import check_hub, first_line, is_hub_name
 
 # The validation file says which of the two published layouts a folder has, and so the key of its labels.
 LABEL_KEYS = {"val.jsonl": "label", "dev.jsonl": "answer"}

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import torch
-from hub import check_hub, first_line, is_hub_name
-from small_bert import small_bert_config
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -14,6 +12,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
+
+from boolq.small_bert import small_bert_config
+from common.hub import check_hub, first_line, is_hub_name
 
 LABELS = {0: "False", 1: "True"}
 

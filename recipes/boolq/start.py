@@ -4,12 +4,12 @@ import argparse
 import sys
 
 import torch
-from boolq_job import DEFAULT_MODEL, Job, prepare
-from boolq_model import quiet_transformers
-from command_line import choose_dtype, one_line_errors
-from hub import why_unavailable
 
 import hf_bmtrain as bmt
+from boolq.job import DEFAULT_MODEL, Job, prepare
+from boolq.model import quiet_transformers
+from common.command_line import choose_dtype, one_line_errors
+from common.hub import why_unavailable
 
 
 def prepare_on_all_ranks(options: argparse.Namespace) -> Job:

@@ -1,16 +1,13 @@
 """DeepSpeed's ZeRO-3."""
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from benchmark_engine import MAX_NORM, WEIGHT_DECAY, Batch, Engine, adamw, checkpoint_layers
-from benchmark_models import flops_a_token, layers_of, make_model
 
-if TYPE_CHECKING:
-    from benchmark_cell import Cell
+from bench.cell import Cell
+from bench.engines.base import MAX_NORM, WEIGHT_DECAY, Batch, Engine, adamw, checkpoint_layers
+from bench.models import flops_a_token, layers_of, make_model
 
 
 def deepspeed(cell: Cell, config, device: torch.device) -> Engine:

@@ -15,22 +15,22 @@ import sys
 import time
 import traceback
 
-import bench_loss
-import bench_offload
-import bench_optimizer
+import loss
+import offload
+import optimizer
 import torch
 from measuring import copy_speed, show
 
 
 def main() -> int:
     parts = {
-        "norm": bench_optimizer.bench_norm,
-        "adam": bench_optimizer.bench_adam,
-        "step": bench_optimizer.bench_step,
-        "offload": bench_offload.bench_offload,
-        "exposed": bench_offload.bench_exposed,
-        "cross_entropy": bench_loss.bench_cross_entropy,
-        "sweep": bench_loss.bench_sweep,
+        "norm": optimizer.bench_norm,
+        "adam": optimizer.bench_adam,
+        "step": optimizer.bench_step,
+        "offload": offload.bench_offload,
+        "exposed": offload.bench_exposed,
+        "cross_entropy": loss.bench_cross_entropy,
+        "sweep": loss.bench_sweep,
     }
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))

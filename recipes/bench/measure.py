@@ -5,14 +5,14 @@ import statistics
 import time
 
 import torch
-from benchmark_cell import Cell
-from benchmark_clock import finish, gemm_speed, timed
-from benchmark_engines import ENGINES
-from benchmark_models import make_batch, make_config
-from benchmark_trace import profile_step
-from benchmark_world import mapped_bytes
 
 import hf_bmtrain as bmt
+from bench.cell import Cell
+from bench.clock import finish, gemm_speed, timed
+from bench.engines.registry import ENGINES
+from bench.models import make_batch, make_config
+from bench.ranks import mapped_bytes
+from bench.trace import profile_step
 
 
 def measure(cell: Cell, name: str, device: torch.device) -> dict:

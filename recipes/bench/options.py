@@ -1,52 +1,19 @@
-"""What is measured: one engine on one job, read from the command line or from a line of a file."""
+"""The benchmark's command line, and the lines of a file of cells."""
 
 import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
-from benchmark_engines import ENGINES
-from benchmark_models import NAMED
-from command_line import at_least, positive
+from bench.cell import Cell
+from bench.engines.registry import ENGINES
+from bench.models import NAMED
+from common.command_line import at_least, positive
 
 RECOMPUTE = ("none", "full", "auto")
 OF_THE_PROCESS = ("gather", "output", "plot", "cells")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """batch: rows a process. seq: tokens a row. The other fields are the options of the same names."""
-
-    engine: str
-    model: str
-    batch: int
-    seq: int
-    recompute: str
-    compile: bool
-    offload: bool
-    tuned: bool
-    linear_loss: bool
-    lr: float
-    warmup: int
-    steps: int
-    largest_batch: bool
-    profile: Path | None
-
-    def name(self, gather: str) -> str:
-        """The engine with all that was chosen for it, as the table shows it."""
-        recompute = "" if self.recompute == "none" else f"recompute={self.recompute}"
-        chosen = {
-            gather: self.engine == "ours" and gather != "auto", "tuned": self.tuned, "compiled": self.compile,
-            recompute: bool(recompute), "offload": self.offload, "linear-loss": self.linear_loss,
-        }  # fmt: skip
-        return " ".join([self.engine, *(word for word, said in chosen.items() if said)])
-
-    def job(self, ranks: int) -> str:
-        """What has to be equal for two runs to be compared."""
-        size = f"largest batch x{self.seq}" if self.largest_batch else f"{self.batch}x{self.seq}"
-        return f"{self.model} {size} {ranks} ranks"
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[list[Cell], argparse.Namespace]:

@@ -1,9 +1,9 @@
 """A GPT whose parameters are sharded: embeddings outside, a TransformerBlockList of recomputed blocks inside."""
 
 import torch
-from gpt2_layers import Embedding, LayerNorm, TransformerBlock
 
 import hf_bmtrain as bmt
+from gpt2.layers import Embedding, LayerNorm, TransformerBlock
 
 
 class GPT(bmt.DistributedModule):

@@ -1,18 +1,13 @@
 """This library's engine; BMTrain's public names are the same, so its step is too."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from benchmark_engine import MAX_NORM, WEIGHT_DECAY, Batch, Engine
-from benchmark_models import flops_a_token, make_model
 
 import hf_bmtrain as bmt
-
-if TYPE_CHECKING:
-    from benchmark_cell import Cell
-
+from bench.cell import Cell
+from bench.engines.base import WEIGHT_DECAY, Engine, managed_step
+from bench.models import flops_a_token, make_model
 
 RECOMPUTED: dict[str, Any] = {"none": False, "full": True, "auto": "auto"}
 
@@ -36,17 +31,3 @@ def make_optimizer(cell: Cell, model: torch.nn.Module) -> bmt.optim.AdamOptimize
     if cell.offload:  # beside the next forward anyway
         return bmt.optim.AdamOffloadOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY)
     return bmt.optim.AdamOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY, overlap_forward=cell.tuned)
-
-
-def managed_step(model, optimizer, manager):
-    """A step as BMTrain's documents write it."""
-
-    def step(batch: Batch) -> torch.Tensor:
-        manager.zero_grad()
-        loss = model(**batch).loss
-        manager.backward(loss)
-        manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
-        manager.step()
-        return loss.detach()
-
-    return step

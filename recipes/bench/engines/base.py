@@ -49,3 +49,17 @@ def torch_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip: C
 
 def torch_clip(model: torch.nn.Module) -> Callable[[], object]:
     return lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+def managed_step(model, optimizer, manager):
+    """A step as BMTrain's documents write it."""
+
+    def step(batch: Batch) -> torch.Tensor:
+        manager.zero_grad()
+        loss = model(**batch).loss
+        manager.backward(loss)
+        manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
+        manager.step()
+        return loss.detach()
+
+    return step

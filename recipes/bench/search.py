@@ -5,15 +5,15 @@ import gc
 from collections.abc import Callable
 
 import torch
-from benchmark_cell import Cell
-from benchmark_clock import timed
-from benchmark_engine import Engine
-from benchmark_engines import ENGINES
-from benchmark_measure import speed
-from benchmark_models import make_batch, make_config
-from benchmark_world import OUT_OF_MEMORY, attempt, free_memory, mapped_bytes, meet
 
 import hf_bmtrain as bmt
+from bench.cell import Cell
+from bench.clock import timed
+from bench.engines.base import Engine
+from bench.engines.registry import ENGINES
+from bench.measure import speed
+from bench.models import make_batch, make_config
+from bench.ranks import OUT_OF_MEMORY, attempt, free_memory, mapped_bytes, meet
 
 RESERVE = 1 << 29
 """Bytes a GPU left to those who allocate beside torch, such as NCCL."""

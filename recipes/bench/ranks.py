@@ -10,9 +10,9 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from benchmark_engines import OWN_GROUP
 
 import hf_bmtrain as bmt
+from bench.engines.registry import OWN_GROUP
 
 Result = TypeVar("Result")
 OUT_OF_MEMORY = "out of memory"

@@ -13,7 +13,7 @@ them. To answer it a reader must find the fact of that person and thing, and kno
 import random
 from dataclasses import dataclass, replace
 
-from boolq_data import Example, Questions
+from boolq.data import Example, Questions
 
 FIRST_NAMES = "Anna Clara Elsa Felix Hugo Ida Jonas Lena Mira Nora Oskar Peter Ruben Simon Tom Vera".split()
 FAMILY_NAMES = "Berg Cole Dale Finch Frost Hart Holt Lane Marsh Moss North Page Reed Stone Wells".split()

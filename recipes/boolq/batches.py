@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from boolq_data import Example
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+
+from boolq.data import Example
 
 
 class Rows(Dataset):

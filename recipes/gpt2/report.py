@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from curve import Curve
+from common.curve import Curve
 
 
 def write_report(folder: Path, run: dict, curve: Curve, held_out: list[dict]) -> str:

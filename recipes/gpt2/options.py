@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from command_line import add_engine_options, at_least, positive
+from common.command_line import add_engine_options, at_least, positive
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,18 +1,14 @@
 """BMTrain on a Hugging Face model."""
 
-from __future__ import annotations
-
 import importlib
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from benchmark_engine import WEIGHT_DECAY, Engine
-from benchmark_models import flops_a_token, make_model
-from benchmark_ours import managed_step
 
-if TYPE_CHECKING:
-    from benchmark_cell import Cell
+from bench.cell import Cell
+from bench.engines.base import WEIGHT_DECAY, Engine, managed_step
+from bench.models import flops_a_token, make_model
 
 
 def bmtrain(cell: Cell, config, device: torch.device) -> Engine:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from command_line import add_engine_options, at_least, positive, probability
+from common.command_line import add_engine_options, at_least, positive, probability
 
 WARMUP_SHARE = 0.1  # of all steps
 WEIGHT_DECAY = 0.01

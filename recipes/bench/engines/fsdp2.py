@@ -1,17 +1,12 @@
 """FSDP2, torch's own sharding."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
-from benchmark_engine import Engine, adamw, torch_clip, torch_step
-from benchmark_models import flops_a_token, layers_of, make_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-if TYPE_CHECKING:
-    from benchmark_cell import Cell
+from bench.cell import Cell
+from bench.engines.base import Engine, adamw, torch_clip, torch_step
+from bench.models import flops_a_token, layers_of, make_model
 
 
 def fsdp2(cell: Cell, config, device: torch.device) -> Engine:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..ops.torch_internals import pytree
 from ..runtime.launcher import mixed_precision
 
 _log = logging.getLogger("hf_bmtrain")

@@ -16,7 +16,10 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
-    """Hugging Face's own recomputation off; asked for later, as Trainer does, it is the blocks' that goes on."""
+    """Turn off Hugging Face's gradient checkpointing.
+
+    Later calls to `gradient_checkpointing_enable()` (Trainer makes one) and `_disable()` switch the blocks' instead.
+    """
     for module in model.modules():
         for word in ("activation", "gradient"):  # the second is the older name
             disable = getattr(module, f"{word}_checkpointing_disable", None)
@@ -28,7 +31,7 @@ def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
 
 
 def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
-    """In the place of gradient_checkpointing_enable and _disable; its options are those of torch's checkpoint."""
+    """Replace gradient_checkpointing_enable and _disable. Their options, those of torch's checkpoint, are ignored."""
     _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
     for block in blocks:
         block._bmt.recomputation = Fixed(on)

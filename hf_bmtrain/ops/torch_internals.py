@@ -1,7 +1,7 @@
 """Every private name of torch that the package uses, with the reason. Import them from here.
 
-All exist in torch 2.6, the oldest version supported, and are tested up to the newest. Most are plain aliases, so that
-a call through this page costs nothing.
+All exist in every supported version (torch 2.6 and later). They are plain aliases, so that a call through this page
+costs nothing.
 
 Private attributes have no alias. Used are:
 
@@ -9,7 +9,7 @@ Private attributes have no alias. Used are:
 * `UntypedStorage._cdata`, the address of the storage itself, not of its memory, which is none while it is released;
 * `Module._parameters`, `._buffers` and `._modules`, the dictionaries behind `register_parameter` and its like, which
   would check what is swapped in every forward; `._forward_hooks` and its like, since hooks cannot be listed otherwise;
-* `Module._apply` and `._load_from_state_dict`, which torch documents for subclasses to extend;
+* `Module._apply` and `._load_from_state_dict`, which subclasses extend for want of public hooks;
 * `DistributedDataParallel._active_ddp_module`, the only sign of a forward inside DistributedDataParallel.
 """
 
@@ -44,7 +44,7 @@ top_saved_tensors_hooks: Callable[[bool], tuple[Callable, Callable] | None] = (
     _C._autograd._top_saved_tensors_default_hooks
 )
 """The innermost active (pack, unpack) hooks, or None. The public context manager sets hooks but does not read them.
-The argument says whether to read them under tracing as well; it exists since torch 2.6."""
+The argument says whether to read them under tracing as well."""
 
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Whether a transform of torch.func is active. The public API does not tell."""
@@ -53,19 +53,19 @@ functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_a
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 """`make_subclass(cls, data, requires_grad)`: an instance of a Parameter subclass over `data`, without calling its
-constructor, which `Tensor.as_subclass` cannot make a leaf with `requires_grad`."""
+constructor. `Tensor.as_subclass` gives a view with a history, not a leaf."""
 
 no_torch_function: Any = _C._disabled_torch_function_impl
-"""As `__torch_function__` of a subclass: operations return plain tensors. The documented way to switch overrides off
-for a class; it has no public name."""
+"""As `__torch_function__` of a subclass: operations return plain tensors. This is how torch switches overrides
+off for its own subclasses, Parameter among them."""
 
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
-"""A context in which subclasses are treated as plain tensors, so that attributes do not search for overrides. The
-public `torch.overrides` has no such context. Since torch 2.0."""
+"""A context in which subclasses are treated as plain tensors, so that attributes do not search for overrides. torch
+exports it at its top level without documentation; `torch.overrides` has no such context. Since torch 2.0."""
 
 StorageWeakRef = StorageWeakRef
-"""A weak reference to a storage, hashed and compared by its address. Not documented; `weakref.ref` refers to the Python
-wrapper of a storage and compares its elements."""
+"""A weak reference to a storage, hashed and compared by the storage's address; `weakref.ref` would refer to its Python
+wrapper. The module is public, the class undocumented."""
 
 pytree = pytree
 """Flattens arguments and outputs of any nesting. There is no public module for it."""

@@ -20,6 +20,7 @@ from bench.engines.registry import check, why_missing
 from bench.measure import measure
 from bench.options import parse
 from bench.ranks import RanksApart, attempt, end_alone, end_together, free_memory, start
+from bench.recorded import plot_recorded
 from bench.search import search
 from bench.table import plot, read_reports, table
 from common.command_line import one_line_errors
@@ -31,6 +32,9 @@ def main() -> None:
     begin = time.perf_counter()
     with one_line_errors():
         cells, options = parse()
+        if options.plot_recorded:
+            plot_recorded(options.plot_recorded)
+            return
         for cell in cells:
             check(cell)
     device = start([cell.engine for cell in cells], options.gather)

@@ -13,7 +13,7 @@ from bench.models import NAMED
 from common.command_line import at_least, positive
 
 RECOMPUTE = ("none", "full", "auto")
-OF_THE_PROCESS = ("gather", "output", "plot", "cells")
+OF_THE_PROCESS = ("gather", "output", "plot", "plot_recorded", "cells")
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[list[Cell], argparse.Namespace]:
@@ -69,5 +69,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gather", choices=("auto", "collective", "peer"), default="auto", help="how ours gathers (%(default)s)")
     add("--cells", type=Path, help="file of option lines: one cell after another in one process group")
     add("--plot", type=Path, help="write a bar chart of all runs of the last job there (.png, .svg)")
+    add("--plot-recorded", type=Path, help="only draw the results recorded in RESULTS.md there (.svg, .png)")
     add("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the results (%(default)s)")
     return parser

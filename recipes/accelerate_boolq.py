@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from boolq_batches import training_batches, validation_batches
-from boolq_job import Job
-from boolq_options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
-from boolq_report import Report, score
-from boolq_start import prepare_on_all_ranks
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import hf_bmtrain as bmt
+from boolq.batches import training_batches, validation_batches
+from boolq.job import Job
+from boolq.options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
+from boolq.report import Report, score
+from boolq.start import prepare_on_all_ranks
 
 
 def main() -> None:

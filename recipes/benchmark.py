@@ -13,15 +13,17 @@ import time
 from pathlib import Path
 
 import torch
-from benchmark_cell import Cell, parse
-from benchmark_engines import check, why_missing
-from benchmark_measure import measure
-from benchmark_search import search
-from benchmark_table import plot, read_reports, table
-from benchmark_world import RanksApart, attempt, end_alone, end_together, free_memory, start
-from command_line import one_line_errors
 
 import hf_bmtrain as bmt
+from bench.cell import Cell
+from bench.engines.registry import check, why_missing
+from bench.measure import measure
+from bench.options import parse
+from bench.ranks import RanksApart, attempt, end_alone, end_together, free_memory, start
+from bench.recorded import plot_recorded
+from bench.search import search
+from bench.table import plot, read_reports, table
+from common.command_line import one_line_errors
 
 LEFT_GB = 0.1
 
@@ -30,6 +32,9 @@ def main() -> None:
     begin = time.perf_counter()
     with one_line_errors():
         cells, options = parse()
+        if options.plot_recorded:
+            plot_recorded(options.plot_recorded)
+            return
         for cell in cells:
             check(cell)
     device = start([cell.engine for cell in cells], options.gather)

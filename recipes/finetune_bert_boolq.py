@@ -10,16 +10,16 @@ this file read the questions, get the model and write the results.
 import argparse
 
 import torch
-from boolq_batches import in_order, training_batches, validation_batches
-from boolq_job import Job
-from boolq_options import FIRST_LOSS_SCALE, MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
-from boolq_report import Report, score
-from boolq_start import prepare_on_all_ranks
-from curve import Curve
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import hf_bmtrain as bmt
+from boolq.batches import in_order, training_batches, validation_batches
+from boolq.job import Job
+from boolq.options import FIRST_LOSS_SCALE, MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
+from boolq.report import Report, score
+from boolq.start import prepare_on_all_ranks
+from common.curve import Curve
 
 
 def main() -> None:

@@ -11,16 +11,16 @@ import argparse
 import time
 
 import torch
-from boolq_job import check_output
-from command_line import choose_dtype, one_line_errors
-from curve import Curve, versions
-from gpt2_data import Rows, cut, endless_batches, generate_text, read_text, train_tokenizer
-from gpt2_model import GPT
-from gpt2_options import parse_options
-from gpt2_report import write_report
 from tqdm import tqdm
 
 import hf_bmtrain as bmt
+from boolq.job import check_output
+from common.command_line import choose_dtype, one_line_errors
+from common.curve import Curve, versions
+from gpt2.data import Rows, cut, endless_batches, generate_text, read_text, train_tokenizer
+from gpt2.model import GPT
+from gpt2.options import parse_options
+from gpt2.report import write_report
 
 EVALUATIONS = 5
 ROWS_A_STEP = 16  # of all processes together, so that the default result does not depend on their number

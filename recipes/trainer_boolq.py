@@ -11,10 +11,6 @@ import sys
 from typing import Any
 
 import torch
-from boolq_job import Job
-from boolq_options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
-from boolq_report import Report, score
-from boolq_start import prepare_on_all_ranks
 from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
@@ -26,6 +22,10 @@ from transformers import (
 )
 
 import hf_bmtrain as bmt
+from boolq.job import Job
+from boolq.options import MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
+from boolq.report import Report, score
+from boolq.start import prepare_on_all_ranks
 
 
 def main() -> None:

@@ -52,8 +52,11 @@ def stands_in(module: str, patterns: Iterable[str]) -> bool:
 
 
 def imported_names(module: str, tree: ast.AST, package: str = PACKAGE) -> list[tuple[int, str]]:
-    """(line, absolute dotted name) of every import, in functions too; `from a import b` gives a.b."""
-    around = [package, *module.split(".")[:-1]]
+    """(line, absolute dotted name) of every import, in functions too; `from a import b` gives a.b.
+
+    package: "" where the modules are imported by their own names, as scripts in one folder are.
+    """
+    around = [*package.split(), *module.split(".")[:-1]]
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -212,6 +215,13 @@ def test_the_package_keeps_the_rules(check):
     assert check(sources) == []
 
 
+@pytest.mark.parametrize("folder", ["recipes", "kernels/bench"])
+def test_the_scripts_have_short_functions_and_no_circles(folder):
+    sources = read_sources(ROOT / folder)
+    assert sources
+    assert [*find_circles(sources, package=""), *check_functions(sources)] == []
+
+
 def test_the_cuda_sources_are_no_python_package():
     """Hugging Face has a package `kernels`: importable, ours breaks `import transformers` beside it."""
     assert [str(p.relative_to(ROOT)) for p in (ROOT / "kernels").rglob("__init__.py")] == []
@@ -290,6 +300,23 @@ def test_planted_circles_are_seen(circle, path):
     found = find_circles(EMPTY | circle)
     assert len(found) == 1
     assert path in found[0]
+
+
+@pytest.mark.parametrize(
+    ("sources", "circle"),
+    [
+        (
+            {"start": "from bench import cell", "bench.__init__": "",
+             "bench.cell": "def f():\n  from bench.list import L",
+             "bench.list": "if TYPE_CHECKING:\n  from bench.cell import Cell"},
+            "bench.cell -> bench.list -> bench.cell",
+        ),
+        ({"all": "import loss", "loss": "import torch, measuring", "measuring": "from all import x"},
+         "all -> loss -> measuring -> all"),
+    ],
+)  # fmt: skip
+def test_planted_circles_of_scripts_are_seen(sources, circle):
+    assert find_circles(sources, package="") == [circle]
 
 
 def test_a_package_is_read_with_its_inits(tmp_path):

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
+
+from ..ops.torch_internals import functorch_transforms_active, pytree
 
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 """Types of values that hold no tensors."""
@@ -62,7 +63,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
     Under a transform of functorch it is left to torch, which refuses; torch.compile knows the usual call alone.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 

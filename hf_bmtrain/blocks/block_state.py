@@ -74,8 +74,7 @@ class BlockState:
             return self._run_again(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
         training = torch.is_grad_enabled()
-        if training:
-            self.recomputation.enter()
+        recompute = training and self.recomputation.recomputes(args, kwargs, self.pending)
         differentiable = False
         try:
             self._open(self.next)
@@ -83,7 +82,7 @@ class BlockState:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()
                     buffer.gradient.free_if_unused()
-                outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
+                outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs, recompute)
             else:
                 with uncached_autocast(), self.schedule.inside():
                     outputs = layer_forward(*args, **kwargs)
@@ -130,14 +129,16 @@ class BlockState:
         with self.schedule.inside():
             return layer_forward(*args, **kwargs)
 
-    def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
+    def _forward_with_grad(
+        self, layer_forward: Callable, args: tuple, kwargs: dict, recompute: bool
+    ) -> tuple[Any, bool]:
         args, kwargs, inputs = leave_backward(self, args, kwargs)
         versions = [tensor._version for tensor in inputs]
         with uncached_autocast():
-            if self.recomputation.recomputes(args, kwargs, self.pending):
+            if recompute:
                 outputs = self._forward_to_recompute(layer_forward, args, kwargs)
             else:
-                outputs = self._forward_to_keep(layer_forward, args, kwargs)
+                outputs = self._inside(layer_forward, *args, **kwargs)
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
                 "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
@@ -150,36 +151,25 @@ class BlockState:
         return outputs, differentiable
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run the layer's own forward now, and again in backward instead of keeping its activations."""
         again = False
 
         def run(*args, **kwargs):
             nonlocal again
+            recorder = self.recomputation.recorder
             if again:
-                self.recomputation.before_recomputation()
-                with self.replay.again(moment, args, kwargs) as (args, kwargs):
+                if recorder is not None:
+                    recorder.mark(recomputed=True)
+                with self.replay.restore(snapshot, args, kwargs) as (args, kwargs):
                     return self._recompute(layer_forward, args, kwargs)
             again = True
-            with self.recomputation.counting(args, kwargs, self.pending):
+            if recorder is None:
+                return self._inside(layer_forward, *args, **kwargs)
+            with recorder.count_saved(args, kwargs, self.pending):
                 return self._inside(layer_forward, *args, **kwargs)
 
-        with self.replay.first(args, kwargs) as moment:
+        with self.replay.record(args, kwargs) as snapshot:
             return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
-
-    def _forward_to_keep(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Activations stay. Where that is a plan's choice and memory does not suffice after all, it is taken back."""
-        draws = self.recomputation.remember_draws()
-        if draws is None:
-            return self._inside(layer_forward, *args, **kwargs)
-        with self.replay.first(args, kwargs) as moment:
-            try:
-                return self._inside(layer_forward, *args, **kwargs)
-            except torch.OutOfMemoryError:
-                if moment.caches:  # they may have been appended to
-                    raise
-        self.recomputation.take_back()
-        self.replay.put_back(moment)
-        draws.restore()
-        return self._forward_to_recompute(layer_forward, args, kwargs)
 
     def _open(self, neighbour: BlockState | None) -> None:
         """Whole and shown. Order of the gather lane: this block, then the neighbour."""
@@ -213,7 +203,8 @@ class BlockState:
     def before_backward(self, token: list[int]) -> None:
         """Whole again. token: the buffers' versions in forward, which must still be the present ones."""
         self.schedule.join_backward(self)
-        self.recomputation.before_backward()
+        if (recorder := self.recomputation.recorder) is not None:
+            recorder.mark(recomputed=False)
         if token != [buffer.version for buffer in self.buffers]:
             raise RuntimeError(
                 "The weights of a block changed between its forward and its backward (an optimizer step or a load "

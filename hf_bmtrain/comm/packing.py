@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..ops.torch_internals import foreach_copy_, foreach_zero_
 from .layout import Layout
 
 
@@ -38,9 +39,9 @@ class Packing:
         else:
             views, sources, zeros = self._targets, [*gradients, *self._zeros], []
         if views:
-            torch._foreach_copy_(views, sources)
+            foreach_copy_(views, sources)
         if zeros:
-            torch._foreach_zero_(zeros)
+            foreach_zero_(zeros)
         self._present.clear()
         return self.flat
 

@@ -10,6 +10,7 @@ import torch
 
 from ..ops.grad_norm import add_squares
 from ..ops.peer_sum import peer_mean, serves
+from ..ops.torch_internals import foreach_zero_
 from .layout import Layout
 from .peer_memory import PeerMemory
 from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer
@@ -235,7 +236,7 @@ class _PeerReducer(CollectingReducer):
         sums = [shard] if total is None or total is shard else [shard, total]
         gaps = [gap for each in sums for gap in each.split_with_sizes(self._gaps)[::2] if gap.numel()]
         if gaps:
-            torch._foreach_zero_(gaps)
+            foreach_zero_(gaps)
         if self._poison:
             rows.fill_(float("nan"))
 

@@ -9,6 +9,7 @@ import torch
 
 from .adam import HYPER, RECORD, adam_prepare, adam_update
 from .residual import join
+from .torch_internals import fused_adamw_
 
 Number = float | torch.Tensor
 """A number, or a tensor of one."""
@@ -150,7 +151,7 @@ class TorchSteps:
         wide = e.grad.float()
         if self._grad_scale is not None:
             wide = wide / self._grad_scale  # not by the fused operation, which would write it into the gradient
-        torch._fused_adamw_(
+        fused_adamw_(
             [e.master], [wide], [e.exp_avg], [e.exp_avg_sq], [], [taken],
             lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
             amsgrad=False, maximize=False,

@@ -12,6 +12,7 @@ import torch
 
 from ..comm.collectives import Communicator, Gather
 from ..comm.reduce import Reduction
+from ..ops.torch_internals import call_after_backward, current_graph_task
 from .forward_pass import ForwardPass, Reader
 
 
@@ -108,7 +109,7 @@ class Schedule:
     @property
     def in_backward(self) -> bool:
         """True while autograd's engine runs."""
-        return torch._C._current_graph_task_id() != -1
+        return current_graph_task() != -1
 
     @contextmanager
     def forward(self) -> Iterator[ForwardPass]:
@@ -163,11 +164,11 @@ class Schedule:
 
         Members are kept by graph task, because a backward inside a backward (a reentrant checkpoint) ends first.
         """
-        self._members_of(torch._C._current_graph_task_id())[member] = None
+        self._members_of(current_graph_task())[member] = None
 
     def _enter_pass(self, forward_pass: ForwardPass) -> None:
         """Note that the running backward goes through the outputs of `forward_pass`."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         self._members_of(task)
         self._passes.setdefault(task, []).append(forward_pass)
 
@@ -176,7 +177,7 @@ class Schedule:
         members = self._members.get(task)
         if members is None:
             members = self._members[task] = {}
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+            call_after_backward(lambda: self._end_backward(task))
         return members
 
     def was_recorded(self, block: Member) -> bool | None:

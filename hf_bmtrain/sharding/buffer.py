@@ -13,6 +13,7 @@ from ..comm.layout import ALIGNMENT_BYTES, Layout
 from ..comm.reduce import Reduction
 from ..comm.storage import ResizableStorage, shares_storage
 from ..comm.streams import Ticket
+from ..ops.torch_internals import make_subclass
 from ..runtime.schedule import Schedule
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
@@ -71,7 +72,7 @@ class ShardedBuffer:
     def _make_slice(self, slice_class: type[torch.nn.Parameter], index: int, parameter: torch.nn.Parameter) -> Any:
         piece = self.pieces[index]
         view = self.shard[piece.shard_start : piece.shard_stop]
-        made: Any = torch.Tensor._make_subclass(slice_class, view, parameter.requires_grad)
+        made: Any = make_subclass(slice_class, view, parameter.requires_grad)
         made.buffer, made.index = self, index
         made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
         made._gradient_hooks = OrderedDict()

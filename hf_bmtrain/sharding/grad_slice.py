@@ -9,6 +9,7 @@ import torch
 
 from ..comm.collectives import Communicator
 from ..ops.grad_norm import Segments, segmented_squared_norm
+from ..ops.torch_internals import WithoutTorchFunction, amp_found_inf_and_unscale_, foreach_norm
 
 
 class SegmentNorms:
@@ -99,7 +100,7 @@ class GradSlice(torch.Tensor):
         kwargs = kwargs or {}
         communicator = _find_communicator((args, kwargs))
         assert communicator is not None, "a GradSlice without its communicator"
-        with torch._C.DisableTorchFunctionSubclass():
+        with WithoutTorchFunction():
             collective = _COLLECTIVE.get(func)
             if collective is not None:
                 return collective(communicator, func, *args, **kwargs)
@@ -204,10 +205,10 @@ _COLLECTIVE: dict[Callable, Callable] = {
     torch.linalg.norm: _vector_norm,
     torch.norm: _vector_norm,
     torch.Tensor.norm: _vector_norm,
-    torch._foreach_norm: _foreach_norm,
+    foreach_norm: _foreach_norm,
     torch.sum: _sum,
     torch.Tensor.sum: _sum,
-    torch._amp_foreach_non_finite_check_and_unscale_: _non_finite_check,
+    amp_found_inf_and_unscale_: _non_finite_check,
     torch.Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
 }
 _PLAIN = {torch.Tensor.as_subclass}

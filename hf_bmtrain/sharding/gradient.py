@@ -10,6 +10,7 @@ import torch
 from ..comm.layout import Layout
 from ..comm.reduce import Flight, Reducer
 from ..ops.grad_norm import Segments
+from ..ops.torch_internals import WithoutTorchFunction
 from ..runtime.schedule import Schedule
 from .grad_slice import GradSlice, SegmentNorms
 
@@ -199,7 +200,7 @@ class GradientBuffer:
             norms = SegmentNorms(self.shard, self._segments, communicator, self._squares)
         parts = self.shard.split_with_sizes(self._sizes)
         required, handed, hooked = self.requires_grad, self._handed, []
-        with torch._C.DisableTorchFunctionSubclass():  # else each attribute of a slice looks for overrides
+        with WithoutTorchFunction():  # else each attribute of a slice looks for overrides
             for index, piece in enumerate(self._slices):
                 if required[index] and (handed[index] is None or piece.grad is not handed[index]):
                     part = parts[self._parts[index]]

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import torch
 
+from ..ops.torch_internals import no_torch_function
 from .slots import Slot
 
 
@@ -72,7 +73,7 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
 class _Part(torch.Tensor):
     """This rank's part of an entry of a state dict that is being loaded."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = no_torch_function
 
 
 def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..ops.torch_internals import pytree
 from ..recompute.policy import Fixed
 from ..runtime.launcher import mixed_precision
 from ..runtime.world import World
@@ -23,7 +23,7 @@ _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
     """Turn off Hugging Face's gradient checkpointing.
 
-    Later calls to `gradient_checkpointing_enable()` (Trainer makes one) switch the blocks' instead.
+    Later calls to `gradient_checkpointing_enable()` (Trainer makes one) and `_disable()` switch the blocks' instead.
     """
     for module in model.modules():
         for word in ("activation", "gradient"):  # the second is the older name
@@ -36,7 +36,7 @@ def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
 
 
 def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
-    """Replace gradient_checkpointing_enable and _disable; the arguments are options of torch's checkpoint."""
+    """Replace gradient_checkpointing_enable and _disable. Their options, those of torch's checkpoint, are ignored."""
     _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
     for block in blocks:
         block._bmt.recomputation = Fixed(on)

@@ -1,14 +1,11 @@
-"""Puts the recipes where the tests can import them, as Python does for a script that lies beside them."""
+"""Fixtures of the recipes' tests: files of rows, and the BoolQ job on a small saved model."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
+from small_job import PLAIN, PYTHON, make_small, train
 
 
 @pytest.fixture
@@ -27,14 +24,10 @@ def write_lines(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small saved model and few rows of data."""
-    from small_job import make_small
-
     return make_small(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="session")
 def plain(small: Path) -> dict:
     """What the job gives in plain torch, in one process."""
-    from small_job import PLAIN, PYTHON, train
-
     return train(small, "plain", PYTHON, PLAIN, "--dropout", 0, "--batch-size", 16)

@@ -7,19 +7,16 @@ Same options, rows, order, new weights, schedule, clipping and results; nothing 
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
-
-from boolq_batches import training_batches, validation_batches
-from boolq_job import DEFAULT_MODEL, Job, prepare
-from boolq_model import quiet_transformers
-from boolq_options import FIRST_LOSS_SCALE, MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
-from boolq_report import Report, score
-from command_line import choose_dtype, one_line_errors
-from hub import why_unavailable
+from boolq.batches import training_batches, validation_batches
+from boolq.job import DEFAULT_MODEL, Job, prepare
+from boolq.model import quiet_transformers
+from boolq.options import FIRST_LOSS_SCALE, MAX_GRAD_NORM, WARMUP_SHARE, WEIGHT_DECAY, parse_options
+from boolq.report import Report, score
+from common.command_line import choose_dtype, one_line_errors
+from common.hub import why_unavailable
 
 
 def main() -> None:

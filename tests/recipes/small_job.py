@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from boolq_data import Example
-from reading_questions import reading_questions
-from small_bert import small_bert_config, train_tokenizer
 from transformers import BertForSequenceClassification
+
+from boolq.data import Example
+from boolq.questions import reading_questions
+from boolq.small_bert import small_bert_config, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = Path(__file__).with_name("plain_boolq.py")
@@ -22,7 +23,7 @@ STEPS_AN_EPOCH = 25  # 400 rows, 16 a step
 
 def run(launcher: list[str], script: Path, *options: object, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "recipes"))),  # the latter for plain_boolq.py
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "ACCELERATE_USE_CPU": "true",

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from benchmark_cell import parse
-from benchmark_engines import check, why_missing
-from benchmark_models import IGNORED, make_batch, make_config
-from benchmark_table import read_reports, table
 from small_job import ROOT, TWO_RANKS, run
+
+from bench.engines.registry import check, why_missing
+from bench.models import IGNORED, make_batch, make_config
+from bench.options import parse
+from bench.table import read_reports, table
 
 BENCHMARK = ROOT / "recipes" / "benchmark.py"
 TINY = ("--model", "tiny", "--batch", 2, "--seq", 16, "--warmup", 1, "--steps", 3, "--lr", 0.01)

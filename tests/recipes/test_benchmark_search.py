@@ -5,16 +5,16 @@ import gc
 import os
 import time
 
-import benchmark_search
 import pytest
 import torch
-from benchmark_cell import parse
-from benchmark_engines import ENGINES
-from benchmark_models import make_config
-from benchmark_search import largest_batch, search
-from benchmark_world import RanksApart, attempt, free_memory, mapped_bytes, meet
 from torch.distributed.tensor import DTensor
 
+from bench import search as batch_search
+from bench.engines.registry import ENGINES
+from bench.models import make_config
+from bench.options import parse
+from bench.ranks import RanksApart, attempt, free_memory, mapped_bytes, meet
+from bench.search import largest_batch, search
 from ranks import Ranks
 
 TINY = ("--model", "tiny", "--seq", "8", "--batch", "2", "--largest-batch")
@@ -50,13 +50,13 @@ def searched(limit: int, failing: tuple[int, ...]):
 
         return dataclasses.replace(engine, step=step)
 
-    benchmark_search.ENGINES["ours"] = scarce
+    batch_search.ENGINES["ours"] = scarce
     try:
         return search(cell, "ours", CPU, lambda report: seen.append(report["largest_batch"])), seen
     except RanksApart as error:
         return str(error), seen
     finally:
-        benchmark_search.ENGINES["ours"] = real
+        batch_search.ENGINES["ours"] = real
 
 
 def rank() -> int:

@@ -1,6 +1,6 @@
 """The accounting of a trace, on made-up events."""
 
-import benchmark_trace
+from bench import trace
 
 
 def event(name: str, begin: float, duration: float, category: str = "kernel", stream: int = 7) -> dict:
@@ -14,7 +14,7 @@ def test_account_of_a_trace():
         event("ncclDevKernel_ReduceScatter", 7, 2, stream=24), event("Memcpy DtoD", 10, 1, "gpu_memcpy"),
         event("aten::mm", 0, 100, "cpu_op"),  # not on the device
     ]  # fmt: skip
-    account = benchmark_trace.account(events)
+    account = trace.account(events)
     found = account["milliseconds"]
     assert (found["GEMM"], found["gather"], found["reduce"], found["packing"]) == (6, 4, 2, 1)
     assert found["exposed gather"] == 2  # from 4 to 6
@@ -23,7 +23,7 @@ def test_account_of_a_trace():
     assert account["streams"] == {
         "compute": {"busy": 7, "exposed": 0}, "gather": {"busy": 4, "exposed": 2}, "reduce": {"busy": 2, "exposed": 1},
     }  # fmt: skip
-    assert benchmark_trace.account([event("aten::mm", 0, 1, "cpu_op")]) == {"milliseconds": {}}
+    assert trace.account([event("aten::mm", 0, 1, "cpu_op")]) == {"milliseconds": {}}
 
 
 def test_copies_count_by_their_stream():
@@ -37,7 +37,7 @@ def test_copies_count_by_their_stream():
         event("add_functor", 9, 0.5, stream=25),
         event("Memcpy HtoD (Pinned -> Device)", 9, 4, "gpu_memcpy", 28),
     ]  # fmt: skip
-    account = benchmark_trace.account(events)
+    account = trace.account(events)
     found = account["milliseconds"]
     assert (found["gather"], found["reduce"], found["offload"], found["packing"]) == (4, 4.5, 4, 1)
     assert (found["exposed gather"], found["exposed reduce"], found["exposed offload"]) == (0, 0, 2)
@@ -55,12 +55,12 @@ def test_kinds_of_kernels():
         "triton_poi_fused_copy_gemm_gelu_0": "element-wise", "triton_tem_fused_mm_2": "GEMM",
         "Memset (Device)": "packing", "cross_entropy_losses": "element-wise",
     }  # fmt: skip
-    assert {name: benchmark_trace.kind_of(name) for name in kinds} == kinds
+    assert {name: trace.kind_of(name) for name in kinds} == kinds
 
 
 def test_kernels_that_no_pattern_knows_are_listed():
     events = [event(f"new_kernel_{number}", number, 0.1 * number) for number in range(1, 8)]
     events += [event("new_kernel_1", 20, 5), event("nvjet_gemm", 30, 9)]
-    found = benchmark_trace.account(events)["longest element-wise"]
+    found = trace.account(events)["longest element-wise"]
     assert list(found) == ["new_kernel_1", "new_kernel_7", "new_kernel_6", "new_kernel_5", "new_kernel_4"]
     assert found["new_kernel_1"] == 5.1

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from boolq_batches import Rows, encode, in_order, training_batches, validation_batches
-from boolq_data import Example
-from small_bert import train_tokenizer
+
+from boolq.batches import Rows, encode, in_order, training_batches, validation_batches
+from boolq.data import Example
+from boolq.small_bert import train_tokenizer
 
 QUESTION, PASSAGE = (
     "is the red kite in the barn",

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from boolq_data import Example, from_hub_splits, read_questions
 from huggingface_hub import constants
+from small_job import ROOT
+
+from boolq.data import Example, from_hub_splits, read_questions
 
 ROW = {"question": "is it so", "passage": "It is so.", "label": True, "idx": 7}
 GOOGLE_ROW = {"question": "is it so", "passage": "It is so.", "answer": False, "title": "So"}
@@ -158,11 +159,10 @@ def test_a_folder_needs_no_datasets_package(write_lines, tmp_path):
     write_lines("train.jsonl", ROW)
     write_lines("val.jsonl", ROW)
     code = (
-        "import sys; sys.modules['datasets'] = None; from boolq_data import read_questions; "
+        "import sys; sys.modules['datasets'] = None; from boolq.data import read_questions; "
         "print(len(read_questions(sys.argv[1]).train))"
     )
-    recipes = Path(sys.modules["boolq_data"].__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=recipes, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT / "recipes", capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.stderr) == ("1\n", "")

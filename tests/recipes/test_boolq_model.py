@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from boolq_model import (
+from huggingface_hub import constants
+from transformers import BartConfig, BertConfig, BertForSequenceClassification, DistilBertConfig, GPT2Config
+
+from boolq.model import (
     LABELS,
     adapt,
     check_max_length,
@@ -11,9 +14,7 @@ from boolq_model import (
     load_tokenizer,
     new_small_bert,
 )
-from huggingface_hub import constants
-from small_bert import train_tokenizer
-from transformers import BartConfig, BertConfig, BertForSequenceClassification, DistilBertConfig, GPT2Config
+from boolq.small_bert import train_tokenizer
 
 
 def test_every_dropout_of_a_configuration_is_replaced():

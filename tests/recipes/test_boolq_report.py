@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from boolq_report import Report, score
-from curve import READ_EVERY, Curve
+
+from boolq.report import Report, score
+from common.curve import READ_EVERY, Curve
 
 
 def test_scores():

@@ -4,9 +4,10 @@ import http.server
 import threading
 import time
 
-import hub
 import pytest
 from huggingface_hub import constants
+
+from common import hub
 
 
 class Answer(http.server.BaseHTTPRequestHandler):

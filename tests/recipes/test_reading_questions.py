@@ -3,13 +3,14 @@
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import pytest
 import torch
-from boolq_data import Example
-from reading_questions import FAMILY_NAMES, FIRST_NAMES, THINGS, VERBS, reading_questions
-from small_bert import train_tokenizer
+from small_job import ROOT
+
+from boolq.data import Example
+from boolq.questions import FAMILY_NAMES, FIRST_NAMES, THINGS, VERBS, reading_questions
+from boolq.small_bert import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +102,14 @@ def test_the_passage_alone_tells_little(questions):
 
 def test_equal_seeds_give_equal_questions_and_vocabularies_in_every_process(questions):
     code = (
-        "import zlib; from reading_questions import reading_questions; from small_bert import train_tokenizer; "
+        "import zlib; from boolq.questions import reading_questions; from boolq.small_bert import train_tokenizer; "
         "q = reading_questions(0); t = train_tokenizer(x.question + ' ' + x.passage for x in q.train[:2000]); "
         "print(zlib.crc32(repr((q, sorted(t.get_vocab().items()))).encode()))"
     )
-    recipes = Path(sys.modules["reading_questions"].__file__).parent
     prints = {
         subprocess.run(
             [sys.executable, "-c", code],
-            cwd=recipes,
+            cwd=ROOT / "recipes",
             env={"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed, "PATH": ""},
             capture_output=True,
             text=True,

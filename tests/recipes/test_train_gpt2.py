@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt2_data import IGNORED, cut, endless_batches, generate_text, read_text, train_tokenizer
-from test_finetune_bert_boolq import PYTHON, ROOT, TWO_RANKS, run
+from small_job import PYTHON, ROOT, TWO_RANKS, run
 from tokenizers import Tokenizer
 
 import hf_bmtrain as bmt
+from gpt2.data import IGNORED, cut, endless_batches, generate_text, read_text, train_tokenizer
 
 RECIPE = ROOT / "recipes" / "train_gpt2.py"
 TINY = ("--dim-model", 32, "--num-heads", 2, "--dim-ff", 64, "--steps", 30, "--warmup", 10)
@@ -123,7 +123,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
 
 def against_plain_torch():
     """The sharded GPT equals its own layers computed from whole weights in plain torch, and attends as it should."""
-    from gpt2_model import GPT
+    from gpt2.model import GPT
 
     sizes = {"num_layers": 2, "vocab_size": 11, "dim_model": 8, "dim_head": 4, "num_heads": 2, "dim_ff": 16}
     model = GPT(**sizes, max_distance=6)

@@ -9,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hf_bmtrain.recompute.saved_bytes import SavedBytes, saving_hooks
+from hf_bmtrain.ops.torch_internals import top_saved_tensors_hooks
+from hf_bmtrain.recompute.memory import SavedBytes
 from recomputed_models import Created
 from tiny_models import batch, build
 
@@ -76,7 +77,7 @@ def test_counted_inside_a_checkpoint():
     assert inside.nbytes == plain.nbytes == 2 * 5 * 8 * 4
     output.square().mean().backward()
     assert torch.equal(x.grad, expected)
-    assert saving_hooks() is None
+    assert top_saved_tensors_hooks(True) is None
 
 
 def test_each_storage_once_and_nothing_kept_alive():

@@ -119,9 +119,9 @@ def run_gpt(blocks: list[str]) -> None:
     """As printed, `backward()` has no loss, which is told; with it, the loss falls."""
     import pytest
     import torch
-    from gpt2_model import GPT
 
     import hf_bmtrain
+    from gpt2.model import GPT
 
     def small(**sizes) -> GPT:
         small_sizes = {"num_layers": 2, "vocab_size": VOCABULARY, "dim_model": 128, "dim_head": 32, "num_heads": 4}

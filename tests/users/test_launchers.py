@@ -1,4 +1,4 @@
-"""The launchers of README.md, as it writes them: a short job equals plain torch in one process."""
+"""The launchers of recipes/LAUNCHERS.md, as printed there: a short job equals plain torch in one process."""
 
 import json
 import os
@@ -44,8 +44,10 @@ PROGRAMS = {
 
 
 def commands() -> dict[str, str]:
-    """{on: command} of the table in README.md."""
-    section = re.search(r"^## Launchers$(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    """{on: command} of the table in recipes/LAUNCHERS.md."""
+    section = re.search(
+        r"^## Commands$(.*?)^## ", (ROOT / "recipes" / "LAUNCHERS.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
     assert section is not None
     return dict(re.findall(r"^\| ([^|]+?) \| `([^`]+)`", section[1], re.MULTILINE))
 

@@ -61,16 +61,12 @@ def unpacked(wheel, tmp_path_factory):
 
 
 def test_the_wheel_holds_the_package_and_the_cuda_sources_only(unpacked):
-    """A missing folder is one that `packages` in pyproject.toml does not list.
-
-    Scripts beside the CUDA sources come along, because setuptools cannot leave them out.
-    """
+    """A missing folder is one that `packages` in pyproject.toml does not list."""
     modules = {p.relative_to(ROOT) for p in (ROOT / "hf_bmtrain").rglob("*.py")}
     sources = {Path("hf_bmtrain", p.relative_to(ROOT)) for p in (ROOT / "kernels").glob("*.cu*")}
     shipped = {p.relative_to(unpacked) for p in unpacked.rglob("*") if p.is_file()}
     assert sources
-    scripts = {Path("hf_bmtrain", p.relative_to(ROOT)) for p in (ROOT / "kernels").glob("*.py")}
-    assert {p for p in shipped if p.parts[0] == "hf_bmtrain"} == modules | sources | scripts
+    assert {p for p in shipped if p.parts[0] == "hf_bmtrain"} == modules | sources
     assert {p.parts[0] for p in shipped if p.parts[0] != "hf_bmtrain"} == {f"{wheel_name()}.dist-info"}
     assert not (unpacked / "hf_bmtrain" / "kernels" / "__init__.py").exists()
 

@@ -1,0 +1,38 @@
+"""One cell of the benchmark: one engine on one job."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Cell:
+    """batch: rows a process. seq: tokens a row. The other fields are the options of the same names."""
+
+    engine: str
+    model: str
+    batch: int
+    seq: int
+    recompute: str
+    compile: bool
+    offload: bool
+    tuned: bool
+    linear_loss: bool
+    lr: float
+    warmup: int
+    steps: int
+    largest_batch: bool
+    profile: Path | None
+
+    def name(self, gather: str) -> str:
+        """The engine with all that was chosen for it, as the table shows it."""
+        recompute = "" if self.recompute == "none" else f"recompute={self.recompute}"
+        chosen = {
+            gather: self.engine == "ours" and gather != "auto", "tuned": self.tuned, "compiled": self.compile,
+            recompute: bool(recompute), "offload": self.offload, "linear-loss": self.linear_loss,
+        }  # fmt: skip
+        return " ".join([self.engine, *(word for word, said in chosen.items() if said)])
+
+    def job(self, ranks: int) -> str:
+        """What has to be equal for two runs to be compared."""
+        size = f"largest batch x{self.seq}" if self.largest_batch else f"{self.batch}x{self.seq}"
+        return f"{self.model} {size} {ranks} ranks"

@@ -1,0 +1,33 @@
+"""This library's engine; BMTrain's public names are the same, so its step is too."""
+
+from typing import Any
+
+import torch
+
+import hf_bmtrain as bmt
+from bench.cell import Cell
+from bench.engines.base import WEIGHT_DECAY, Engine, managed_step
+from bench.models import flops_a_token, make_model
+
+RECOMPUTED: dict[str, Any] = {"none": False, "full": True, "auto": "auto"}
+
+
+def ours(cell: Cell, config, device: torch.device) -> Engine:
+    """bf16 weights; the optimizer keeps their float32 copies. tuned: they are updated beside the next forward."""
+    model = make_model(config, torch.bfloat16, device)
+    flops = flops_a_token(model, cell.seq)
+    model = bmt.auto_wrap(model, use_checkpoint=RECOMPUTED[cell.recompute], compile=cell.compile)
+    if cell.linear_loss and not bmt.hf.fuse_causal_loss(model):
+        raise ValueError(f"--linear-loss: {type(model).__name__} keeps its own loss, the log says why")
+    optimizer = make_optimizer(cell, model)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    return Engine(
+        managed_step(model, optimizer, manager), flops, f"hf_bmtrain, ZeRO-3, bf16 weights, {type(optimizer).__name__}"
+    )
+
+
+def make_optimizer(cell: Cell, model: torch.nn.Module) -> bmt.optim.AdamOptimizer:
+    if cell.offload:  # beside the next forward anyway
+        return bmt.optim.AdamOffloadOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY)
+    return bmt.optim.AdamOptimizer(model.parameters(), cell.lr, weight_decay=WEIGHT_DECAY, overlap_forward=cell.tuned)

@@ -1,0 +1,60 @@
+"""The engines that the benchmark compares, each built as its users build it, and what each of them can do."""
+
+import importlib
+from collections.abc import Callable
+
+import torch
+
+from bench.cell import Cell
+from bench.engines.base import Engine
+from bench.engines.bmtrain import bmtrain
+from bench.engines.ddp import ddp
+from bench.engines.deepspeed import deepspeed
+from bench.engines.fsdp2 import fsdp2
+from bench.engines.megatron import megatron_fsdp
+from bench.engines.ours import ours
+
+ENGINES: dict[str, Callable[[Cell, object, torch.device], Engine]] = {
+    "ours": ours,
+    "fsdp2": fsdp2,
+    "ddp": ddp,
+    "deepspeed": deepspeed,
+    "megatron-fsdp": megatron_fsdp,
+    "bmtrain": bmtrain,
+}
+OPTIONS = {
+    "ours": ("recompute none", "recompute full", "recompute auto", "compile", "offload", "tuned", "linear-loss"),
+    "fsdp2": ("recompute none", "recompute full", "compile", "offload", "tuned"),
+    "ddp": ("recompute none", "recompute full", "compile", "tuned"),
+    "deepspeed": ("recompute none", "recompute full", "offload", "tuned"),
+    "megatron-fsdp": ("recompute none", "recompute full", "tuned"),
+    "bmtrain": ("recompute full", "offload"),
+}
+PACKAGES = {"deepspeed": "deepspeed", "megatron-fsdp": "megatron_fsdp", "bmtrain": "bmtrain"}
+OWN_GROUP = ("ours", "bmtrain")
+"""Engines that need no process group of torch."""
+
+
+def check(cell: Cell) -> None:
+    """ValueError where the engine cannot do what the cell asks for."""
+    flags = {"compile": cell.compile, "offload": cell.offload, "tuned": cell.tuned, "linear-loss": cell.linear_loss}
+    asked = [f"recompute {cell.recompute}", *(name for name, on in flags.items() if on)]
+    missing = [option for option in asked if option not in OPTIONS[cell.engine]]
+    if missing:
+        raise ValueError(f"--engine {cell.engine} has no --{missing[0]}; it has: {', '.join(OPTIONS[cell.engine])}")
+
+
+def why_missing(engine: str) -> str | None:
+    """How to install what the engine needs, in one line; None where it is there."""
+    package = PACKAGES.get(engine)
+    if package is None:
+        return None
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:  # a package that is there may still lack a library
+        reason = " ".join(str(error).split())
+        return (
+            f"{engine} is left out ({reason}): pip install {engine}, or without a network pip install --no-index "
+            f"--no-deps the wheels of {engine} and of what it imports"
+        )
+    return None

@@ -1,0 +1,84 @@
+"""One cell measured: its steps, their times, losses and memory, and where the milliseconds went."""
+
+import contextlib
+import statistics
+import time
+
+import torch
+
+import hf_bmtrain as bmt
+from bench.cell import Cell
+from bench.clock import finish, gemm_speed, timed
+from bench.engines.registry import ENGINES
+from bench.models import make_batch, make_config
+from bench.ranks import mapped_bytes
+from bench.trace import profile_step
+
+
+def measure(cell: Cell, name: str, device: torch.device) -> dict:
+    """The report of a cell. Collective; raises what the engine raises."""
+    config = make_config(cell.model, cell.seq)
+    watch = Stopwatch(device)
+    engine = ENGINES[cell.engine](cell, config, device)
+    watch.lap("build")
+    try:
+        rank, count = bmt.rank(), cell.warmup + cell.steps
+        batches = [make_batch(config, cell.batch, cell.seq, 1000 * step + rank, device) for step in range(count)]
+        losses, _ = timed(engine.step, batches[:1])
+        watch.lap("first step")
+        losses += timed(engine.step, batches[1 : cell.warmup])[0] if cell.warmup > 1 else []
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        more, seconds = timed(engine.step, batches[cell.warmup :])
+        watch.lap("other steps")
+        report = {
+            "engine": name,
+            "described": engine.described,
+            "job": cell.job(bmt.world_size()),
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            **speed(seconds, cell.batch * cell.seq, engine.flops_a_token),
+            "losses": [bmt.sum_loss(loss).item() for loss in losses + more],
+        }
+        if device.type == "cuda":
+            report["peak_GB"] = (torch.cuda.max_memory_allocated(device) + mapped_bytes()) / 1e9
+            report["gemm_TFLOPs"] = gemm_speed(device)
+            report |= profiled(lambda: engine.step(batches[-1]), cell)
+            watch.lap("profile")
+    finally:
+        with contextlib.suppress(Exception):  # the engine's own failure is the one to tell
+            engine.close()
+    return report | {"seconds": watch.laps}
+
+
+def speed(seconds: list[float], tokens: int, flops_a_token: float) -> dict:
+    """seconds: of each step. tokens: of a step on one rank. TFLOPs are the model's, a GPU."""
+    median = statistics.median(seconds)
+    return {
+        "ms": 1e3 * median,
+        "spread_ms": [1e3 * min(seconds), 1e3 * max(seconds)],
+        "tokens_a_second_a_rank": tokens / median,
+        "TFLOPs": flops_a_token * tokens / median / 1e12,
+    }
+
+
+def profiled(step, cell: Cell) -> dict:
+    """One more step, on rank 0 under the profiler."""
+    if bmt.rank() == 0:
+        return profile_step(step, cell.profile)
+    step()
+    torch.cuda.synchronize()
+    return {}
+
+
+class Stopwatch:
+    """Seconds of what was done one after another, so that a slow start shows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._last = device, time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        finish(self._device)
+        now = time.perf_counter()
+        self.laps[name] = round(now - self._last, 2)
+        self._last = now

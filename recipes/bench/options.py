@@ -1,0 +1,74 @@
+"""The benchmark's command line, and the lines of a file of cells."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from bench.cell import Cell
+from bench.engines.registry import ENGINES
+from bench.models import NAMED
+from common.command_line import at_least, positive
+
+RECOMPUTE = ("none", "full", "auto")
+OF_THE_PROCESS = ("gather", "output", "plot", "plot_recorded", "cells")
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[list[Cell], argparse.Namespace]:
+    """The cells to measure, and the options that hold for all of them."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.cells is None:
+        return [make_cell(options)], options
+    cells = []
+    for number, line in enumerate(options.cells.read_text().splitlines(), 1):
+        words = shlex.split(line, comments=True)
+        if words:
+            cells.append(_cell_of_line(parser, words, options, f"{options.cells}, line {number}"))
+    if not cells:
+        raise ValueError(f"{options.cells} has no line with options")
+    return cells, options
+
+
+def make_cell(options: argparse.Namespace) -> Cell:
+    return Cell(**{field.name: getattr(options, field.name) for field in fields(Cell)})
+
+
+def _cell_of_line(parser, words: list[str], options: argparse.Namespace, place: str) -> Cell:
+    """The line's options; what it does not say is as on the command line."""
+    try:
+        told = parser.parse_args(words, argparse.Namespace(**vars(options)))
+    except SystemExit:
+        sys.stderr.write(f"in {place}\n")
+        raise
+    changed = [name for name in OF_THE_PROCESS if getattr(told, name) != getattr(options, name)]
+    if changed:
+        raise ValueError(f"{place}: --{changed[0]} holds for all cells: give it on the command line")
+    return make_cell(told)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Measure the training steps of one engine; see recipes/README.md.")
+    add = parser.add_argument
+    add("--engine", choices=ENGINES, default="ours")
+    add("--model", default="tiny", help=f"{', '.join(NAMED)}, or a folder or hub name (%(default)s)")
+    add("--batch", type=at_least(1), default=8, help="rows a process (%(default)s)")
+    add("--seq", type=at_least(1), default=512, help="tokens a row (%(default)s)")
+    add("--recompute", choices=RECOMPUTE, default="none", help="layers whose forward runs again (%(default)s)")
+    add("--compile", action="store_true", help="torch.compile every layer")
+    add("--offload", action="store_true", help="optimizer state in host memory (fsdp2: the weights too)")
+    add("--tuned", action="store_true", help="the engine's own knobs turned, see benchmark_<engine>.py")
+    add("--linear-loss", action="store_true", help="ours: a loss that never makes the logits whole")
+    add("--lr", type=positive, default=1e-4, help="learning rate (%(default)s)")
+    add("--warmup", type=at_least(1), default=3, help="steps that are not timed (%(default)s)")
+    add("--steps", type=at_least(1), default=8, help="steps that are timed (%(default)s)")
+    add("--largest-batch", action="store_true", help="search the largest batch that fits, from --batch on")
+    add("--profile", type=Path, help="write a Chrome trace of one step there")
+    add("--gather", choices=("auto", "collective", "peer"), default="auto", help="how ours gathers (%(default)s)")
+    add("--cells", type=Path, help="file of option lines: one cell after another in one process group")
+    add("--plot", type=Path, help="write a bar chart of all runs of the last job there (.png, .svg)")
+    add("--plot-recorded", type=Path, help="only draw the results recorded in RESULTS.md there (.svg, .png)")
+    add("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the results (%(default)s)")
+    return parser

@@ -1,0 +1,64 @@
+"""The chart of recorded results: recorded.json, whose numbers are those of RESULTS.md, drawn as horizontal bars."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).with_suffix(".json")
+COLORS = {"hf_bmtrain": "#1f6feb", "FSDP2": "#9aa4b2", "DeepSpeed ZeRO-3": "#d9822b"}
+STYLE: dict[Any, object] = {"svg.fonttype": "none", "svg.hashsalt": "recorded", "font.family": "sans-serif"}
+"""Text stays text in an SVG file, and equal data give equal bytes."""
+
+
+def plot_recorded(file: Path) -> None:
+    """Draw the milliseconds and the peak memory of each recorded step into `file`, a .svg or .png.
+
+    A thin line spans the fastest and the slowest step. The ratio next to a bar is taken within its group, whose cells
+    are of one run.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    recorded = json.loads(DATA.read_text("utf-8"))
+    groups = recorded["groups"]
+    bars = sum(len(group["cells"]) for group in groups)
+    with matplotlib.rc_context(STYLE):
+        figure = pyplot.figure(figsize=(10, 1.6 + 0.24 * bars + 0.34 * len(groups)))
+        time, memory = figure.subplots(1, 2, width_ratios=(3, 2))
+        figure.subplots_adjust(left=0.02, right=0.98, top=0.92, bottom=0.14, wspace=0.06)
+        _draw(groups, time, memory)
+        time.set_xlabel("milliseconds per step (median; thin line: fastest to slowest)")
+        memory.set_xlabel("peak memory, GB per GPU")
+        figure.suptitle(f"One training step on {recorded['machine']}, {recorded['date']}")
+        handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+        figure.legend(handles, list(COLORS), loc="lower center", ncols=len(COLORS), frameon=False)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, facecolor="white", metadata={"Date": None} if file.suffix == ".svg" else None)
+        pyplot.close(figure)
+
+
+def _draw(groups: list[dict], time, memory) -> None:
+    """The bars of all groups from top to bottom, a heading above each group."""
+    place = 0.0
+    for group in groups:
+        time.text(0, place, f"{group['job']}: {group['how']}", va="center", fontsize=9, fontweight="bold")
+        place += 1
+        first = group["cells"][0]
+        for cell in group["cells"]:
+            color, (fastest, slowest) = COLORS[cell["engine"]], cell["spread_ms"]
+            time.barh(place, cell["ms"], height=0.8, color=color)
+            time.plot([fastest, slowest], [place, place], color="#24292f", linewidth=1)
+            ratio = "" if cell is first else f"  ({cell['ms'] / first['ms']:.2f} times)"
+            time.text(max(slowest, cell["ms"]) + 8, place, f"{cell['ms']:.0f} ms{ratio}", va="center", fontsize=9)
+            memory.barh(place, cell["peak_GB"], height=0.8, color=color)
+            memory.text(cell["peak_GB"] + 1, place, f"{cell['peak_GB']:.1f} GB", va="center", fontsize=9)
+            place += 1
+        place += 0.4
+    for axes, limit in ((time, 1500), (memory, 135)):
+        axes.set_xlim(0, limit)
+        axes.set_ylim(place - 0.6, -0.6)
+        axes.patch.set_visible(False)  # a heading may reach over both
+        axes.set_yticks([])
+        axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,0 +1,1 @@
+"""The BoolQ job, shared by its three recipes: questions, batches, classifier, report."""

@@ -1,0 +1,99 @@
+"""A classifier with two labels and its tokenizer: pretrained, or small and new."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from boolq.small_bert import small_bert_config
+from common.hub import check_hub, first_line, is_hub_name
+
+LABELS = {0: "False", 1: "True"}
+
+
+def quiet_transformers(*, terminal: bool) -> None:
+    """Show the progress bars and reports of loading and saving in a terminal only."""
+    if not terminal:
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+
+
+def check_model_name(name: str) -> None:
+    """Raise FileNotFoundError or ValueError unless `name` is a model's folder or a name the hub can be asked for."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"--model {name} has no config.json: give the folder of a saved model")
+    if not folder.is_dir() and (folder.exists() or not is_hub_name(name)):
+        raise FileNotFoundError(
+            f"--model {name}: no such folder; give the folder of a saved model, or a name on the hub such as "
+            "bert-base-uncased"
+        )
+    if not folder.is_dir():
+        check_hub(f"--model {name}")
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    tokenizer = from_pretrained(AutoTokenizer, name)
+    if tokenizer.pad_token is None:
+        raise ValueError(f"the tokenizer of {name} has no padding token: take a model that has, such as BERT")
+    return tokenizer
+
+
+def load_model(name: str, seed: int, dropout: float | None) -> PreTrainedModel:
+    """Load `name` in float32 on the CPU; `seed` draws the classifier, which is new."""
+    config = from_pretrained(AutoConfig, name)
+    adapt(config, dropout)
+    torch.manual_seed(seed)
+    return from_pretrained(
+        AutoModelForSequenceClassification,
+        name,
+        config=config,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,  # a classifier that was trained for other labels
+    )
+
+
+def new_small_bert(vocabulary_size: int, seed: int, dropout: float | None) -> PreTrainedModel:
+    config = small_bert_config(vocabulary_size)
+    adapt(config, dropout)
+    torch.manual_seed(seed)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def from_pretrained(auto_class, name: str, **options):
+    """`auto_class.from_pretrained`, whose page-long complaints become one line with the way out."""
+    folder = Path(name).expanduser()
+    try:
+        return auto_class.from_pretrained(folder if folder.is_dir() else name, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot load --model {name} ({first_line(error)}); check the name and the network, or give the "
+            "folder of a saved model"
+        ) from error
+
+
+def adapt(config: PreTrainedConfig, dropout: float | None) -> None:
+    """Set two labels, and `dropout` for every kind of dropout the configuration knows; None leaves them."""
+    config.id2label = dict(LABELS)
+    config.label2id = {label: number for number, label in LABELS.items()}
+    config.problem_type = "single_label_classification"
+    if dropout is None:
+        return
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith(("pdrop", "layerdrop"))) and not isinstance(value, bool | str):
+            setattr(config, name, dropout)
+
+
+def check_max_length(max_length: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    positions = getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
+    limit = min(positions, tokenizer.model_max_length)
+    if max_length > limit:
+        raise ValueError(f"--max-length {max_length} is more than the {limit} tokens the model can read")

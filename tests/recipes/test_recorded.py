@@ -1,0 +1,40 @@
+"""The chart of recorded results shows the numbers of recipes/RESULTS.md."""
+
+import json
+import re
+
+import pytest
+from small_job import PYTHON, ROOT, run
+
+from bench.recorded import DATA
+
+GROUPS = json.loads(DATA.read_text("utf-8"))["groups"]
+
+
+def section(title: str) -> str:
+    """The text of RESULTS.md from the heading `title` to the next heading."""
+    results = (ROOT / "recipes" / "RESULTS.md").read_text("utf-8")
+    found = re.findall(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", results, re.MULTILINE | re.DOTALL)
+    assert len(found) == 1, f"{len(found)} sections are called {title!r}"
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("title", "cell"), [(group["section"], cell) for group in GROUPS for cell in group["cells"]], ids=str
+)
+def test_each_number_stands_in_its_section(title, cell):
+    fastest, slowest = cell["spread_ms"]
+    name = {"hf_bmtrain": "ours"}.get(cell["engine"], cell["engine"])
+    rows = [line for line in section(title).splitlines() if f"| {cell['ms']} | {fastest}-{slowest} |" in line]
+    assert len(rows) == 1
+    assert f"| {name}" in rows[0] and f"| {cell['peak_GB']} |" in rows[0]
+
+
+def test_the_chart_is_drawn(tmp_path):
+    done = run(PYTHON, ROOT / "recipes" / "benchmark.py", "--plot-recorded", tmp_path / "results.svg")
+    assert (done.returncode, done.stderr) == (0, "")
+    drawn = (tmp_path / "results.svg").read_text()
+    for group in GROUPS:
+        assert group["job"] in drawn
+        for cell in group["cells"]:
+            assert f"{cell['peak_GB']:.1f} GB" in drawn and f"{cell['ms']:.0f} ms" in drawn

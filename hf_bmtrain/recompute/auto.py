@@ -52,6 +52,7 @@ class Owner(Protocol):
 class AutoCheckpoint:
     """Recomputes a block or keeps its activations, as the planner's plan says.
 
+    planner: decides for all blocks.
     kept: whether the plan keeps the block's activations.
     calls: the most forwards measured ahead of one backward.
 
@@ -62,7 +63,7 @@ class AutoCheckpoint:
     use_checkpoint: UseCheckpoint = "auto"
 
     def __init__(self, planner: Owner, block: Block) -> None:
-        self._planner, self.block = planner, block
+        self.planner, self.block = planner, block
         self.kept = False
         self.calls = self._most = 0
         self._measured: list[Shapes] = []
@@ -82,7 +83,7 @@ class AutoCheckpoint:
 
     @property
     def recorder(self) -> PassRecorder | None:
-        return self if self._planner.measuring else None
+        return self if self.planner.measuring else None
 
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """See `Recomputation`. Collective in the first forward of a pass, until there is a plan.
@@ -90,12 +91,12 @@ class AutoCheckpoint:
         True as well under saved-tensor hooks of others (a checkpoint or offloading around the block), which decide
         themselves what is kept.
         """
-        self._planner.begin_forward()
-        if self._planner.in_backward or top_saved_tensors_hooks(True) is not None:
+        self.planner.begin_forward()
+        if self.planner.in_backward or top_saved_tensors_hooks(True) is not None:
             return True
         if not self._fits(_shapes(args, kwargs)):
-            self._planner.measure()
-        return self._planner.measuring or not self.kept or pending >= self.calls
+            self.planner.measure()
+        return self.planner.measuring or not self.kept or pending >= self.calls
 
     def _fits(self, shapes: Shapes) -> bool:
         if shapes not in self._fitting and any(_within(shapes, measured) for measured in self._measured):
@@ -104,7 +105,7 @@ class AutoCheckpoint:
 
     @contextmanager
     def count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        if self._planner.in_backward:
+        if self.planner.in_backward:
             yield
             return
         held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -112,10 +113,10 @@ class AutoCheckpoint:
         saved = SavedBytes(held)
         with saved.counting():
             yield
-        self._planner.add(self, Measurement(_shapes(args, kwargs), saved.nbytes, pending + 1))
+        self.planner.add(self, Measurement(_shapes(args, kwargs), saved.nbytes, pending + 1))
 
     def mark(self, recomputed: bool) -> None:
-        self._planner.mark(recomputed)
+        self.planner.mark(recomputed)
 
     def learn(self, measurement: Measurement) -> None:
         """Accept a measurement whose backward has ended."""

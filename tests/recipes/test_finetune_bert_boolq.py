@@ -1,6 +1,7 @@
 """The recipe from the command line to the folder it leaves, against the same job in plain torch."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ class OptimizerFiles:
             )
         self._optimizer, self._whole_state = optimizer, whole_state
         self._mark: dict[str, Any] | None = None
-        self._run = current_world().control.share(uuid.uuid4().hex)
+        self._run = current_world().control.broadcast_object(uuid.uuid4().hex)
         self._handle = optimizer.register_state_dict_post_hook(self._leave_out_state, prepend=True)
 
     def close(self) -> None:

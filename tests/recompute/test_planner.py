@@ -81,7 +81,7 @@ def plain_loss(model, step, rank):
 
 
 def policies(model):
-    return [module._bmt.recomputation for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
+    return [module._bmt.policy for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
 
 
 def kept(model):

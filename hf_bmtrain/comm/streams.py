@@ -21,7 +21,7 @@ class Ticket(Protocol):
 
 
 class WorkStream:
-    """A stream of its own on a CUDA device. Memory that it uses is kept, or named by `uses`.
+    """A stream of its own on a CUDA device. Its user keeps the memory that queued work uses.
 
     priority: -1 for what goes before the computation where both are ready.
     """
@@ -46,10 +46,6 @@ class WorkStream:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is freed, its memory is not reused before what is queued now is done."""
-        tensor.record_stream(self._stream)
 
 
 class _Done:
@@ -79,9 +75,6 @@ class Immediate:
     def mark(self) -> Ticket:
         return DONE
 
-    def uses(self, tensor: torch.Tensor) -> None:
-        pass
-
 
 def has_own_memory(device: torch.device) -> bool:
     """Whether host memory is something else than the memory of this device."""
@@ -90,8 +83,3 @@ def has_own_memory(device: torch.device) -> bool:
 
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()
-
-
-def is_captured(device: torch.device) -> bool:
-    """Whether the current stream is being captured in a graph, which other streams would have to join again."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

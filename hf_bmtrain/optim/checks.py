@@ -1,8 +1,7 @@
-"""What is checked when an optimizer steps over slices, whichever optimizer it is.
+"""Checks of every optimizer that steps over slices, whichever class it is.
 
-Hooks of torch's own around every optimizer's step. What is checked once is checked in the first step, and again
-after parameter groups have changed or something was sharded; a step between costs as little as it takes to see
-that neither has happened.
+torch's own hook runs before every optimizer's step. The checks are made in the first step, and again after parameter
+groups have changed or something was sharded; any other step only pays for finding that neither has happened.
 """
 
 from __future__ import annotations
@@ -10,18 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime.world import buffers_made
 from ..sharding.buffer import DistributedParameter
-from .claim import Claim
+from .checkpoint import WholeState
 from .probe import probe
-from .whole_state import WholeState
 
 
 def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
-    """Refuse what would train wrongly: RuntimeError for parameters from before wrapping, TypeError for a rule that
-    depends on shapes. Returns what gathers its state; None where it holds no slice."""
+    """Refuse an optimizer that would train wrongly. Return what gathers its state, None if it holds no slice.
+
+    RuntimeError for parameters from before wrapping, TypeError for an update rule that depends on shapes.
+    """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [p for p in parameters if getattr(p, "sharded_elsewhere", False)]
     if stale:
@@ -39,26 +39,33 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     return known
 
 
+class _Checked:
+    """The parameter groups that `check` has seen, and how many buffers there were then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._buffers_made = buffers_made()
+        self._groups = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
+
+    def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the groups are still these, and nothing has been sharded since."""
+        groups = optimizer.param_groups
+        return (
+            self._buffers_made == buffers_made()
+            and len(groups) == len(self._groups)
+            and all(group["params"] is seen and len(seen) == n for group, (seen, n) in zip(groups, self._groups))
+        )
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if not buffers_made():
         return
-    claim = getattr(optimizer, "claim", None)
-    if claim is None:
-        claim = optimizer.claim = Claim(optimizer)
-    if not claim.is_current(optimizer):
+    checked = getattr(optimizer, "checked", None)
+    if checked is None or not checked.is_current(optimizer):
         check(optimizer)
-        claim.take(optimizer)
+        optimizer.checked = _Checked(optimizer)
     whole_state = getattr(optimizer, "whole_state", None)
     if whole_state is not None:
         whole_state.slice_loaded(optimizer)
-        claim.check()
-
-
-def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    claim = getattr(optimizer, "claim", None)
-    if claim is not None:
-        claim.settle()
 
 
 register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

@@ -1,7 +1,10 @@
 """Checks of every optimizer that steps over slices, whichever class it is.
 
-torch's own hook runs before every optimizer's step. The checks are made in the first step, and again after parameter
-groups have changed or something was sharded; any other step only pays for finding that neither has happened.
+A user may make any torch optimizer over slices, or have made it before the model was sharded; only torch knows of all
+of them. So its process-wide hook before a step is the one place where none escapes. It is registered when the process
+makes its first sharded buffer: a program that only imports this package is left as it is. What has been checked is
+noted on each optimizer. The checks are made in its first step, and again after its parameter groups have changed or
+something was sharded; any other step only pays for finding that neither has happened.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime.world import buffers_made
-from ..sharding.buffer import DistributedParameter
+from ..sharding.buffer import DistributedParameter, ShardedBuffer
 from .checkpoint import WholeState
 from .probe import probe
 
@@ -57,8 +60,6 @@ class _Checked:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if not buffers_made():
-        return
     checked = getattr(optimizer, "checked", None)
     if checked is None or not checked.is_current(optimizer):
         check(optimizer)
@@ -68,4 +69,4 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         whole_state.slice_loaded(optimizer)
 
 
-register_optimizer_step_pre_hook(_before_step)
+ShardedBuffer.before_first.append(lambda: register_optimizer_step_pre_hook(_before_step))

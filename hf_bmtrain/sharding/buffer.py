@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -144,9 +144,16 @@ class ShardedBuffer:
     Parameter each in its own shape, views of the full buffer, readable only while it is whole (`gather`, `wait`,
     … `release`); but one that lies in this rank's shard from end to end is a view of it, and is not copied. With one
     rank that is so for all: the full buffer *is* the shard, and always whole.
+
+    before_first: called once, and dropped, when the process makes its first buffer. By it a folder to the right, which
+    this one may not import, prepares for slices (optim/checks.py).
     """
 
+    before_first: ClassVar[list[Callable[[], object]]] = []
+
     def __init__(self, step: Step, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> None:
+        while ShardedBuffer.before_first:
+            ShardedBuffer.before_first.pop()()
         dtype = parameters[0].dtype
         assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
         lane = step.gather

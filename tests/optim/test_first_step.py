@@ -1,5 +1,7 @@
 """Which optimizers may update slices, found out by trying them; and those from before the wrapping, which may not."""
 
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -156,14 +158,22 @@ def checked_once():
         assert check.call_count == 2
 
 
-def test_without_a_world_nothing_is_checked():
-    """Optimizers of a program that shards nothing are left as they are."""
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = sgd([parameter])
-    parameter.grad = torch.ones(2)
-    before = set(optimizer.__dict__)
-    optimizer.step()
-    assert set(optimizer.__dict__) == before
+HOOKS = """
+import torch, hf_bmtrain as bmt
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+bmt.init_distributed()
+assert not hooks
+for _ in range(2):
+    bmt.auto_wrap(torch.nn.Linear(2, 2), blocks=[])
+    assert len(hooks) == 1
+"""
+
+
+def test_torch_is_left_alone_until_something_is_sharded():
+    """The hook before every optimizer's step comes with the first buffer, once."""
+    done = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("cls", "options"), ELEMENT_WISE)

@@ -105,17 +105,18 @@ class AdamOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()  # subclasses extend this one: torch would call its step hooks in `step` and again in super's
+        self._step()  # subclasses extend `_step`: of an extended `step` torch would call the hooks twice
         return loss
 
     def _step(self) -> None:
+        # Neighbouring slices with gradients are updated together, as long as they have taken equally many steps.
         self._arrange([[p for p in group["params"] if p.grad is not None] for group in self.param_groups])
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
         """One step of the runs with these numbers, in ascending order, whose gradients have arrived."""
         states = [self._states[number] for number in numbers]
-        # 1. Weights and masters are what they should be: no earlier update is under way, and masters know of writes.
+        # 1. No earlier update of these buffers is under way, and masters follow what was written to the weights.
         for state in states:
             if state.run.buffer is not None:
                 state.run.buffer.update.settle()
@@ -127,7 +128,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._steps.advance(numbers)
         # 3. The arithmetic.
         self._update(numbers)
-        # 4. The weights have changed: on all ranks, even where this one holds none of a run, or only some would gather.
+        # 4. Count the write, even if this rank holds none of a run: all ranks must see the change and gather anew.
         torch.autograd.graph.increment_version([state.run.weights for state in states])
         for state in states:
             state.version = state.run.weights._version

@@ -9,6 +9,8 @@ something was sharded; any other step only pays for finding that neither has hap
 
 from __future__ import annotations
 
+import inspect
+import logging
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..runtime.world import buffers_made
 from ..sharding.buffer import DistributedParameter, ShardedBuffer
 from .checkpoint import WholeState
-from .probe import probe
+
+_log = logging.getLogger("hf_bmtrain")
+_ROWS, _COLUMNS, _CUT, _STEPS, _LR = 6, 8, 19, 3, 0.05
 
 
 def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
@@ -37,7 +41,7 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     if known is None and slices:
         if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # ours are element-wise
-            probe(optimizer, slices[0].device)
+            _check_element_wise(optimizer, slices[0].device)
         known = optimizer.whole_state = WholeState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
 
@@ -70,3 +74,69 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 ShardedBuffer.before_first.append(lambda: register_optimizer_step_pre_hook(_before_step))
+
+
+# -- the trial on a small matrix ------------------------------------------------------------------------------------
+
+
+def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """TypeError unless `optimizer` moves a matrix and flat pieces of it alike: slices are such pieces.
+
+    For each parameter group, new optimizers of the same class and options make three steps, one of them on a small
+    matrix and two on the same values as flat pieces. Adafactor, LAMB, Muon and LBFGS move them differently.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = _STEPS + 1, _ROWS, _COLUMNS
+    weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    for group in optimizer.param_groups:
+        moved = None
+        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but some kernels lack it
+            try:
+                values, tries = weights.to(dtype), [gradient.to(dtype) for gradient in gradients]
+                moved = _movement(optimizer, group, values, tries).view(-1)
+                break
+            except Exception as error:
+                reason = error
+        if moved is None:
+            message = "%s could not be tried on a matrix (%s): whether it is element-wise, as slices need, is not known"
+            _log.warning(message, type(optimizer).__name__, reason)
+            return
+        _compare(optimizer, group, moved, values.view(-1), [gradient.view(-1) for gradient in tries])
+
+
+def _compare(optimizer: Any, group: dict, moved: torch.Tensor, values: torch.Tensor, gradients: list) -> None:
+    """TypeError unless flat pieces of `values` are moved as the matrix was, by `moved`."""
+    try:
+        pieces = [
+            _movement(optimizer, group, values[cut], [gradient[cut] for gradient in gradients])
+            for cut in (slice(None, _CUT), slice(_CUT, None))
+        ]
+        difference = ((torch.cat(pieces) - moved).abs().max() / moved.abs().max().clamp_min(1e-30)).item()
+        reason = f"it moves parts of a matrix by up to {100 * difference:.2g} % of a step differently"
+    except Exception as error:
+        difference, reason = float("inf"), f"it fails on a flat piece ({error})"
+    if not difference <= 1e-3:
+        raise TypeError(
+            f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap a "
+            "parameter is a flat slice on each rank. Use an element-wise optimizer: hf_bmtrain's AdamOptimizer, "
+            "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion."
+        )
+
+
+def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return by how much a new optimizer of the same class, with the options of `group`, moves `start`."""
+    parameter = torch.nn.Parameter(start.clone())
+    options = {**group, "params": [parameter]}
+    if group.get("lr") is not None:  # at the start of a warm-up it may be 0
+        options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
+    accepted = inspect.signature(type(optimizer)).parameters
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+    given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
+    twin = type(optimizer)([options], **given)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+            twin.step(lambda: torch.zeros((), device=start.device))
+        else:
+            twin.step()
+    return parameter.detach() - start

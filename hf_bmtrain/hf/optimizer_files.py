@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..optim import checks as first_step
+from ..optim import checks
 from ..runtime.world import current_world
 from ..sharding.store import write_atomically
 
@@ -27,7 +27,7 @@ class OptimizerFiles:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        whole_state = first_step.check(optimizer)
+        whole_state = checks.check(optimizer)
         if whole_state is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds no parameter of a sharded model: make it from model.parameters() "

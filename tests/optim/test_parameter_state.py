@@ -13,7 +13,7 @@ from float_masters import FloatMasters
 from hf_bmtrain.hf.optimizer_files import OptimizerFiles
 from hf_bmtrain.ops import adam_step
 from hf_bmtrain.ops.residual import split
-from hf_bmtrain.optim.state import adopt, shown
+from hf_bmtrain.optim.runs import adopt, shown
 
 KINDS = (FloatMasters, bmt.optim.AdamOptimizer)
 

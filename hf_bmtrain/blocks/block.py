@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..recompute.planner import choose
-from ..recompute.policy import UseCheckpoint
+from ..recompute.policy import UseCheckpoint, choose_policy
 from ..recompute.replay import Replay
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer
@@ -63,7 +62,7 @@ def extend(
     """Make `layer` a CheckpointBlock over parameters that `shard_places` has sharded."""
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, Replay(layer), zero_level)
-    state.recomputation = choose(use_checkpoint, state, world)
+    state.policy = choose_policy(use_checkpoint, state, world)
     layer._bmt = state  # pyright: ignore[reportArgumentType]
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
     layer._bmt.own_forward = layer.__dict__.pop("forward", None)  # pyright: ignore

@@ -16,8 +16,7 @@ from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, find_slots
 from ..sharding.state_dict import slice_entries
-from .autocast import uncached_autocast
-from .autograd import enter_backward
+from .autograd import enter_backward, uncached_autocast
 from .base import ShardedModule, extend_class
 
 
@@ -76,7 +75,7 @@ class DistributedModule(ShardedModule):
         """A module without children does all its reads itself: what it saves for backward can be seen."""
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
-        buffers = dict.fromkeys(slot.buffer for slot in self._slots())
+        buffers = dict.fromkeys(p.buffer for p in self._parameters.values() if type(p) is DistributedParameter)
         own = [OnDemandGather.of(buffer, self._schedule) for buffer in buffers if buffer.sharded]
         return watch(own) if own else nullcontext()
 

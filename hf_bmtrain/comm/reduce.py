@@ -17,9 +17,9 @@ from typing import Protocol
 
 import torch
 
+from ..ops.torch_internals import foreach_copy_, foreach_zero_
 from .collectives import Communicator
 from .layout import Layout
-from .packing import Packing
 from .storage import ResizableStorage
 from .streams import Ticket, work_stream
 
@@ -93,6 +93,59 @@ class Reduction(Protocol):
         ...
 
 
+class Packing:
+    """Writes every gradient to its place in `flat`. Padding, and parameters without a gradient, become zero."""
+
+    def __init__(self, flat: torch.Tensor, layout: Layout, shapes: Sequence[torch.Size]) -> None:
+        self.flat = flat
+        # `.data` has a version counter of its own: packing is nothing autograd should see.
+        parts = flat.data.split_with_sizes(layout.sizes)
+        self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
+        self._gaps = [gap for gap in parts[::2] if gap.numel()]
+        self._targets = [*self._views, *self._gaps]
+        zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]
+        self._present: set[int] = set()
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Pack one gradient, or add it to one that was packed before."""
+        if index in self._present:
+            self._views[index].add_(gradient)
+        else:
+            self._views[index].copy_(gradient)
+            self._present.add(index)
+
+    def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Pack the rest in one launch, and return `flat`."""
+        if self._present or [gradient for gradient in gradients if gradient is None]:
+            views, sources, zeros = self._sort(gradients)
+        else:
+            views, sources, zeros = self._targets, [*gradients, *self._zeros], []
+        if views:
+            foreach_copy_(views, sources)
+        if zeros:
+            foreach_zero_(zeros)
+        self._present.clear()
+        return self.flat
+
+    def _sort(self, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list, list]:
+        """Return views to write, their gradients, and views to zero; gradients packed before are added to."""
+        views, sources, zeros = [], [], list(self._gaps)
+        for index, (view, gradient) in enumerate(zip(self._views, gradients)):
+            if gradient is not None and index in self._present:
+                view.add_(gradient)
+            elif gradient is not None:
+                views.append(view)
+                sources.append(gradient)
+            elif index not in self._present:
+                zeros.append(view)
+        return views, sources, zeros
+
+    def reset(self) -> None:
+        """Forget what was packed."""
+        self._present.clear()
+
+
 class CollectingReducer:
     """Keeps the gradients that are taken over before `send` as they are."""
 
@@ -142,6 +195,7 @@ class _CollectiveReducer(CollectingReducer):
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
         self._owner, self._layout, self._shapes, self._poison = owner, layout, shapes, poison
+        self._single = layout.numels == (layout.numel,)  # one tensor is all of the buffer
         self._dtype, self._device = like.dtype, like.device
         self._full: ResizableStorage | None = None
         self._packing: Packing | None = None
@@ -167,7 +221,7 @@ class _CollectiveReducer(CollectingReducer):
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the first gradient is the whole buffer, stored as it would be packed."""
         first = gradients[0]
-        if first is None or self._layout.numels != (self._layout.numel,):
+        if first is None or not self._single:
             return False
         plain = first.layout == torch.strided and not first.is_conj() and not first.is_neg()
         return plain and first.dtype == self._dtype and first.is_contiguous()

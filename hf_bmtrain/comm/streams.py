@@ -37,7 +37,7 @@ DONE: Mark = _Done()
 
 
 class WorkStream:
-    """A CUDA stream of its own. Keep the memory that queued work uses, or name it with `uses`.
+    """A CUDA stream of its own. The caller keeps the memory that queued work uses.
 
     priority: -1 for work that goes before the computation where both are ready.
     """
@@ -64,10 +64,6 @@ class WorkStream:
         event.record(self._stream)
         return event
 
-    def uses(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is freed, do not reuse its memory before the work queued so far is done."""
-        tensor.record_stream(self._stream)
-
 
 class Immediate:
     """The queue of a device without streams: everything is done when `run` returns."""
@@ -84,9 +80,6 @@ class Immediate:
     def mark(self) -> Mark:
         return DONE
 
-    def uses(self, tensor: torch.Tensor) -> None:
-        pass
-
 
 def has_own_memory(device: torch.device) -> bool:
     """Return whether `device` has memory apart from the host's."""
@@ -96,8 +89,3 @@ def has_own_memory(device: torch.device) -> bool:
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
     """Return a queue of work that runs alongside the computation on `device`."""
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()
-
-
-def is_captured(device: torch.device) -> bool:
-    """Whether the current stream is being captured in a graph, which other streams would have to join again."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

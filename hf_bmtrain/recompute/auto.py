@@ -12,7 +12,6 @@ import torch
 from ..ops.torch_internals import pytree, top_saved_tensors_hooks
 from ..sharding.buffer import ShardedBuffer
 from .memory import SavedBytes
-from .policy import PassRecorder, UseCheckpoint
 
 Shapes = tuple[torch.Size, ...]
 
@@ -60,8 +59,6 @@ class AutoCheckpoint:
     take no more memory. Larger inputs start a measurement.
     """
 
-    use_checkpoint: UseCheckpoint = "auto"
-
     def __init__(self, planner: Owner, block: Block) -> None:
         self.planner, self.block = planner, block
         self.kept = False
@@ -82,11 +79,15 @@ class AutoCheckpoint:
         return sum(b.layout.numel * b.shard.dtype.itemsize for b in self.block.buffers if b.sharded)
 
     @property
-    def recorder(self) -> PassRecorder | None:
+    def recorder(self) -> AutoCheckpoint | None:
+        """This object while its planner measures the pass, otherwise None."""
         return self if self.planner.measuring else None
 
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        """See `Recomputation`. Collective in the first forward of a pass, until there is a plan.
+        """Return whether the training forward that is about to begin is recomputed in backward.
+
+        Called before the block is gathered. Collective in the first forward of a pass, until there is a plan.
+        pending: the number of the block's forwards whose backward is to come.
 
         True as well under saved-tensor hooks of others (a checkpoint or offloading around the block), which decide
         themselves what is kept.
@@ -105,6 +106,7 @@ class AutoCheckpoint:
 
     @contextmanager
     def count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
+        """Under `with`, count the bytes that autograd saves in the block's first forward."""
         if self.planner.in_backward:
             yield
             return
@@ -116,6 +118,7 @@ class AutoCheckpoint:
         self.planner.add(self, Measurement(_shapes(args, kwargs), saved.nbytes, pending + 1))
 
     def mark(self, recomputed: bool) -> None:
+        """Mark the start of the block's backward or, with `recomputed`, the start of its recomputation."""
         self.planner.mark(recomputed)
 
     def learn(self, measurement: Measurement) -> None:

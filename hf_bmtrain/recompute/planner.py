@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..runtime.world import World
-from .auto import AutoCheckpoint, Block, Measurement, Shapes
-from .memory import DeviceMemory, Memory
+from .auto import AutoCheckpoint, Measurement, Shapes
+from .memory import Memory
 from .plan import make_plan
-from .policy import Fixed, Recomputation, UseCheckpoint
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -61,7 +59,7 @@ class Planner:
 
     @property
     def outlived(self) -> bool:
-        """Whether all blocks that were planned for are gone."""
+        """True if all blocks that were planned for are gone."""
         return bool(self._blocks) and not self.present()
 
     def present(self) -> list[AutoCheckpoint]:
@@ -179,25 +177,3 @@ class Planner:
 def _versions(blocks: Sequence[AutoCheckpoint]) -> list[int]:
     """Return the versions of the shards that an optimizer updates."""
     return [buffer.version for block in blocks for buffer in block.block.buffers if buffer.gradient.trainable]
-
-
-def choose(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recomputation:
-    """Return the policy of `block` for this argument. ValueError if it is none of True, False and "auto"."""
-    if use_checkpoint is True or use_checkpoint is False:
-        return Fixed(use_checkpoint)
-    if use_checkpoint != "auto":
-        raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
-    schedule = world.schedule
-    if schedule.planner is None and world.device.type == "cpu":
-        _log_cpu()
-        return Fixed(False)
-    if schedule.planner is None:
-        schedule.planner = Planner(world, DeviceMemory(world.device))
-    elif schedule.planner.outlived:
-        schedule.planner = Planner(world, schedule.planner.memory)
-    return AutoCheckpoint(schedule.planner, block)
-
-
-@functools.cache
-def _log_cpu() -> None:
-    _log.info("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")

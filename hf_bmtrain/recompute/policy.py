@@ -1,52 +1,40 @@
-"""The decision whether a block's forward is recomputed in backward."""
+"""Whether a block's forward is recomputed in backward: the meaning of `use_checkpoint`."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+import functools
+import logging
+from typing import Literal
 
+from ..runtime.world import World
+from .auto import AutoCheckpoint, Block
+from .memory import DeviceMemory
+from .planner import Planner
+
+_log = logging.getLogger("hf_bmtrain")
 UseCheckpoint = bool | Literal["auto"]
 
 
-class PassRecorder(Protocol):
-    """Records the memory that a block takes in a measured pass."""
+def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> bool | AutoCheckpoint:
+    """Return what decides for `block`: True or False for every forward, or an AutoCheckpoint.
 
-    def count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> AbstractContextManager[None]:
-        """Count the bytes that autograd saves in the block's first forward, which runs in this context."""
-        ...
-
-    def mark(self, recomputed: bool) -> None:
-        """Mark the start of the block's backward or, with `recomputed`, the start of its recomputation."""
-
-
-class Recomputation(Protocol):
-    """The policy of one block.
-
-    use_checkpoint: the argument that it was made from.
-    recorder: records the current pass; None unless the pass is measured.
+    Raises ValueError if `use_checkpoint` is none of True, False and "auto".
     """
+    if use_checkpoint is True or use_checkpoint is False:
+        return use_checkpoint
+    if use_checkpoint != "auto":
+        raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
+    schedule = world.schedule
+    if schedule.planner is None and world.device.type == "cpu":
+        _log_cpu()
+        return False
+    if schedule.planner is None:
+        schedule.planner = Planner(world, DeviceMemory(world.device))
+    elif schedule.planner.outlived:
+        schedule.planner = Planner(world, schedule.planner.memory)
+    return AutoCheckpoint(schedule.planner, block)
 
-    @property
-    def use_checkpoint(self) -> UseCheckpoint: ...
 
-    @property
-    def recorder(self) -> PassRecorder | None: ...
-
-    def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        """Return whether the training forward that is about to begin is recomputed in backward.
-
-        Called before the block is gathered. pending: the number of the block's forwards whose backward is to come.
-        """
-        ...
-
-
-class Fixed:
-    """The same decision for every forward: use_checkpoint=True or False."""
-
-    recorder: PassRecorder | None = None
-
-    def __init__(self, use_checkpoint: bool) -> None:
-        self.use_checkpoint: UseCheckpoint = use_checkpoint
-
-    def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        return self.use_checkpoint is True
+@functools.cache
+def _log_cpu() -> None:
+    _log.info("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -28,7 +28,12 @@ class ShardedBuffer:
     shard instead, and is not copied. With one rank that holds for all of them: the full buffer *is* the shard.
     pieces: the part of each parameter in this rank's shard. gradient: the buffer's gradient. update: the shard's last
     asynchronous update. on_demand: gathers the buffer where it is read outside blocks, None before the first read.
+
+    before_first: functions that are called once, before this process makes its first buffer. optim/checks.py, which
+    this folder may not import, prepares for slices by one.
     """
+
+    before_first: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(
         self,
@@ -39,6 +44,8 @@ class ShardedBuffer:
         slice_class: type[torch.nn.Parameter],
     ) -> None:
         """Store `parameters`, with rank 0's values. Collective. reduction: averages the gradients."""
+        while ShardedBuffer.before_first:
+            ShardedBuffer.before_first.pop()()
         dtype = parameters[0].dtype
         assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
         self._gather, self._communicator = schedule.gather, schedule.gather.communicator

@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from ..blocks.base import RefuseDataParallel
 from ..ops.torch_internals import pytree
-from ..recompute.policy import Fixed
-from ..runtime.launcher import mixed_precision
+from ..runtime.launcher import check_accelerator, mixed_precision
 from ..runtime.world import World
-from .guard import Guard
+from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
+_SHARDED = {DistributedParameter, type(None)}
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -39,7 +43,7 @@ def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
     """Replace gradient_checkpointing_enable and _disable. Their options, those of torch's checkpoint, are ignored."""
     _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
     for block in blocks:
-        block._bmt.recomputation = Fixed(on)
+        block._bmt.policy = on
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Sequence[Any]) -> None:
@@ -144,3 +148,59 @@ def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
     raise RuntimeError(
         f"{name} changes the shape of sharded weights, whose slices would be lost: call it before auto_wrap."
     )
+
+
+class Guard:
+    """A forward pre-hook that checks one model before its training forwards.
+
+    Raises RuntimeError if the model was wrapped in DistributedDataParallel, if Accelerate shards it or sees another
+    number of ranks, or if it holds a parameter that is not sharded. Parameters and modules can be exchanged without
+    any call (FSDP writes into the dicts of a module), so every training forward looks at all of them: module by module
+    in the first one and after the tree of modules has changed, otherwise in the dicts that were found then.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._walked = False
+        self._parameters: list[dict[str, Any]] = []  # of the modules that have their own
+        self._modules: list[dict[str, Any]] = []
+        self._tree: list[torch.nn.Module | None] = []  # what those hold
+        self._empty: list[dict[str, Any]] = []  # the modules' other dicts of both kinds
+
+    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if DistributedDataParallel._active_ddp_module is not None:
+            iter(RefuseDataParallel())
+        check_accelerator(self._ranks)
+        if not self._as_walked():
+            self._walk(model)
+
+    def _as_walked(self) -> bool:
+        """Return whether the tree of modules is that of the last walk, and its parameters are slices."""
+        if not self._walked or any(self._empty):
+            return False
+        tree = _values(self._modules)
+        if len(tree) != len(self._tree) or not all(map(operator.is_, tree, self._tree)):
+            return False
+        return set(map(type, _values(self._parameters))) <= _SHARDED
+
+    def _walk(self, model: torch.nn.Module) -> None:
+        for name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and type(parameter) not in _SHARDED:
+                    raise RuntimeError(
+                        f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came "
+                        "into the model after auto_wrap: it is not sharded, and nobody averages its gradient over the "
+                        "ranks. Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
+                        "auto_wrap, and leave out FSDP, which replaces them all."
+                    )
+        dicts = [[module._parameters for module in model.modules()], [module._modules for module in model.modules()]]
+        self._parameters, self._modules = ([each for each in kind if each] for kind in dicts)
+        self._empty = [each for kind in dicts for each in kind if not each]
+        self._tree = _values(self._modules)
+        self._walked = True
+
+
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))

@@ -1,6 +1,5 @@
 """Parts of bench.py: AdamOffloadOptimizer against the PCIe rate and the CPU, and what a training step waits for it."""
 
-import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -42,13 +41,11 @@ def duplex_speed() -> float:
     return 4 * size / measure(both, repeats=5) / 1e6
 
 
-def time_offload(update_on: str, weight: torch.dtype, exp_avg: torch.dtype) -> float:
+def time_offload(weight: torch.dtype, exp_avg: torch.dtype) -> float:
     """Milliseconds of a step over ELEMENTS weights until the last of them is written, on the host's clock."""
     parameter = torch.nn.Parameter(torch.randn(ELEMENTS, device="cuda").to(weight))
     parameter.grad = torch.randn_like(parameter)
-    optimizer = bmt.optim.AdamOffloadOptimizer(
-        [parameter], lr=1e-4, weight_decay=0.1, exp_avg_dtype=exp_avg, update_on=update_on
-    )
+    optimizer = bmt.optim.AdamOffloadOptimizer([parameter], lr=1e-4, weight_decay=0.1, exp_avg_dtype=exp_avg)
     return best(optimizer.step, 5)
 
 
@@ -98,7 +95,7 @@ def bench_offload() -> list[Line]:
     """GB/s count both ways. "Times": of ours with bfloat16 weights, then with a bfloat16 exp_avg as well."""
     duplex, lines, streamed = duplex_speed(), [], {}
     for size, kind in KINDS.items():
-        streamed[size] = time_offload("device", *kind)
+        streamed[size] = time_offload(*kind)
         gc.collect()
         share = size * ELEMENTS / streamed[size] / 1e6 / duplex
         name = f"offload, {size} bytes an element ({share:.2f} of duplex PCIe)"
@@ -106,7 +103,6 @@ def bench_offload() -> list[Line]:
         lines.append(Line("  PCIe, both ways at once", size * ELEMENTS / duplex / 1e6, 2 * size * ELEMENTS))
     threads = torch.get_num_threads()
     others = {
-        "offload, updated on the host": time_offload("host", torch.bfloat16, torch.float32),
         f"torch's AdamW on {threads} threads and its copies": time_torch_with_copies(),
         f"torch's AdamW on {threads} threads, nothing copied": time_torch_on_cpu(),
     }
@@ -183,11 +179,8 @@ def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) ->
 def exposed(sizes: tuple[int, int, int], shape: tuple[int, int], device: str, steps: int = 10) -> list[Line]:
     """A step without the update and with it in several ways; the rest is what each exposes."""
     adam, offload = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
-    overlapping = functools.partial(adam, overlap_forward=True)
     ways = {
         "with the resident update": (adam, clipped),
-        "with the resident update beside the next forward": (overlapping, clipped),
-        "with the resident update during the backward, not clipped": (overlapping, in_backward),
         "with the offloaded update": (offload, clipped),
         "with the offloaded update during the backward, not clipped": (offload, in_backward),
     }

@@ -20,7 +20,7 @@ from hf_bmtrain.comm.peer_memory import HostMemory
 from hf_bmtrain.comm.peer_reduce import MAILBOXES, PeerReduction
 from hf_bmtrain.comm.storage import shares_storage
 from hf_bmtrain.ops.peer_sum import peer_mean
-from hf_bmtrain.optim import norm
+from hf_bmtrain.optim import manager
 from inner import peer_gather, peer_reduction
 from twins import Tower, check_gradients, check_twins, ids
 
@@ -185,8 +185,8 @@ def squares_come_with_the_mean():
     parameters = list(model.parameters())
 
     def check() -> int:
-        with mock.patch.object(norm, "accumulate_squared_norm", wraps=norm.accumulate_squared_norm) as read:
-            found = norm.global_norm(parameters, 2, world.reduce, world.device)
+        with mock.patch.object(manager, "accumulate_squared_norm", wraps=manager.accumulate_squared_norm) as read:
+            found = manager.global_norm(parameters, 2, world.reduce, world.device)
         wholes = [parameter.gather_gradient().double() for parameter in parameters]
         expected = torch.stack([whole.square().sum() for whole in wholes]).sum().sqrt()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

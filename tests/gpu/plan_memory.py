@@ -97,7 +97,7 @@ def take(gib: float):
 
 def count_kept(model) -> int:
     """Count the blocks that keep their activations, by the plan or because use_checkpoint is False."""
-    policies = [state_of(block).recomputation for block in model.transformer.h]
+    policies = [state_of(block).policy for block in model.transformer.h]
     return sum(getattr(policy, "kept", policy.use_checkpoint is False) for policy in policies)
 
 

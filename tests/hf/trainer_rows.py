@@ -189,7 +189,6 @@ OPTIMIZERS = {
     "Rprop": instance(torch.optim.Rprop, lr=1e-3),
     "AdamOptimizer": of_ours(bmt.optim.AdamOptimizer),
     "AdamOffloadOptimizer": of_ours(bmt.optim.AdamOffloadOptimizer),
-    "AdamOffloadOptimizer, update_on=host": of_ours(bmt.optim.AdamOffloadOptimizer, update_on="host"),
     "AdamOffloadOptimizer, accumulated, clipped, scheduled": of_ours(
         bmt.optim.AdamOffloadOptimizer,
         {**HALVES, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, **SCHEDULES["linear"].given},

@@ -1,10 +1,15 @@
-"""Which optimizers may update slices, found out by trying them."""
+"""Which optimizers may update slices, found out by trying them; and those from before the wrapping, which may not."""
+
+import subprocess
+import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch import optim
 
 import hf_bmtrain as bmt
+from hf_bmtrain.optim import checks
 from twins import Tower, ids
 
 ELEMENT_WISE = [
@@ -56,7 +61,7 @@ def accepted(cls, options):
     optimizer = cls(model.parameters(), **options)
     state = set(optimizer.__dict__)
     step(model, optimizer)
-    assert set(optimizer.__dict__) - state <= {"whole_state", "claim"}
+    assert set(optimizer.__dict__) - state <= {"whole_state", "checked"}
     assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}  # nothing of the trial is left
     assert all(group["lr"] == options.get("lr", group["lr"]) for group in optimizer.param_groups)
 
@@ -115,6 +120,62 @@ def scheduled_optimizer():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
+def sgd(parameters):
+    return optim.SGD(list(parameters), lr=0.1)
+
+
+def wrapped_after_steps():
+    """An optimizer that has stepped, even alongside another wrapped model, does not train what is wrapped since."""
+    model, other = Tower(), bmt.auto_wrap(Tower())
+    alone, mixed = sgd(model.parameters()), sgd([*model.head.parameters(), *other.parameters()])
+    for _ in range(2):
+        for each in (model, other):
+            each(ids(0, bmt.rank())).backward()
+        alone.step()
+        mixed.step()
+    bmt.auto_wrap(model)
+    for optimizer, number in ((alone, "12 of 12"), (mixed, "2 of 14")):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"SGD holds {number} parameters from before"):
+                optimizer.step()
+
+
+def checked_once():
+    """What is per parameter is done in the first step, and again where groups have changed."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = sgd(model.parameters())
+    step(model, optimizer)
+    with mock.patch.object(checks, "check", wraps=checks.check) as check:
+        for _ in range(3):
+            step(model, optimizer)
+        assert not check.called
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        step(model, optimizer)
+        assert check.call_count == 1
+        optimizer.param_groups[0]["params"] = list(model.layers.parameters())
+        step(model, optimizer)
+        step(model, optimizer)
+        assert check.call_count == 2
+
+
+HOOKS = """
+import torch, hf_bmtrain as bmt
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+bmt.init_distributed()
+assert not hooks
+for _ in range(2):
+    bmt.auto_wrap(torch.nn.Linear(2, 2), blocks=[])
+    assert len(hooks) == 1
+"""
+
+
+def test_torch_is_left_alone_until_something_is_sharded():
+    """The hook before every optimizer's step comes with the first buffer, once."""
+    done = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("cls", "options"), ELEMENT_WISE)
 @pytest.mark.parametrize("size", [1, 2])
 def test_element_wise_ones_are_accepted(world, size, cls, options):
@@ -163,9 +224,12 @@ def test_shape_aware_ones_are_refused(world, size, make, match):
 
 @pytest.mark.parametrize(
     "case",
-    [lamb_in_one_of_two_groups, unknown_is_let_through_with_a_warning, scheduled_optimizer],
+    [
+        lamb_in_one_of_two_groups, unknown_is_let_through_with_a_warning, scheduled_optimizer, wrapped_after_steps,
+        checked_once,
+    ],
     ids=lambda case: case.__name__,
-)
+)  # fmt: skip
 def test_trial(world, case):
     world(1)(case)
     world(2)(case)

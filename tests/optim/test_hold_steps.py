@@ -57,7 +57,6 @@ WAYS = {
     "short exp_avg": (by_torch, resident(exp_avg_dtype=torch.bfloat16)),
     "offload on cpu": (by_torch, offloaded()),
     "streamed": (lambda: as_on_a_gpu(3), offloaded()),
-    "on the host": (lambda: as_on_a_gpu(4, kernels=False), offloaded(update_on="host")),
 }
 
 

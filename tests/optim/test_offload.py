@@ -3,6 +3,9 @@
 AdamOptimizer keeps float32 masters here, or both forms of them are compared.
 """
 
+import gc
+import pickle
+import weakref
 from unittest import mock
 
 import pytest
@@ -11,8 +14,10 @@ import torch
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
 from hf_bmtrain.ops import pinned
-from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, steps_in_a_row, the_same, written_gradients_wait
+from hf_bmtrain.sharding.pending_update import PendingUpdate
+from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, the_same
 from twenty_steps import OPTIONS, groups, train
+from twins import ids
 
 KINDS = (FloatMasters, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)
 
@@ -161,13 +166,6 @@ def streamed(dtype, seed, exp_avg_dtype=torch.float32):
     assert clock.lag > 6, "the streams were never far behind"
 
 
-def on_host(dtype, seed):
-    with as_on_a_gpu(seed, kernels=False) as clock:
-        make = lambda *args, **kw: bmt.optim.AdamOffloadOptimizer(*args, **kw, update_on="host")  # noqa: E731
-        train(dtype, make)
-    assert clock.lag > 0
-
-
 def streamed_twenty_steps(dtype, seed):
     with as_on_a_gpu(seed):
         train(dtype, bmt.optim.AdamOffloadOptimizer)
@@ -236,22 +234,92 @@ def the_first_buffers_come_first(seed):
     assert order[0] is trainee.model.embedding._parameters["weight"].buffer
 
 
-def direct_reads(seed):
-    """`wait`, `.data` and `gather` show the step's weights at once."""
+def written_gradients_wait(seed):
+    """zero_grad(set_to_none=False) writes what an update may still read."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
-        for number in range(6):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (FloatMasters, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(3):
             for trainee in trainees:
                 trainee.step(number)
-            if number % 3 == 0:
+                trainee.optimizer.zero_grad(set_to_none=False)
+        assert_equal(*trainees, "zeroed")
+
+
+def steps_in_a_row(seed):
+    """Each with another lr, and no forward between them."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (FloatMasters, bmt.optim.AdamOffloadOptimizer)]
+        for trainee in trainees:
+            trainee.step(0)
+            trainee.model(ids(1, bmt.rank())).backward()
+            for number in range(5):
+                trainee.optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+                trainee.optimizer.step()
+        assert_equal(*trainees, "in a row")
+
+
+def direct_reads(seed):
+    """`wait`, `.data`, `gather` and both state dicts show the step's weights and state at once."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(10):
+            for trainee in trainees:
+                trainee.step(number)
+            if number % 5 == 0:
                 trainees[1].optimizer.wait()
+            if number % 5 == 4:
+                a, b = (trainee.manager.state_dict()["optimizers"][0]["state"] for trainee in trainees)
+                assert all(torch.equal(a[key][name], b[key][name]) for key in a for name in a[key])
+            if number % 5 == 3:
+                assert_equal(*trainees, number)
             for a, b in zip(*(trainee.model.parameters() for trainee in trainees)):
-                if number % 3 == 1:
-                    assert torch.equal(a.data, b.data)
-                elif number % 3 == 2:
-                    assert torch.equal(a.gather(), b.gather())
-                else:
+                if number % 5 == 0:
                     assert torch.equal(a, b)
+                elif number % 5 == 1:
+                    assert torch.equal(a.data, b.data)
+                elif number % 5 == 2:
+                    assert torch.equal(a.gather(), b.gather())
+
+
+def looked_at_and_pickled(seed):
+    """`inspect_model` and a pickle of a parameter show the step's weights at once."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.float32) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(4):
+            for trainee in trainees:
+                trainee.step(number)
+            if number % 2:
+                a, b = (bmt.inspect.inspect_model(trainee.model, "*") for trainee in trainees)
+                assert a == b
+            else:
+                a, b = (pickle.dumps([*trainee.model.parameters()]) for trainee in trainees)
+                assert all(torch.equal(x, y) for x, y in zip(pickle.loads(a), pickle.loads(b)))
+
+
+def each_buffer_waits_for_its_own(seed):
+    """A gather is behind the update of its buffer and not behind the last one; updates come in the buffers' order."""
+    with as_on_a_gpu(seed) as clock:
+        trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
+        trainee.step(0)
+        trainee.model(ids(1, bmt.rank())).backward()
+        clock.pass_some_time = lambda: None  # from here nothing is done before somebody waits
+        trainee.optimizer.step()
+        first = trainee.model.embedding._parameters["weight"].buffer
+        last = trainee.model.layers[2].linear._parameters["weight"].buffer
+        tickets = first.update._ticket, last.update._ticket
+        assert not any(ticket.reached for ticket in tickets)
+        first.gather()
+        assert tickets[0].reached
+        assert not tickets[1].reached
+        last.gather()
+        assert tickets[1].reached
+
+
+def a_resident_update_leaves_nothing_pending(seed):
+    with as_on_a_gpu(seed):
+        trainee = Trainee(bmt.optim.AdamOptimizer, torch.bfloat16)
+        trainee.step(0)
+        assert not any(p.buffer.update.pending for p in trainee.model.parameters())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -272,9 +340,10 @@ def test_streamed_with_a_short_exp_avg_is_the_same(world):
 
 
 CASES = [
-    *((case, dtype) for case in (on_host, streamed_twenty_steps, moved) for dtype in DTYPES),
+    *((case, dtype) for case in (streamed_twenty_steps, moved) for dtype in DTYPES),
     (steps_in_a_row,), (ordinary,), (without_a_gradient,), (the_first_buffers_come_first,),
-    (written_gradients_wait,), (direct_reads,), (hand_written,), (written_while_frozen,),
+    (written_gradients_wait,), (direct_reads,), (looked_at_and_pickled,), (each_buffer_waits_for_its_own,),
+    (a_resident_update_leaves_nothing_pending,), (hand_written,), (written_while_frozen,),
     (another_master_is_loaded,), (all_dtypes_at_once,),
 ]  # fmt: skip
 
@@ -290,12 +359,23 @@ def test_a_file_fits_all_kinds_and_any_number_of_ranks(world, tmp_path):
     world(1)(loaded_by_others, str(tmp_path))
 
 
-def test_settings_are_checked():
-    parameter = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match="update_on must be 'device' or 'host', not 'gpu'"):
-        bmt.optim.AdamOffloadOptimizer([parameter], update_on="gpu")
-    with pytest.raises(ValueError, match="whose exp_avg is float32"):
-        bmt.optim.AdamOffloadOptimizer([parameter], exp_avg_dtype=torch.bfloat16, update_on="host")
+def test_gradients_are_kept_until_the_current_stream_has_waited():
+    class Late:
+        waited = False
+
+        def wait(self):
+            self.waited = True
+
+    update, ticket, gradient = PendingUpdate(None), Late(), torch.zeros(3)
+    alive = weakref.ref(gradient)
+    update.begin(ticket, [gradient])
+    del gradient
+    gc.collect()
+    assert alive() is not None
+    update.settle()
+    assert ticket.waited
+    gc.collect()
+    assert alive() is None
 
 
 def test_too_little_memory_is_said_with_the_numbers():

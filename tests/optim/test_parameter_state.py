@@ -1,6 +1,5 @@
 """Residuals are float32 masters in every way that a state is kept, written beside, saved and loaded."""
 
-import functools
 import itertools
 from unittest import mock
 
@@ -13,7 +12,7 @@ from float_masters import FloatMasters
 from hf_bmtrain.hf.optimizer_files import OptimizerFiles
 from hf_bmtrain.ops import adam_step
 from hf_bmtrain.ops.residual import split
-from hf_bmtrain.optim.parameter_state import adopt, shown
+from hf_bmtrain.optim.runs import adopt, shown
 from offloaded import Trainee, assert_equal, the_same
 from twenty_steps import OPTIONS
 
@@ -173,7 +172,6 @@ def trained_alike(**options):
     """On slices: clipping, accumulation, overflow, freezing, a load of the model."""
     with by_kernels():
         the_same(torch.bfloat16, bmt.optim.AdamOptimizer, **options)
-        the_same(torch.bfloat16, functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True), **options)
 
 
 def trained_alike_with_a_short_exp_avg():

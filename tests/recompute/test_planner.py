@@ -80,7 +80,7 @@ def plain_loss(model, step, rank):
 
 
 def policies(model):
-    return [state_of(module).recomputation for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
+    return [state_of(module).policy for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
 
 
 def kept(model):

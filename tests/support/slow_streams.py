@@ -42,9 +42,6 @@ class LazyStream:
     def mark(self) -> Ticket:
         return Ticket(self._clock, self, self.queued)
 
-    def uses(self, tensor) -> None:
-        pass
-
     def _add(self, ready: Callable[[], bool], function: Callable[[], object]) -> None:
         self.queue.append((ready, function))
         self.queued += 1

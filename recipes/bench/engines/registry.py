@@ -23,7 +23,7 @@ ENGINES: dict[str, Callable[[Cell, object, torch.device], Engine]] = {
     "bmtrain": bmtrain,
 }
 OPTIONS = {
-    "ours": ("recompute none", "recompute full", "recompute auto", "compile", "offload", "tuned", "linear-loss"),
+    "ours": ("recompute none", "recompute full", "recompute auto", "compile", "offload", "linear-loss"),
     "fsdp2": ("recompute none", "recompute full", "compile", "offload", "tuned"),
     "ddp": ("recompute none", "recompute full", "compile", "tuned"),
     "deepspeed": ("recompute none", "recompute full", "offload", "tuned"),

@@ -15,10 +15,10 @@ from .blocks.block_list import TransformerBlockList
 from .blocks.module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
 from .config import config
 from .distributed import gather_result, sum_loss
-from .runtime.parallelism import PipelineTransformerBlockList
+from .nn import PipelineTransformerBlockList
 from .runtime.world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
-from .sharding.buffer import DistributedParameter
 from .sharding.gathered import gathered
+from .sharding.parameter import DistributedParameter
 from .sharding.store import load, save
 from .utils import print_block, print_dict, see_memory
 from .wrap.auto_wrap import BMTrainModelWrapper, auto_wrap

@@ -80,7 +80,7 @@ def _stack(x: torch.Tensor) -> torch.Tensor:
     local = x.detach().to(world.device).contiguous()
     whole = local.new_empty((world.size, *local.shape))
     if local.numel():
-        world.step.gather.all_gather(_bytes(whole), _bytes(local)).wait()
+        world.gather.all_gather(_bytes(whole), _bytes(local)).wait()
     return whole.to(x.device)
 
 
@@ -88,7 +88,7 @@ def _total(x: torch.Tensor) -> torch.Tensor:
     world = current_world()
     total = x.detach().to(world.device, copy=True).contiguous()
     if total.numel():
-        world.step.reduce.all_reduce(total.view(-1)).wait()
+        world.reduce.all_reduce(total.view(-1)).wait()
     return total.to(x.device)
 
 
@@ -129,7 +129,7 @@ class _Broadcast(torch.autograd.Function):
         world = current_world()
         values = x.detach().to(world.device, copy=True).contiguous()
         if values.numel():
-            world.step.gather.broadcast(_bytes(values), root).wait()
+            world.gather.broadcast(_bytes(values), root).wait()
         return values.to(x.device)
 
     @staticmethod
@@ -145,7 +145,7 @@ def sum_loss(loss: torch.Tensor) -> torch.Tensor:
     """
     world = current_world()
     mean = loss.detach().to(torch.float32, copy=True).reshape(1)
-    world.step.reduce.all_reduce(mean).wait()
+    world.reduce.all_reduce(mean).wait()
     return mean.div_(world.size).reshape(())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .runtime.world import current_world
-from .sharding.buffer import DistributedParameter
+from .sharding.parameter import DistributedParameter
 
 _COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
 
@@ -201,7 +201,7 @@ def inspect_tensor() -> Iterator[InspectTensor]:
     Under it `record_tensor` notes what it is given, once a call of the forward also where a block recomputes. It keeps
     the tensors: use it for one step now and then.
     """
-    step = current_world().step
+    step = current_world().schedule
     if step.inspector is not None:
         raise RuntimeError("inspect_tensor is already active: one `with inspect_tensor()` at a time.")
     step.inspector = inspector = InspectTensor()
@@ -218,7 +218,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     """
     if isinstance(x, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         raise ValueError(f"record_tensor takes an activation, not a {type(x).__name__}: see inspect_model for weights.")
-    step = current_world().step
+    step = current_world().schedule
     if step.inspector is not None and not step.in_backward:  # in backward it is a recomputation of what is noted
         step.inspector.add(x, name, group, requires_grad)
 

@@ -13,7 +13,8 @@ from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_do
 from .ops.cross_entropy import rescale_
 from .ops.wide_product import add_product
 from .runtime.world import current_world
-from .sharding.buffer import DistributedParameter
+from .sharding.on_demand import OnDemandGather
+from .sharding.parameter import DistributedParameter
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of hidden, weight and bias
@@ -186,8 +187,7 @@ def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: to
         gradient = torch.mul(gradient, ratio, out=narrow)  # rounded once
     if not isinstance(parameter, DistributedParameter):
         return gradient
-    current_world().step.enlist(parameter.buffer.reads)
-    parameter.buffer.gradient.collect(parameter.index, gradient)
+    OnDemandGather.of(parameter.buffer, current_world().schedule).collect(parameter.index, gradient)
     return None
 
 
@@ -205,8 +205,8 @@ def _begin_pass(*parameters: torch.Tensor | None) -> None:
     """What a backward that raised has left behind is not added to this one's gradients; spent ones are freed."""
     for parameter in parameters:
         if isinstance(parameter, DistributedParameter):
-            current_world().step.forget_failed_backward()
-            parameter.buffer.gradient.let_go()
+            current_world().schedule.discard_failed_backward()
+            parameter.buffer.gradient.free_if_unused()
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 import torch.nn.functional as F
 
 from .blocks.module import DistributedModule, ParameterInitializer
-from .runtime.parallelism import ColumnParallelLinear, RowParallelLinear, VPEmbedding, parallel_cross_entropy_func
-from .sharding.buffer import DistributedParameter
+from .runtime.world import refuse_parallelism
+from .sharding.parameter import DistributedParameter
 
-__all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear", "VPEmbedding", "parallel_cross_entropy_func"]
+__all__ = [
+    "ColumnParallelLinear",
+    "Linear",
+    "PipelineTransformerBlockList",
+    "RowParallelLinear",
+    "VPEmbedding",
+    "parallel_cross_entropy_func",
+]
 
 
 class Linear(DistributedModule):
@@ -38,3 +47,31 @@ class Linear(DistributedModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class _Refused:
+    """A class of BMTrain's that cannot be instantiated here: raises NotImplementedError."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_parallelism(type(self).__name__)
+
+
+class ColumnParallelLinear(_Refused):
+    """BMTrain's linear layer whose outputs are split over ranks: raises NotImplementedError."""
+
+
+class RowParallelLinear(_Refused):
+    """BMTrain's linear layer whose inputs are split over ranks: raises NotImplementedError."""
+
+
+class VPEmbedding(_Refused):
+    """BMTrain's embedding whose vocabulary is split over ranks: raises NotImplementedError."""
+
+
+class PipelineTransformerBlockList(_Refused):
+    """BMTrain's list whose blocks are assigned to pipeline stages: raises NotImplementedError."""
+
+
+def parallel_cross_entropy_func(*args: Any, **kwargs: Any) -> NoReturn:
+    """BMTrain's loss over a split vocabulary: raises NotImplementedError."""
+    refuse_parallelism("parallel_cross_entropy_func")

@@ -29,11 +29,11 @@ def peers() -> Iterator[Callable[[int], Ranks]]:
 
 SAMPLED = {
     "test_parity": 4, "test_block": 4, "test_peer": 4, "test_linear_loss": 4, "test_loss": 2, "test_causal_loss": 4,
-    "test_kernel_bodies": 4, "test_adam": 3, "test_manager": 3, "test_offload": 3, "test_first_step": 3,
+    "test_kernel_bodies": 4, "test_adam": 3, "test_manager": 3, "test_offload": 3, "test_checks": 3,
     "test_torch_optimizers": 3, "test_manager_state": 3, "test_accelerate": 3, "test_guards": 3,
-    "test_checkpoints": 3, "test_misuse": 3, "test_published_examples": 4, "test_compiled": 4, "test_generation": 4,
+    "test_checkpoints": 3, "test_misuse": 3, "test_published_examples": 4, "test_compile": 4, "test_generation": 4,
     "test_distributed": 2, "test_state_dict": 2, "test_bmtrain_defects": 2, "test_train_gpt2": 3,
-    "test_trainer_matrix": 3, "test_transformers_cases": 4, "test_twenty_steps": 3, "test_wrap": 2, "test_zoo": 2,
+    "test_trainer_matrix": 3, "test_transformers_cases": 4, "test_twenty_steps": 3, "test_auto_wrap": 2, "test_zoo": 2,
     "test_programs": 2, "test_hold_steps": 3, "test_delta": 2, "test_peft": 3, "test_foreign_checkpoint": 8,
     "test_timm": 3, "test_planner": 4,
 }  # fmt: skip

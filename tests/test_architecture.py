@@ -20,7 +20,7 @@ ORDER = "ops comm runtime sharding recompute blocks wrap optim (root) hf __init_
 root of the package."""
 
 DEVICE = re.compile(r"(cuda|cupy|cupyx|nccl|nvidia|pynvml)(:.*)?")
-DEVICE_HOMES = ("ops.*", "comm.*", "runtime.launcher", "runtime.world", "blocks.autocast")
+DEVICE_HOMES = ("ops.*", "comm.*", "runtime.launcher", "runtime.world", "blocks.autograd")
 """Modules that may import a device's libraries or name the device, as an attribute (torch.cuda) or a string."""
 HUGGING_FACE = {"transformers", "accelerate", "peft", "trl", "datasets"}
 HUGGING_FACE_HOMES = ("hf.*",)

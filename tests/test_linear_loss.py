@@ -179,14 +179,14 @@ def look() -> list[bool]:
     with buffers(own=True):
         model = bmt.auto_wrap(Language())
     buffer = model.head.weight.buffer
-    seen = [buffer._full.allocated]
-    model.layers[1].linear.register_full_backward_hook(lambda *_: seen.append(buffer._full.allocated))
+    seen = [buffer.is_whole]
+    model.layers[1].linear.register_full_backward_hook(lambda *_: seen.append(buffer.is_whole))
     loss = outside(model, 0, 0)
-    seen.append(buffer._full.allocated)
+    seen.append(buffer.is_whole)
     loss.backward()
     with torch.no_grad():
         outside(model, 0, 0)
-    return [*seen, buffer._full.allocated]
+    return [*seen, buffer.is_whole]
 
 
 def test_the_head_is_whole_for_the_loss_alone(world):

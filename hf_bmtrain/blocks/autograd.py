@@ -1,18 +1,22 @@
-"""Two identity functions for autograd that tell an owner when backward reaches and when it has left its layers.
+"""What surrounds the forward of sharded layers: two boundaries for autograd, and autocast without its cache.
 
-`enter_backward` stands on the outputs: its backward runs once all their gradients are there, so before any node
-of the layers. `leave_backward` stands on the inputs: its backward runs once all their gradients are there, so
-after the nodes that made them.
+The boundaries are identity functions that tell an owner when backward reaches its layers and when it has left them.
+`enter_backward` is applied to the outputs: its backward runs once all their gradients exist, before any node of the
+layers. `leave_backward` is applied to the inputs: its backward runs once all their gradients exist, after the nodes
+that made them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..ops.torch_internals import functorch_transforms_active, pytree
+
+_UNCHANGED = nullcontext()
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 """Types of values that hold no tensors."""
 
@@ -62,7 +66,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
     Under a transform of functorch it is left to torch, which refuses; torch.compile knows the usual call alone.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -146,3 +150,15 @@ def _refuse_opaque(leaf: Any) -> None:
             "found. Return tensors, tuples, dicts or a transformers ModelOutput, or register the class with "
             "torch.export.register_dataclass."
         )
+
+
+def uncached_autocast() -> AbstractContextManager:
+    """Return the caller's autocast without its cache of casts.
+
+    The cache is keyed by the whole parameter, which is the same object every step: a refilled block would compute
+    with the casts of old weights, and the casts of all blocks would stay alive.
+    """
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
+    return _UNCHANGED

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from ..runtime.schedule import Step
+from ..runtime.schedule import Schedule
 from ..runtime.world import current_world
-from ..sharding.buffer import DistributedParameter
-from ..sharding.on_demand import watch
-from ..sharding.slots import Slot, StateDict, copy_wholes, hidden, slice_entries
-from .autocast import uncached_autocast
-from .autograd import enter_backward
-from .guard import SelfReducing
+from ..sharding.on_demand import OnDemandGather, watch
+from ..sharding.parameter import DistributedParameter
+from ..sharding.slots import Slot, find_slots
+from ..sharding.state_dict import slice_entries
+from .autograd import enter_backward, uncached_autocast
+from .base import ShardedModule, extend_class
 
 
-class DistributedModule(SelfReducing, torch.nn.Module):
+class DistributedModule(ShardedModule):
     """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
 
     Inside means: within a call of this or of an enclosing DistributedModule, after auto_wrap also of a method
@@ -30,17 +30,18 @@ class DistributedModule(SelfReducing, torch.nn.Module):
     `parameter.gather()` is the explicit collective.
     """
 
-    _step: Step
+    _schedule: Schedule
     _is_fsdp_managed_module = True
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__["_step"] = current_world().step
+        self.__dict__["_schedule"] = current_world().schedule
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if type(value) is DistributedParameter:
-            return value.buffer.reads.read(value.index, self)
+            gather = value.buffer.on_demand or OnDemandGather.of(value.buffer, self._schedule)
+            return gather.read(value.index, self)
         return value
 
     def __call__(self, *args, **kwargs) -> Any:
@@ -48,82 +49,59 @@ class DistributedModule(SelfReducing, torch.nn.Module):
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """`function`, the call of this module or a part of it, with parameters that are whole when read."""
-        step = self._step
-        if step.in_forward:
+        schedule = self._schedule
+        if schedule.in_forward:
             with self._watch_own():
                 return function(*args, **kwargs)
-        if step.in_backward:  # somebody's own checkpoint recomputes a part of the model
-            with uncached_autocast(), step.inside(), self._watch_own():
+        if schedule.in_backward:  # a checkpoint around a part of the model recomputes it
+            with uncached_autocast(), schedule.inside(), self._watch_own():
                 return function(*args, **kwargs)
-        with uncached_autocast(), step.forward() as passage:
+        with uncached_autocast(), schedule.forward() as forward_pass:
             try:
                 with self._watch_own():
                     outputs = function(*args, **kwargs)
-                passage.check_unwritten()
+                forward_pass.check_unwritten()
             except BaseException:
-                passage.release()
+                forward_pass.release()
                 raise
         if torch.is_grad_enabled():
-            outputs, differentiable = enter_backward(passage, passage.end(), outputs)
+            outputs, differentiable = enter_backward(forward_pass, forward_pass.end(), outputs)
             if differentiable:
                 return outputs
-        passage.release()
+        forward_pass.release()
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
         """A module without children does all its reads itself: what it saves for backward can be seen."""
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
-        buffers = dict.fromkeys(slot.buffer for slot in self._own_slots())
-        own = [buffer.reads for buffer in buffers if buffer.sharded]
+        buffers = dict.fromkeys(p.buffer for p in self._parameters.values() if type(p) is DistributedParameter)
+        own = [OnDemandGather.of(buffer, self._schedule) for buffer in buffers if buffer.sharded]
         return watch(own) if own else nullcontext()
 
     # -- weights in and out -------------------------------------------------------------------------------------
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self._step.forget_failed_backward()  # which may have left a block open: whose gradients would `zero_grad` find?
+        self._schedule.discard_failed_backward()  # it may have left a block open, whose wholes `zero_grad` would find
         return super().named_parameters(*args, **kwargs)
 
-    def _own_slots(self) -> list[Slot]:
-        return [
-            Slot(self, name, parameter.buffer, parameter.index)
-            for name, parameter in self._parameters.items()
-            if type(parameter) is DistributedParameter
-        ]
-
-    def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """The whole tensors, on CPU, under the module's own keys; tied ones stay one. Collective."""
-        collect = functools.partial(super().state_dict, prefix=prefix, keep_vars=True)
-        if destination is not None:
-            copy_wholes(destination, self._own_slots(), lambda: collect(destination=destination))
-            return destination
-        current_world().assemble("state_dict")
-        result = StateDict()
-        copy_wholes(result, self._own_slots(), lambda: collect(destination=result))
-        return result.plain()
+    def _slots(self) -> list[Slot]:
+        return find_slots([self])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        slice_entries(self._own_slots(), state_dict, prefix, local_metadata, errors)
+        slice_entries(self._slots(), state_dict, prefix, local_metadata, errors)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
-    def _apply(self, fn, recurse: bool = True):
-        with hidden(self._own_slots(), fn):
-            return super()._apply(fn, recurse)
 
-    def __deepcopy__(self, memo):
-        raise RuntimeError("A sharded model cannot be deep-copied: copy the model before it is wrapped.")
-
-
-def distribute(module: torch.nn.Module, step: Step) -> None:
+def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
     """Extend the class of `module` in place, so that its sharded parameters read as DistributedModule's do."""
     if not isinstance(module, DistributedModule):
         module.__class__ = _distributed_class(type(module))
-        module.__dict__["_step"] = step
+        module.__dict__["_schedule"] = schedule
 
 
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     forward = cls.forward
 
     # A signature that tools read (Trainer drops the columns that forward does not name) must stay the model's.
@@ -132,7 +110,7 @@ def _distributed_class(cls: Any) -> type[torch.nn.Module]:
         return forward(self, *args, **kwargs)
 
     methods = {"forward": same_forward, **{name: _part(getattr(cls, name)) for name in _parts(cls)}}
-    return type(cls)(cls.__name__, (DistributedModule, cls), {**names, **methods})
+    return extend_class(DistributedModule, cls, methods)
 
 
 def _parts(cls: type) -> list[str]:
@@ -165,12 +143,12 @@ def init_parameters(model: torch.nn.Module) -> None:
     Parameters without one keep their values: a Hugging Face model initialises itself.
     """
     world = current_world()
-    world.step.gather.quiesce()
+    world.schedule.quiesce()
     for parameter in model.parameters():
         if isinstance(parameter, DistributedParameter) and parameter.init_method is not None:
             whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
             parameter.init_method(whole)
-            world.step.gather.broadcast(whole, 0).wait()
+            world.gather.broadcast(whole, 0).wait()
             parameter.copy_(parameter.take(whole))
 
 

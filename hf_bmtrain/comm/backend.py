@@ -1,4 +1,4 @@
-"""Which lanes a world gets: one process, gloo on CPU, NCCL on CUDA, pulling inside one host."""
+"""Chooses how the ranks of a world communicate: one process, gloo on CPU, NCCL on CUDA, copies within one host."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch.distributed as dist
 # would keep the group's threads until the interpreter ends, destroyed or not.
 import torch.distributed.nn.functional
 
-from .collectives import Communicator, GlooCommunicator, SingleProcess
+from .collectives import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
 from .control import Control
 from .nccl import NcclCommunicator, import_nccl
-from .peer_gather import PeerCommunicator
+from .peer_gather import PeerGather
 from .peer_memory import CudaMemory, HostMemory, PeerMemory
 from .peer_reduce import PeerReduction
 from .reduce import CollectiveReduction, LocalReduction, Reduction
@@ -30,42 +30,49 @@ SMALLEST_PULLED = 16 << 20
 """Bytes of a shard from which pulling beats NCCL between H200s; only `gather="peer"` pulls smaller ones."""
 
 
-class Lanes(NamedTuple):
-    """gather, reduce: communicators. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged
-    over the ranks. control: agreement between the ranks' Python."""
+class Backend(NamedTuple):
+    """What a world's ranks communicate through.
+
+    gather, reduce: communicators, whose operations do not wait for one another. shards: gathers shards. blocks,
+    outside: average the gradients of blocks, and of what is outside them. control: agreement between the ranks' Python.
+    """
 
     gather: Communicator
     reduce: Communicator
+    shards: Gather
     blocks: Reduction
-    apart: Reduction
+    outside: Reduction
     control: Control
 
 
-def open_lanes(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Lanes:
-    """What this world's ranks talk through. Collective."""
+def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Backend:
+    """Join the process group and open what this world communicates through. Collective."""
     if gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
-        return Lanes(SingleProcess(), SingleProcess(), LocalReduction(), LocalReduction(), Control(1, timeout))
+        single, local = SingleProcess(), LocalReduction()
+        return Backend(single, single, CollectiveGather(single), local, local, Control(1, timeout))
     if device.type == "cuda":
-        import_nccl()  # a missing CuPy is told before anything waits for other ranks
+        import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout)
     control = Control(size, timeout)
 
-    def open_lane(name: str) -> Communicator:
+    def open_communicator(name: str) -> Communicator:
         if device.type == "cpu":
             return GlooCommunicator(name, timeout)
-        unique_id = control.share(import_nccl().get_unique_id() if rank == 0 else None)
+        unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
         return NcclCommunicator(name, rank, size, unique_id, device)
 
-    gathering, reducing = open_lane("gather"), open_lane("reduce")
-    apart = CollectiveReduction(reducing, device)
-    found = Lanes(gathering, reducing, apart, apart, control)
-    return found if gather == "collective" else _with_peers(found, apart, device, gather == "peer", open_lane)
+    gathering, reducing = open_communicator("gather"), open_communicator("reduce")
+    reduction = CollectiveReduction(reducing, device)
+    found = Backend(gathering, reducing, CollectiveGather(gathering), reduction, reduction, control)
+    if gather == "collective":
+        return found
+    return _with_peers(found, reduction, device, gather == "peer", lambda: open_communicator("updates"))
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-    """torch's own process group, unless it is up."""
+    """Initialize torch's default process group, unless it is initialized."""
     if dist.is_initialized():
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -79,36 +86,34 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
 
 
 def _with_peers(
-    lanes: Lanes,
-    apart: CollectiveReduction,
+    found: Backend,
+    reduction: CollectiveReduction,
     device: torch.device,
     forced: bool,
-    open_lane: Callable[[str], Communicator],
-) -> Lanes:
-    """With shards pulled and gradients pushed where all ranks can read each other's memory and it is faster."""
-    rank, size, exchange = lanes.gather.rank, lanes.gather.size, lanes.control.gather
+    open_meetings: Callable[[], Communicator],
+) -> Backend:
+    """Pull shards and push gradients where all ranks can access each other's memory and it is faster."""
+    rank, size, exchange = found.gather.rank, found.gather.size, found.control.gather
 
     def memory() -> PeerMemory:  # each with streams of its own
         return HostMemory() if device.type == "cpu" else CudaMemory(device, size)
 
     reason = _hindrance(device, exchange)
     if reason is None and device.type == "cpu" and not forced:
-        return lanes
+        return found
     if reason is not None:
         if forced:
             raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
         _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
-        return lanes
+        return found
     smallest = 0 if forced else SMALLEST_PULLED
     _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)
-    return lanes._replace(
-        gather=PeerCommunicator(lanes.gather, memory(), exchange, smallest, device, lambda: open_lane("updates")),
-        blocks=PeerReduction(apart, memory(), exchange, smallest, device),
-    )
+    shards = PeerGather(found.gather, found.shards, memory(), exchange, smallest, device, open_meetings)
+    return found._replace(shards=shards, blocks=PeerReduction(reduction, memory(), exchange, smallest, device))
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:
-    """Why the ranks cannot read each other's memory; the same answer on every rank."""
+    """Return why the ranks cannot access each other's memory, or None; the same on every rank. Collective."""
     place = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index)
     places = exchange(place)
     if len({place[:2] for place in places}) > 1:
@@ -127,7 +132,7 @@ def _hindrance(device: torch.device, exchange) -> str | None:
 
 
 def _boot() -> str:
-    """Tells hosts of one name apart."""
+    """Return an identifier that differs between hosts of one name."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -1,8 +1,8 @@
-"""Collectives over flat tensors: the contract, gloo, and one process; `nccl_lane` has the GPUs'.
+"""Collectives over flat tensors: the contract, gloo, and one process. `nccl` has the GPUs'.
 
-A `Communicator` is one lane: its operations run in the order they were issued, beside the computation. Each
-returns a `Ticket`; whoever reads the result or frees an operand waits for it first. Every rank issues the
-operations of all lanes in the same order, from one thread at a time.
+The operations of a `Communicator` run in the order in which they were issued, asynchronously to the computation. Each
+returns a `Ticket`; wait for it before reading the result or freeing an operand. Every rank issues the operations of
+all communicators in the same order, from one thread at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .control import comes, end_group
+from .streams import DONE, Ticket
 
 # torch 2.13 renames the collective and warns of its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,97 +25,114 @@ _ABORT_SECONDS = 1.0
 Ranges = Sequence[tuple[int, int]]
 
 
-class Ticket(Protocol):
-    """The promise of one operation; `wait` may be called once, by the stream that uses the result."""
-
-    def wait(self) -> None: ...
-
-
 class Communicator(Protocol):
-    """One ordered lane of collectives between `size` ranks; tensors are contiguous and on this rank's device."""
+    """An ordered queue of collectives between `size` ranks. Tensors are contiguous and on this rank's device."""
 
     rank: int
     size: int
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
-        """Fill `whole` (size · n,) with every rank's `shard` (n,), in rank order.
-
-        own: the elements of this rank's `shard`, begin and end of each range, that are needed there, if not all are;
-        the rest of its part may or may not be filled.
-        """
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        """Fill `whole` (size * n,) with every rank's `shard` (n,), in rank order."""
         ...
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        """Fill `shard` (n,) with this rank's part of the mean over ranks of `whole` (size · n,)."""
+        """Fill `shard` (n,) with this rank's part of the mean over ranks of `whole` (size * n,)."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        """Replace `tensor` by its sum (or maximum) over ranks."""
+        """Replace `tensor` by its sum over ranks, or by its maximum."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         """Replace `tensor` by that of rank `root`."""
         ...
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, settle: Callable[[], None]
-    ) -> torch.Tensor:
-        """Zeros (numel,) for a shard that this lane will gather. Collective.
+    def close(self, abort: bool) -> None:
+        """Destroy the communicator; with `abort`, wait for other ranks no longer than a second."""
+        ...
 
-        settle: lets the current stream wait for whatever else still writes the shard.
+
+class Gather(Protocol):
+    """Makes the memory of shards, and gathers them into whole buffers.
+
+    communicator: carries the collectives, in one order with the gathers.
+    """
+
+    communicator: Communicator
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of this rank's shards outside torch's allocator, whose statistics do not include them."""
+        ...
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
+    ) -> torch.Tensor:
+        """Return zeros (numel,) for a shard that will be gathered. Collective.
+
+        wait_for_update: makes the current stream wait for any asynchronous update that still writes the shard.
+        """
+        ...
+
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
+        """Fill `whole` (size * n,) with every rank's `shard` (n,), in rank order.
+
+        own: ranges of this rank's `shard` that are read from `whole`; the rest of its part may stay unfilled.
         """
         ...
 
     def quiesce(self) -> None:
-        """The current stream goes on when the shards may be written: no rank is gathering them. Collective."""
-        ...
-
-    def free_dropped(self) -> None:
-        """Give back the memory of shards from `allocate` that nobody holds any more. Collective."""
+        """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
         ...
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """The `shard` is being written until `update`, and will then be gathered. Collective."""
+        """Make gathers of `shard` wait for every rank's `update`, which is writing it. Collective."""
+        ...
+
+    def free_dropped(self) -> None:
+        """Free the memory of shards from `allocate` that are no longer referenced. Collective."""
         ...
 
     def close(self, abort: bool) -> None:
-        """End the lane; `abort` waits for other ranks no longer than a second."""
+        """Close the communicators that only gathers use."""
         ...
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
+class CollectiveGather:
+    """Gathers by all-gather, which ends on no rank before every rank has joined it: shards need no other protection."""
 
+    mapped_bytes = 0
 
-DONE: Ticket = _Done()
-"""The ticket of what is already there."""
-
-
-class Collective:
-    """A gather by a collective: it ends on no rank before all have come, so shards need nothing more."""
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
 
     def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, settle: Callable[[], None]
+        self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
     ) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
+        return self.communicator.all_gather(whole, shard)
 
     def quiesce(self) -> None:
         pass
 
-    def free_dropped(self) -> None:
-        pass  # torch's allocator has them back already
-
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         pass
 
+    def free_dropped(self) -> None:
+        pass  # torch's allocator already has the memory
 
-class SingleProcess(Collective):
-    """The lane of a world of one: everything is already where it belongs."""
+    def close(self, abort: bool) -> None:
+        pass
+
+
+class SingleProcess:
+    """The communicator of a world of one rank: every result is already where it belongs."""
 
     rank, size = 0, 1
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole.copy_(shard)
         return DONE
 
@@ -150,8 +168,8 @@ class _GlooTicket:
             self._finish()
 
 
-class GlooCommunicator(Collective):
-    """A lane on CPU. Operations run asynchronously in gloo's threads, so the control flow is that of a GPU.
+class GlooCommunicator:
+    """A communicator on CPU. Operations run asynchronously in gloo's threads, so the control flow is that of a GPU.
 
     Means are summed in float32 (float64 for float64) in rank order: the same on every rank and every run.
     """
@@ -162,7 +180,7 @@ class GlooCommunicator(Collective):
         self._under_way: set[dist.Work] = set()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         work = _all_gather(_bytes(whole), _bytes(shard), group=self._group, async_op=True)
         return self._ticket("all_gather", shard, work)
 
@@ -200,7 +218,7 @@ class GlooCommunicator(Collective):
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
         self._under_way.add(work)  # as long as nobody has waited for it
-        label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on lane '{self._name}'"
+        label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on communicator '{self._name}'"
         return _GlooTicket(label, work, self._under_way, finish)
 
 

@@ -29,14 +29,14 @@ class Control:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value`."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    def meet(self, seconds: float) -> None:
+    def barrier(self, seconds: float) -> None:
         """Wait for every rank. RuntimeError on all that came where others did not in time; the group is lost then.
 
         Rank 0 hears of all and names those that are missing. (torch's monitored_barrier has a limit on rank 0 alone.)

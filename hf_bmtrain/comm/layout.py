@@ -12,19 +12,19 @@ ALIGNMENT_BYTES = 128
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one tensor that lies in one shard; `length` 0 is the normal case of owning nothing."""
+    """The part of one tensor that is stored in one shard: a range of the tensor's elements, and one of the shard's.
+
+    An empty piece is the normal case of owning nothing.
+    """
 
     tensor_start: int
+    tensor_stop: int
     shard_start: int
-    length: int
+    shard_stop: int
 
     @property
-    def shard_stop(self) -> int:
-        return self.shard_start + self.length
-
-    @property
-    def tensor_stop(self) -> int:
-        return self.tensor_start + self.length
+    def length(self) -> int:
+        return self.tensor_stop - self.tensor_start
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class Layout:
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     def piece(self, index: int, rank: int) -> Piece:
-        """What `rank` holds of tensor `index`."""
+        """Return the piece of tensor `index` that `rank` holds."""
         shard_begin = rank * self.shard_numel
         begin, end = self.offsets[index], self.offsets[index] + self.numels[index]
         start = min(max(begin, shard_begin), end)
         stop = max(min(end, shard_begin + self.shard_numel), start)
         shard_start = min(max(start - shard_begin, 0), self.shard_numel)
-        return Piece(start - begin, shard_start, stop - start)
+        return Piece(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """What `rank` holds of tensors that others hold parts of too: begin and end in its shard."""
+        """Return the ranges of `rank`'s shard that belong to tensors of which other ranks hold parts too."""
         pieces = [(numel, self.piece(index, rank)) for index, numel in enumerate(self.numels)]
         return [(piece.shard_start, piece.shard_stop) for numel, piece in pieces if 0 < piece.length < numel]
 

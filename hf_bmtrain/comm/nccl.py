@@ -1,9 +1,9 @@
 """Collectives between GPUs: NCCL through CuPy.
 
-The contract of a CUDA lane (why no other synchronisation is needed):
+The contract of a CUDA communicator (why no other synchronization is needed):
 * operands are allocated on the compute stream; the stream that is current at the call is that one, or one that is
-  behind it (where gradients are packed, see reduction.py);
-* the lane's stream first waits for everything queued on the current stream so far, hence for the operands'
+  behind it (where gradients are packed, see reduce.py);
+* the communicator's stream first waits for everything queued on the current stream so far, hence for the operands'
   contents and for earlier users of their memory;
 * `Ticket.wait` makes the then current stream wait for this operation only; operands are freed after it, so the
   allocator, which recycles memory in compute-stream order, never hands them out too early.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .collectives import Collective, Ranges, Ticket
+from .streams import Ticket
 
 _NCCL_TYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5,
@@ -47,8 +47,8 @@ class _CudaTicket:
         self._operands = self._operands[:1]  # only the device is still needed
 
 
-class NcclCommunicator(Collective):
-    """A lane on CUDA: one NCCL communicator of CuPy and one stream of torch, both owned here."""
+class NcclCommunicator:
+    """A communicator on CUDA: one NCCL communicator of CuPy and one stream of torch, both owned here."""
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
         nccl = import_nccl()
@@ -58,7 +58,7 @@ class NcclCommunicator(Collective):
         with torch.cuda.device(device):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         call = self._comm.allGather
         return self._issue(call, shard, whole, _moved(shard))
 
@@ -87,7 +87,7 @@ class NcclCommunicator(Collective):
             call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
         except Exception as error:
             raise RuntimeError(
-                f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on lane '{self._name}' "
+                f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on communicator '{self._name}' "
                 f"failed: {error}. NCCL_DEBUG=INFO tells more."
             ) from error
         event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Gathers without collectives inside one host: every rank pulls the others' shards out of their memory."""
+"""Gathers without collectives within one host: every rank pulls the others' shards out of their memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 
-from .collectives import Communicator, Ranges, Ticket
+from .collectives import Communicator, Gather, Ranges
 from .peer_memory import PeerMemory
-from .streams import work_stream
+from .streams import Ticket, work_stream
 
 
 class _Shared:
-    """One shard that all ranks have mapped. sources: by rank, None for this one; alive: None once nobody holds it;
-    published: the version that the others may read; meeting: behind it, everyone's announced update is done; read:
-    whether this rank has gathered it since it last met the others."""
+    """One shard that all ranks have mapped.
+
+    sources: the mapped shards by rank, None for this one. alive: returns None once the shard is no longer referenced.
+    published: the version that the other ranks may read. meeting: a ticket behind which every rank's announced update
+    is done. read: True if this rank has gathered the shard since it last met the others.
+    """
 
     def __init__(
         self,
@@ -24,9 +27,9 @@ class _Shared:
         sources: list[Any],
         handle: Any,
         alive: Callable[[], object],
-        settle: Callable[[], None],
+        wait_for_update: Callable[[], None],
     ) -> None:
-        self.sources, self.handle, self.alive, self.settle = sources, handle, alive, settle
+        self.sources, self.handle, self.alive, self.wait_for_update = sources, handle, alive, wait_for_update
         self.shard, self.nbytes = weakref.ref(shard), shard.nbytes
         self.published = -1
         self.meeting: Ticket | None = None
@@ -38,19 +41,19 @@ class _Shared:
         return shard is not None and shard._version != self.published
 
 
-class PeerCommunicator:
-    """A gather lane that pulls; what is not a gather of a shard of its own goes to the lane below.
+class PeerGather:
+    """Gathers by pulling; shards that are not mapped are gathered by `collective`.
 
     Its contract (why no rank has to meet the others at every gather):
-    * A shard made by `allocate` lies in memory that every rank has mapped. `all_gather` copies all ranks' shards
+    * A shard made by `allocate` lies in memory that every rank has mapped. `gather` copies all ranks' shards
       into `whole` on streams of its own, which first wait for what is queued on the compute stream.
     * Weights change at few points. The first gather after a change *publishes*: an all-reduce of one element, which
       each rank enters behind its own writes and which its later copies wait for. So they read what was written.
     * Updates that an optimizer makes beside the computation are not published so: the first gather would come behind
-      the last of them. `announce` publishes each on its own: an all-reduce on a lane of its own, behind that update
-      alone and no other work, which the gathers of that shard wait for. All ranks announce in the optimizer's step,
-      the same shards in the same order, so they meet in the same order however they gather afterwards; and a meeting
-      waits for updates alone, which wait for no gather, so it comes to pass even where a rank gathers nothing.
+      the last of them. `announce` publishes each on its own: an all-reduce on a communicator of its own, behind that
+      update alone and no other work, which the gathers of that shard wait for. All ranks announce in the optimizer's
+      step, the same shards in the same order, so they meet in the same order however they gather afterwards; and a
+      meeting waits for updates alone, which wait for no gather, so it comes to pass even where a rank gathers nothing.
     * An update inside a backward (`update_in_backward`) writes a shard that is gathered since the last `quiesce`, and
       may: its gradient has been reduced, to which every rank gave its part behind its own last gather of that shard
       in this backward. It is not announced, but published by the next gather, as other writes are.
@@ -63,105 +66,105 @@ class PeerCommunicator:
 
     def __init__(
         self,
-        below: Communicator,
+        communicator: Communicator,
+        collective: Gather,
         memory: PeerMemory,
         exchange: Callable[[Any], list[Any]],
         smallest: int,
         device: torch.device,
         open_meetings: Callable[[], Communicator],
     ) -> None:
-        """exchange: every rank's object on every rank. smallest: bytes of a shard from which it is pulled.
+        """exchange: all-gathers a Python object. smallest: bytes of a shard from which it is pulled.
 
-        open_meetings: makes the lane of announced updates, at the first of them; collective.
+        open_meetings: makes the communicator of announced updates, at the first of them; collective.
         """
-        self._below, self._memory, self._exchange, self._smallest = below, memory, exchange, smallest
-        self.rank, self.size = below.rank, below.size
+        self.communicator, self.collective = communicator, collective
+        self._memory, self._exchange, self._smallest = memory, exchange, smallest
+        self._rank, self._size = communicator.rank, communicator.size
         self._token = torch.zeros(1, dtype=torch.float32, device=device)
         self._shared: dict[int, _Shared] = {}
         self._made = 0
-        self._beside = work_stream(device)
+        self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._beside.follow()  # the token is there
+        self._update_stream.follow()  # the token has been written
         self._open_meetings = open_meetings
         self._meetings: Communicator | None = None
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, settle: Callable[[], None]
+        self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
     ) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         if nbytes < max(self._smallest, 1):
-            return self._below.allocate(numel, dtype, device, settle)
+            return self.collective.allocate(numel, dtype, device, wait_for_update)
         self.free_dropped()
         shard, handle, alive = self._memory.allocate(numel, dtype)
         handles = self._exchange(handle)
-        sources = [None if rank == self.rank else self._memory.map(other, nbytes) for rank, other in enumerate(handles)]
+        sources = [
+            None if rank == self._rank else self._memory.map(other, nbytes) for rank, other in enumerate(handles)
+        ]
         self._exchange(None)  # all have mapped
         self._memory.unlink(handle)
         self._made += 1
         note: Any = shard
-        note.shared = self._shared[self._made] = _Shared(shard, sources, handle, alive, settle)
+        note.shared = self._shared[self._made] = _Shared(shard, sources, handle, alive, wait_for_update)
         return shard
 
     def free_dropped(self) -> None:
-        """Give back the shards that are gone on every rank; collective, as `allocate` is."""
+        """Free the shards that are gone on every rank. Collective, as `allocate` is."""
         dropped = [number for number, shared in self._shared.items() if shared.alive() is None]
         everywhere = set.intersection(*(set(numbers) for numbers in self._exchange(dropped)))
         gone = [self._shared.pop(number) for number in sorted(everywhere)]
         for shared in gone:
             for rank, source in enumerate(shared.sources):
-                if rank != self.rank:
+                if rank != self._rank:
                     self._memory.unmap(source)
         if gone:
-            self._exchange(None)  # nobody has them mapped
+            self._exchange(None)  # no rank has them mapped
         for shared in gone:
             self._memory.free(shared.handle)
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of own shards that lie outside of torch's allocator, whose statistics do not show them."""
         return sum(shared.nbytes for shared in self._shared.values())
 
     # -- gathers ------------------------------------------------------------------------------------------------
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges | None = None) -> Ticket:
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return self._below.all_gather(whole, shard, own)
+            return self.collective.gather(whole, shard, own)
         if shared.meeting is not None:
             shared.meeting.wait()
             shared.meeting = None
         if shared.changed:
             self._publish()
         shared.read = True
-        parts = whole.detach().data.view(torch.uint8).view(self.size, -1)
-        order = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all from one at once
+        parts = whole.detach().data.view(torch.uint8).view(self._size, -1)
+        order = [(self._rank + distance) % self._size for distance in range(1, self._size)]  # not all from one at once
         pairs = [[(parts[rank], shared.sources[rank])] for rank in order]
-        here = parts[self.rank].view(shard.dtype)
+        here = parts[self._rank].view(shard.dtype)
         pairs.append(
-            [
-                (here[begin:end].view(torch.uint8), shard.detach()[begin:end].view(torch.uint8))
-                for begin, end in ([(0, shard.numel())] if own is None else own)
-            ]
+            [(here[begin:end].view(torch.uint8), shard.detach()[begin:end].view(torch.uint8)) for begin, end in own]
         )
         return self._memory.pull(pairs)
 
     def _publish(self) -> None:
-        """Let everyone read what everyone has written."""
+        """Let every rank read what every rank has written."""
         living = [(shared, shared.shard()) for shared in self._shared.values()]
         changed = [(shared, shard) for shared, shard in living if shard is not None and shared.changed]
         self._check_unread([shared for shared, _ in changed])
         for shared, _ in changed:
-            shared.settle()
-        self._below.all_reduce(self._token).wait()
+            shared.wait_for_update()
+        self.communicator.all_reduce(self._token).wait()
         for shared, shard in changed:
             shared.published = shard._version
 
     def _check_unread(self, changed: list[_Shared]) -> None:
         if any(shared.read and shared.published >= 0 for shared in changed):
             raise RuntimeError(
-                f"rank {self.rank}: weights were written after a forward that no backward has followed; a slower rank "
+                f"rank {self._rank}: weights were written after a forward that no backward has followed; a slower rank "
                 "may have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, "
                 "or use init_distributed(gather='collective')."
             )
@@ -179,28 +182,15 @@ class PeerCommunicator:
             update.wait()
             shared.meeting = meetings.all_reduce(self._update_token)
 
-        self._beside.run(meet)
+        self._update_stream.run(meet)
         shared.published = shard._version
 
     def quiesce(self) -> None:
-        """The current stream goes on when no copy that was started before is under way on any rank. Collective."""
         self._memory.order()
-        self._below.all_reduce(self._token).wait()
+        self.communicator.all_reduce(self._token).wait()
         for shared in self._shared.values():
             shared.read = False
 
-    # -- the lane below -----------------------------------------------------------------------------------------
-
-    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        return self._below.reduce_scatter_mean(shard, whole)
-
-    def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        return self._below.all_reduce(tensor, maximum)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        return self._below.broadcast(tensor, root)
-
     def close(self, abort: bool) -> None:
-        self._below.close(abort)
         if self._meetings is not None:
             self._meetings.close(abort)

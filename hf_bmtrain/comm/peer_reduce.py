@@ -1,4 +1,4 @@
-"""Gradients averaged without a collective over them inside one host: every rank brings each other rank its part."""
+"""Gradients averaged by copies within one host: every rank pushes each other rank its part."""
 
 from __future__ import annotations
 
@@ -10,123 +10,202 @@ import torch
 
 from ..ops.grad_norm import add_squares
 from ..ops.peer_sum import peer_mean, serves
-from .gradient_slots import GradientSlots, Slot
+from ..ops.torch_internals import foreach_zero_
 from .layout import Layout
 from .peer_memory import PeerMemory
-from .reduce import CollectiveReduction, Flight, Reducer
-from .streams import Ticket, work_stream
+from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer
+from .streams import DONE, Ticket, work_stream
+
+MAILBOXES = 2
+"""Mailboxes of a rank: one is filled while the other is read."""
+
+
+class Mailbox:
+    """Memory of this rank to which every other rank brings its part of one gradient.
+
+    memory: (nbytes,) uint8. number: position among the mailboxes, the same on every rank. free: what the next filling
+    waits for; behind it no rank reads its own mailbox of this number.
+    """
+
+    def __init__(self, memory: torch.Tensor, number: int) -> None:
+        self.memory, self.number = memory, number
+        self.free: Ticket = DONE
+
+
+class Mailboxes:
+    """MAILBOXES mailboxes of equal size on every rank, with one row for each other rank, in the order of ranks.
+
+    They are peer memory, outside torch's allocator. They are made for the first gradient, made again for a larger one,
+    and kept until `free`.
+    """
+
+    def __init__(self, memory: PeerMemory, exchange: Callable[[Any], list[Any]], rank: int) -> None:
+        """exchange: all-gathers a Python object."""
+        self._memory, self._exchange, self._rank = memory, exchange, rank
+        self._handle: Any = None
+        self._mapped: list[Any] = []
+        self.boxes: list[Mailbox] = []
+        self._taken = 0
+        self.nbytes = 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes outside torch's allocator, whose statistics do not include them."""
+        return len(self.boxes) * self.nbytes
+
+    def free(self) -> None:
+        """Free the mailboxes, once this rank neither fills nor reads them. Collective."""
+        for mapped in self._mapped:
+            if mapped is not None:
+                self._memory.unmap(mapped)
+        self.boxes, self._mapped = [], []
+        if self._handle is not None:
+            self._exchange(None)  # no rank has them mapped
+            self._memory.free(self._handle)
+        self._handle, self.nbytes = None, 0
+
+    def make(self, nbytes: int) -> None:
+        """Make mailboxes of `nbytes`, where there are none. Collective."""
+        whole, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
+        for rank, handle in enumerate(self._exchange(self._handle)):
+            self._mapped.append(None if rank == self._rank else self._memory.map(handle, MAILBOXES * nbytes))
+        self._exchange(None)  # all have mapped
+        self._memory.unlink(self._handle)
+        self.boxes = [Mailbox(part, number) for number, part in enumerate(whole.split(nbytes))]
+        self._taken, self.nbytes = 0, nbytes
+
+    def take(self) -> Mailbox:
+        """Return the next mailbox in turn."""
+        self._taken += 1
+        return self.boxes[self._taken % MAILBOXES]
+
+    def current(self) -> Mailbox:
+        """Return the mailbox that was taken last."""
+        return self.boxes[self._taken % MAILBOXES]
+
+    def previous(self) -> Mailbox:
+        """Return the mailbox that was taken before the last."""
+        return self.boxes[(self._taken - 1) % MAILBOXES]
+
+    def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
+        """Return bytes start:stop of another rank's mailbox of this number, for `PeerMemory.push`."""
+        begin = box.number * self.nbytes
+        return self._memory.part(self._mapped[rank], begin + start, begin + stop)
 
 
 class PeerReduction:
-    """Reduces the gradients of blocks by copies between the GPUs; small ones, and those of other dtypes, go `apart`.
+    """Reduces the gradients of blocks by copies between the GPUs. Small ones, and those of other dtypes, are reduced by
+    `collective`.
 
     Nothing is packed: a rank pushes, straight out of what autograd made, each other rank's pieces into that rank's
-    slot, where they come to lie as in its shard; its own pieces stay where they are. All ranks send the same gradients
-    in the same order. Gradient k passes through slot k mod S of S >= 2. Two streams of this rank work beside the
-    computation, and the copies on streams of the peer memory:
+    mailbox, where they come to lie as in its shard; its own pieces stay where they are. All ranks send the same
+    gradients in the same order. Gradient k passes through mailbox k mod S of S >= 2. Two streams of this rank work
+    beside the computation, and the copies on streams of the peer memory:
     * `pushing` pushes gradient k, after what the current stream had queued at `send` (the gradients), and after meeting
-      k-S+1 of this rank (the slots);
-    * `adding` waits for those pushes, *meets* the others (an all-reduce of one element on the lane below) and adds its
-      own pieces and the rows that have come into this rank's slot.
+      k-S+1 of this rank (the mailboxes);
+    * `adding` waits for those pushes, *meets* the others (an all-reduce of one element) and adds its own pieces and the
+      rows that have come into this rank's mailbox.
 
     Why that is enough:
     * What is added has come: each rank enters meeting k behind its own pushes of k, and adds behind the meeting.
-    * A slot is not filled while it is read: each rank enters meeting k+1 behind its own sum of gradient k, because one
-      stream makes them in this order. So behind meeting k+1 no rank reads its slot k mod S, and the next pushes into
-      it, of gradient k+S, wait for just that meeting. (With S = 1 they would wait for one that they come before.)
+    * A mailbox is not filled while it is read: each rank enters meeting k+1 behind its own sum of gradient k, because
+      one stream makes them in this order. So behind meeting k+1 no rank reads its mailbox k mod S, and the next pushes
+      into it, of gradient k+S, wait for just that meeting. (With S = 1 they would wait for one that they come before.)
     * The gradients that autograd made are kept until `land`; the shard and the running sum, made on the current
       stream before `send`, are written behind it and read after `land`.
-    * Nothing waits for the host, but for the slots' making. Memory of slots is freed by all ranks together.
+    * Nothing waits for the host, but for the mailboxes' making. Their memory is freed by all ranks together.
     """
 
     ahead = 1
 
     def __init__(
         self,
-        apart: CollectiveReduction,
+        collective: CollectiveReduction,
         memory: PeerMemory,
         exchange: Callable[[Any], list[Any]],
         smallest: int,
         device: torch.device,
     ) -> None:
-        """exchange: every rank's object on every rank. smallest: bytes of a shard from which it is pushed."""
-        self._apart, self._lane, self._memory, self._smallest = apart, apart.lane, memory, smallest
-        self._slots = GradientSlots(memory, exchange, apart.lane.rank)
+        """exchange: all-gathers a Python object. smallest: bytes of a shard from which its gradient is pushed."""
+        self.collective, self._communicator, self._smallest = collective, collective.communicator, smallest
+        self.rank, self._memory = self._communicator.rank, memory
+        self.boxes = Mailboxes(memory, exchange, self.rank)
         self._pushing, self._adding = (work_stream(device, priority=-1) for _ in range(2))
         self._token = torch.zeros(1, dtype=torch.float32, device=device)
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of slots that lie outside of torch's allocator, whose statistics do not show them."""
-        return self._slots.mapped_bytes
+        return self.boxes.mapped_bytes
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         small = layout.shard_numel * like.itemsize < max(self._smallest, 1)
         if small or not serves(like.dtype, like.device):
-            return self._apart.reducer(layout, shapes, like, poison)
-        return _PeerReducer(self, self._lane.rank, layout, like.dtype, poison)
+            return self.collective.reducer(layout, shapes, like, poison)
+        return _PeerReducer(self, layout, like.dtype, poison)
 
-    def take(self, nbytes: int) -> Slot:
-        """A slot of at least `nbytes`. Collective; the host waits where they are too small so far."""
-        if nbytes > self._slots.nbytes:
+    def take(self, nbytes: int) -> Mailbox:
+        """Return a mailbox of at least `nbytes`. Collective; blocks the host where the present ones are too small."""
+        if nbytes > self.boxes.nbytes:
             self.free()
-            self._slots.make(nbytes)
-        return self._slots.take()
+            self.boxes.make(nbytes)
+        return self.boxes.take()
 
     def free(self) -> None:
         self._adding.mark().synchronize()
-        self._slots.free()
+        self.boxes.free()
 
-    def part(self, slot: Slot, rank: int, start: int, stop: int) -> Any:
-        """Bytes of another rank's slot, for `carry`."""
-        return self._slots.part(slot, rank, start, stop)
+    def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
+        """Return bytes start:stop of another rank's mailbox, for `carry`."""
+        return self.boxes.part(box, rank, start, stop)
 
     def carry(self, pushed: Sequence[Sequence[tuple[Any, torch.Tensor]]], add: Callable[[], object]) -> Ticket:
-        """Fill the slots of the other ranks that have the number of the one taken last, then add; a ticket of the end.
+        """Fill the other ranks' mailboxes that have the number of the one taken last, then add; a ticket of the end.
 
-        pushed: for each other rank, parts of its slot and what goes there. add: reads this rank's slot.
+        pushed: for each other rank, parts of its mailbox and what goes there. add: reads this rank's mailbox.
         """
-        slot = self._slots.current()
+        box = self.boxes.current()
         self._pushing.follow()
-        self._pushing.after(slot.free)
+        self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.push(pushed).wait())
         self._adding.after(self._pushing.mark())
         self._adding.run(self._meet)
-        self._slots.previous().free = self._adding.mark()
+        self.boxes.previous().free = self._adding.mark()
         self._adding.run(add)
         return self._adding.mark()
 
     def _meet(self) -> None:
-        self._lane.all_reduce(self._token).wait()
+        self._communicator.all_reduce(self._token).wait()
 
 
-class _PeerReducer:
-    """_pieces: for each other rank, in the order in which this one serves them, and _own: for itself, the pieces of the
-    shard: number of the gradient, first element and end there, first element in the shard."""
+class _PeerReducer(CollectingReducer):
+    """Reduces one flat buffer's gradients through the mailboxes.
 
-    def __init__(self, peers: PeerReduction, rank: int, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
-        self._peers, self._rank, self._layout, self._dtype, self._poison = peers, rank, layout, dtype, poison
+    _pieces: for each other rank, in the order in which this one serves them, the pieces of its shard; _own: those of
+    this rank's. A piece is (index of the gradient, first element, end, first element in the shard).
+    """
+
+    def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
+        super().__init__()
+        self._peers, self._rank, self._layout, self._dtype, self._poison = peers, peers.rank, layout, dtype, poison
         self._others = layout.world_size - 1
-        order = [(rank + step) % layout.world_size for step in range(1, layout.world_size)]  # not all to one at once
-        self._pieces = [(other, self._pieces_of(other)) for other in order]
-        self._own = self._pieces_of(rank)
-        self._gaps = layout.shard_sizes(rank)
+        ring = [(self._rank + distance) % layout.world_size for distance in range(1, layout.world_size)]
+        self._pieces = [(other, self._pieces_of(other)) for other in ring]  # the ranks do not all push to one at once
+        self._own = self._pieces_of(self._rank)
+        self._gaps = layout.shard_sizes(self._rank)
 
     def _pieces_of(self, rank: int) -> list[tuple[int, int, int, int]]:
         pieces = [(index, self._layout.piece(index, rank)) for index in range(len(self._layout.numels))]
         return [(index, p.tensor_start, p.tensor_stop, p.shard_start) for index, p in pieces if p.length]
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
-        slot = self._peers.take(self._others * shard.nbytes)
+        gradients = self.with_collected(gradients)
+        box = self._peers.take(self._others * shard.nbytes)
         sources = [self._source(gradient, numel, shard) for gradient, numel in zip(gradients, self._layout.numels)]
-        rows = slot.memory[: self._others * shard.nbytes].view(self._dtype).view(self._others, -1)
+        rows = box.memory[: self._others * shard.nbytes].view(self._dtype).view(self._others, -1)
         if self._poison and total is None:
             shard.fill_(float("nan"))
         pushed = [
-            [
-                (self._target(slot, other, at, stop - start), sources[index][start:stop])
-                for index, start, stop, at in own
-            ]
+            [(self._target(box, other, at, stop - start), sources[index][start:stop]) for index, start, stop, at in own]
             for other, own in self._pieces
         ]
         squares = torch.empty(len(sources), dtype=torch.float64, device=shard.device)
@@ -134,17 +213,20 @@ class _PeerReducer:
         return _PeerFlight(ticket, sources, squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """The gradient as it lies in memory, (numel,)."""
+        """Return the gradient as it is stored, (numel,)."""
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
-    def _target(self, slot: Slot, other: int, at: int, length: int) -> Any:
-        """Where elements of `other`'s shard go: into this rank's row of its slot, which has none for `other` itself."""
+    def _target(self, box: Mailbox, other: int, at: int, length: int) -> Any:
+        """Return the part of `other`'s mailbox, in this rank's row, for elements of its shard from `at`.
+
+        `other` has no row for itself.
+        """
         row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize
         start = (row * self._layout.shard_numel + at) * itemsize
-        return self._peers.part(slot, other, start, start + length * itemsize)
+        return self._peers.part(box, other, start, start + length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
-        """Padding, to which nobody brings anything, becomes zero."""
+        """Write the mean into the shard and zero its padding, to which no rank sends anything."""
         parts = [squares.new_empty(0)] * len(sources)
         for index, start, stop, at in self._own:
             there = slice(at, at + stop - start)
@@ -154,7 +236,7 @@ class _PeerReducer:
         sums = [shard] if total is None or total is shard else [shard, total]
         gaps = [gap for each in sums for gap in each.split_with_sizes(self._gaps)[::2] if gap.numel()]
         if gaps:
-            torch._foreach_zero_(gaps)
+            foreach_zero_(gaps)
         if self._poison:
             rows.fill_(float("nan"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Elastic:
+class ResizableStorage:
     """One storage object for ever, resized between nothing and `numel` elements.
 
     Views made of `tensor` stay valid over `free` and `allocate`, among them those that autograd saved, which is

@@ -1,4 +1,4 @@
-"""Queues of work beside the computation: CUDA streams, or at once where there are none."""
+"""Queues of work alongside the computation: CUDA streams; immediate execution where there are none."""
 
 from __future__ import annotations
 
@@ -9,21 +9,37 @@ import torch
 
 
 class Ticket(Protocol):
-    """A point in a queue."""
+    """The promise of an asynchronous operation; wait for it once, before its result is used."""
 
     def wait(self) -> None:
-        """The current stream goes on when the queue has come to this point."""
+        """Make the current stream wait for the operation."""
         ...
 
+
+class Mark(Ticket, Protocol):
+    """A point in the queue of a `WorkStream`."""
+
     def synchronize(self) -> None:
-        """The host goes on when the queue has come to this point."""
+        """Block the host until the queue has reached this point."""
         ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+DONE: Mark = _Done()
+"""The ticket of an operation that is complete."""
 
 
 class WorkStream:
-    """A stream of its own on a CUDA device. Memory that it uses is kept, or named by `uses`.
+    """A CUDA stream of its own. The caller keeps the memory that queued work uses.
 
-    priority: -1 for what goes before the computation where both are ready.
+    priority: -1 for work that goes before the computation where both are ready.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
@@ -35,37 +51,22 @@ class WorkStream:
             function()
 
     def after(self, ticket: Ticket) -> None:
-        """What is queued from now on begins after `ticket`."""
+        """Make work that is queued from now on wait for `ticket`."""
         self.run(ticket.wait)
 
     def follow(self) -> None:
-        """What is queued from now on begins after all that the current stream has now."""
+        """Make work that is queued from now on wait for everything that the current stream holds now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def mark(self) -> Ticket:
+    def mark(self) -> Mark:
+        """Return the present end of the queue."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
-    def uses(self, tensor: torch.Tensor) -> None:
-        """If `tensor` is freed, its memory is not reused before what is queued now is done."""
-        tensor.record_stream(self._stream)
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-DONE: Ticket = _Done()
-"""The ticket of what is already there."""
-
 
 class Immediate:
-    """The queue of a device without streams: everything is done when it is asked for."""
+    """The queue of a device without streams: everything is done when `run` returns."""
 
     def run(self, function: Callable[[], object]) -> None:
         function()
@@ -76,22 +77,15 @@ class Immediate:
     def follow(self) -> None:
         pass
 
-    def mark(self) -> Ticket:
+    def mark(self) -> Mark:
         return DONE
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        pass
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether host memory is something else than the memory of this device."""
+    """Return whether `device` has memory apart from the host's."""
     return device.type == "cuda"
 
 
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
+    """Return a queue of work that runs alongside the computation on `device`."""
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()
-
-
-def is_captured(device: torch.device) -> bool:
-    """Whether the current stream is being captured in a graph, which other streams would have to join again."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ..runtime import launcher as accelerator
+from ..runtime.launcher import check_accelerator
 from ..runtime.world import current_world
-from ..sharding.buffer import DistributedParameter
+from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 _OLDEST_ACCELERATE = (1, 14)
@@ -60,7 +60,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
             f"Trainer sees {args.n_gpu} GPUs in one process and would use DataParallel: start one process a GPU "
             "(torchrun --nproc-per-node N script.py), or show the process one GPU (CUDA_VISIBLE_DEVICES=0)."
         )
-    accelerator.check(current_world().size)
+    check_accelerator(current_world().size)
     _check_precision(args, {parameter.dtype for parameter in model.parameters()})
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree as pytree
 
 from ..loss import linear_cross_entropy
+from ..ops.torch_internals import pytree
 
 _log = logging.getLogger("hf_bmtrain")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..optim import checks as first_step
+from ..optim import checks
 from ..runtime.world import current_world
 from ..sharding.store import write_atomically
 
@@ -27,7 +27,7 @@ class OptimizerFiles:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        whole_state = first_step.check(optimizer)
+        whole_state = checks.check(optimizer)
         if whole_state is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds no parameter of a sharded model: make it from model.parameters() "
@@ -35,7 +35,7 @@ class OptimizerFiles:
             )
         self._optimizer, self._whole_state = optimizer, whole_state
         self._mark: dict[str, Any] | None = None
-        self._run = current_world().control.share(uuid.uuid4().hex)
+        self._run = current_world().control.broadcast_object(uuid.uuid4().hex)
         self._handle = optimizer.register_state_dict_post_hook(self._leave_out_state, prepend=True)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..runtime.world import current_world
-from ..sharding.buffer import DistributedParameter
+from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -58,9 +58,9 @@ class Speedometer:
         """Rates over all ranks since the last read, and the highest memory of a rank. Collective."""
         world = current_world()
         totals = self._counts.to(world.device)
-        world.step.reduce.all_reduce(totals).wait()
+        world.reduce.all_reduce(totals).wait()
         memory = torch.tensor([_peak_memory(world.device)], dtype=torch.float64, device=world.device)
-        world.step.reduce.all_reduce(memory, maximum=True).wait()
+        world.reduce.all_reduce(memory, maximum=True).wait()
         now = time.perf_counter() if self._paused is None else self._paused
         seconds = max(now - self._since, 1e-9)
         self._since, self._counts = now, torch.zeros_like(self._counts)

@@ -6,37 +6,8 @@ import inspect
 from collections import OrderedDict
 from typing import Any
 
-import torch
-
 from ..runtime.world import current_world
-from ..sharding.slots import StateDict
-
-
-class _Nothing(dict):
-    """Stands for copies that a rank does not keep."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __missing__(self, key: object) -> None:
-        return None
-
-
-def gather_state(model: Any) -> OrderedDict | None:
-    """`model.state_dict()` as whole tensors on CPU, on rank 0; None elsewhere. Collective, a block at a time."""
-    world = current_world()
-    world.assemble("gather_state")
-    gathered = StateDict()
-    if world.rank != 0:
-        gathered.copies = _Nothing()
-    type(model).state_dict(model, destination=gathered)
-    if world.rank != 0:
-        return None
-    copies = {id(copy) for copy in gathered.copies.values()}
-    for key, value in gathered.items():
-        if isinstance(value, torch.Tensor) and id(value) not in copies:
-            gathered[key] = value.detach().to("cpu", copy=True)
-    return gathered.plain()
+from ..sharding.state_dict import gather_state_dict
 
 
 class StagedWeights:
@@ -60,9 +31,15 @@ class StagedWeights:
         """Stage the present weights. Collective. checkpoint: they are read back by this library, not published."""
         if current_world().size > 1 and not self.fresh:
             self.drop()
-            self._state = gather_state(self.model)
+            self._state = self._gather()
             self._versions = self._present()
         self._in_checkpoint = checkpoint
+
+    def _gather(self) -> OrderedDict | None:
+        world = current_world()
+        world.assemble("gather_state")
+        state = gather_state_dict(self.model, keep=world.rank == 0)
+        return state if world.rank == 0 else None
 
     def drop(self) -> None:
         self._state, self._versions, self._in_checkpoint = None, None, False

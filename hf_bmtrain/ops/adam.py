@@ -1,7 +1,6 @@
 """AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag lie on the device.
 
-A step is: `adam_prepare` once, `adam_update` once a range. Neither waits for the device, and both can be captured in
-a CUDA graph and replayed.
+A step is: `adam_prepare` once, `adam_update` once a range. Neither waits for the device.
 
 A kernel is picked for CUDA tensors, `prepare_reference` and `update_reference` (float32 torch) otherwise.
 """

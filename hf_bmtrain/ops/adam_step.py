@@ -1,4 +1,4 @@
-"""One AdamW step over many runs: the numbers that change from step to step, and who does the arithmetic."""
+"""One AdamW step over many runs: the numbers that change from step to step, and the two ways to do the arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .adam import HYPER, RECORD, adam_prepare, adam_update
-from .residual import join
+from .residual import Master
+from .torch_internals import fused_adamw_
 
 Number = float | torch.Tensor
 """A number, or a tensor of one."""
@@ -21,31 +22,20 @@ Hyper = Sequence[Number]
 class Elements:
     """Adjacent elements that are updated at once, a run or a part of one: the arguments of `adam_update`.
 
-    grad is only read, the other tensors are updated in place. weight: None where master is the weight itself. master
-    and exp_avg_sq as they are kept, perhaps residuals and marks: `numbers` gives what they stand for.
+    grad is only read; master (with the weight and exp_avg_sq) and exp_avg are updated in place.
     """
 
     grad: torch.Tensor
-    master: torch.Tensor
+    master: Master
     exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    weight: torch.Tensor | None
     index_base: int
-
-    def numbers(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """The float32 master and exp_avg_sq of the elements in `part`. To be read only."""
-        if self.master.dtype == torch.float32:
-            return self.master[part], self.exp_avg_sq[part]
-        assert self.weight is not None
-        return join(self.weight[part], self.master[part], self.exp_avg_sq[part])
 
 
 class KernelSteps:
     """By `adam_prepare` and `adam_update`: kernels on CUDA, their references on CPU.
 
-    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so a step waits for nothing
-    and may be captured in a CUDA graph. A hyper-parameter that is a tensor on the device is read at every step,
-    also at a replayed one; a number travels when it has changed (`send`).
+    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so a step waits for nothing.
+    A hyper-parameter that is a tensor on the device is read there at every step; a number is sent when it has changed.
 
     groups: how many runs each parameter group has; runs are numbered group by group. counts: (runs,) float32, the
     steps that each run has taken.
@@ -60,31 +50,25 @@ class KernelSteps:
         self._scale, self._flag = self._one, self._zero
         self._sent: list[list[float]] = []
 
-    def send(self, hyper: Sequence[Hyper]) -> None:
+    def _send(self, hyper: Sequence[Hyper]) -> None:
         """Write the groups' hyper-parameters that are numbers to the device, if one has changed since the last time.
 
         They leave from pinned memory of their own, which torch does not give to anyone else before the copy has
-        been made: a later `send` cannot overtake it.
+        been made: a later call cannot overtake it.
         """
         rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
         if rows == self._sent:
             return
-        on_gpu = self._hyper.is_cuda
-        if on_gpu and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a hyper-parameter changed inside the capture of a CUDA graph, which would replay the copy of memory "
-                "that is gone: make one step, or call send_hyper_parameters(), before the capture begins"
-            )
         expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
         if expanded:
-            host = torch.tensor(expanded, dtype=torch.float64, pin_memory=on_gpu)
+            host = torch.tensor(expanded, dtype=torch.float64, pin_memory=self._hyper.is_cuda)
             self._hyper.copy_(host, non_blocking=True)
         self._sent = rows
 
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Take the numbers of a step. grad_scale: what gradients are divided by; found_inf: not 0 to skip. float32
-        scalars."""
-        self.send(hyper)
+        """Take the numbers of a step. grad_scale divides the gradients, a found_inf other than 0 skips the step; both
+        are float32 scalars."""
+        self._send(hyper)
         start = 0
         for values, runs in zip(hyper, self._groups):
             for column, value in enumerate(values):
@@ -95,74 +79,58 @@ class KernelSteps:
         self._flag = self._zero if found_inf is None else found_inf.reshape(1)
 
     def advance(self, runs: Sequence[int]) -> None:
-        """Count the step of these runs, in ascending order, and make it ready for `update`: by one launch for each
-        row of neighbours."""
+        """Count the step of these runs (numbers in ascending order) and prepare their records for `update`, by one
+        launch per range of consecutive numbers."""
         for first, stop in _stretches(runs):
             rows = slice(first, stop)
             adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
 
     def update(self, run: int, elements: Elements) -> None:
         """Update elements of run number `run` in place."""
-        e = elements
-        adam_update(e.grad, e.master, e.exp_avg, e.exp_avg_sq, e.weight, self._records[run], e.index_base)
-
-    def numbers(self, run: int) -> tuple[Number, ...]:
-        """This step's 1/scale, beta1, beta2, eps, weight_decay and step count of run number `run`."""
-        _, beta1, beta2, eps, weight_decay, _ = self._hyper[run].unbind()
-        return self._records[run, RECORD.index("grad_scale")], beta1, beta2, eps, weight_decay, self.counts[run]
+        e, (master, weight) = elements, elements.master.kernel_arguments
+        adam_update(e.grad, master, e.exp_avg, e.master.exp_avg_sq, weight, self._records[run], e.index_base)
 
     def _on_device(self, value: float | torch.Tensor) -> bool:
         return isinstance(value, torch.Tensor) and value.device == self._hyper.device
 
 
 class TorchSteps:
-    """By torch's fused AdamW for CPU, with the contract of KernelSteps; moments are float32.
-
-    skip: whether this step is skipped.
-    """
+    """By torch's fused AdamW for CPU, with the contract of KernelSteps; all state is float32."""
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
         self._groups = list(groups)
         self.counts = torch.zeros(sum(groups), device=device)
         self._rows: list[list[float]] = []
         self._grad_scale: torch.Tensor | None = None
-        self.skip = False
-
-    def send(self, hyper: Sequence[Hyper]) -> None:
-        """Nothing: numbers are read at every step."""
+        self._skip = False
 
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         rows = [[float(value) for value in group] for group in hyper]
         self._rows = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
         self._grad_scale = None if grad_scale is None else grad_scale.to(self.counts.device)
-        self.skip = found_inf is not None and bool(found_inf)
+        self._skip = found_inf is not None and bool(found_inf)
 
     def advance(self, runs: Sequence[int]) -> None:
-        if not self.skip:
+        if not self._skip:
             self.counts[list(runs)] += 1
 
     def update(self, run: int, elements: Elements) -> None:
-        e = elements
-        if self.skip or e.master.numel() == 0:
+        e, (master, weight) = elements, elements.master.kernel_arguments
+        if self._skip or master.numel() == 0:
             return
         lr, beta1, beta2, eps, weight_decay, hold_steps = self._rows[run]
         taken = self.counts[run]
         wide = e.grad.float()
         if self._grad_scale is not None:
             wide = wide / self._grad_scale  # not by the fused operation, which would write it into the gradient
-        torch._fused_adamw_(
-            [e.master], [wide], [e.exp_avg], [e.exp_avg_sq], [], [taken],
+        fused_adamw_(
+            [master], [wide], [e.exp_avg], [e.master.exp_avg_sq], [], [taken],
             lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
             amsgrad=False, maximize=False,
         )  # fmt: skip
-        torch.autograd.graph.increment_version(e.master)  # the operation does not count its writes itself
-        if e.weight is not None:
-            e.weight.copy_(e.master)
-
-    def numbers(self, run: int) -> tuple[Number, ...]:
-        _, beta1, beta2, eps, weight_decay, _ = self._rows[run]
-        inverse_scale = 1.0 if self._grad_scale is None else 1 / self._grad_scale
-        return inverse_scale, beta1, beta2, eps, weight_decay, float(self.counts[run])
+        torch.autograd.graph.increment_version(master)  # the operation does not count its writes itself
+        if weight is not None:
+            weight.copy_(master)
 
 
 def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -177,15 +145,16 @@ def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def kernels_serve(device: torch.device) -> bool:
-    """Whether the kernels do the arithmetic on this device."""
+    """Return whether the kernels do the arithmetic on this device."""
     return device.type == "cuda"
 
 
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """What is kept of the masters of weights that are updated on `device`.
+    """The dtype in which masters of weights that are updated on `device` are stored; None for float32 weights, which
+    are their own masters.
 
-    float32 masters; of bfloat16 weights, where the kernels join them, int16 residuals (ops/residual.py), which are the
-    same masters in 2 bytes less to hold and to move; None for float32 weights, which are their own.
+    Where the kernels join them, masters of bfloat16 weights are stored as int16 residuals (ops/residual.py): the same
+    masters, in 2 bytes less to hold and to move.
     """
     if weight == torch.float32:
         return None

@@ -17,13 +17,6 @@ class HostFlag:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    @classmethod
-    def send(cls, flag: torch.Tensor) -> HostFlag | None:
-        """None while a CUDA graph is captured: no host follows its replays."""
-        if flag.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        return cls(flag)
-
     def read(self) -> float:
         """The value; waits for the device only if it has not come to that point yet."""
         if self._event is not None:

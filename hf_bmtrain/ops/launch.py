@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from .torch_internals import current_raw_stream
+
 log = logging.getLogger(__name__)
 
 _POINTED = {
@@ -271,7 +273,7 @@ class Kernel:
             self.function.max_dynamic_shared_size_bytes = shared_memory
             self.shared_limit = shared_memory
         # CuPy's own current stream is another one in torch's backward threads: never rely on it.
-        stream = SimpleNamespace(ptr=torch._C._cuda_getCurrentRawStream(index))
+        stream = SimpleNamespace(ptr=current_raw_stream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
         for argument, value in zip(self.signature, values, strict=True):
             if argument.written and value is not None and not value.is_inference():

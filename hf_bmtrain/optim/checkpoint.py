@@ -1,61 +1,30 @@
-"""The state of an optimizer over slices, as it lies on this rank or whole."""
+"""The state of an optimizer over slices in checkpoints: this rank's part, or whole tensors, out and in."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from ..runtime.world import World
-from ..sharding.buffer import DistributedParameter, ShardedBuffer
+from ..runtime.launcher import accelerator_is_running
+from ..runtime.world import World, current_world
+from ..sharding.buffer import ShardedBuffer
+from ..sharding.parameter import DistributedParameter
 
-SlicedState = dict[ShardedBuffer, dict[int, torch.Tensor]]
+States = dict[Any, dict[str, Any]]
+"""The "state" of an optimizer's state dict: values by name, by the number of the parameter."""
+
+
+# -- OptimManager's checkpoints -----------------------------------------------------------------------------------
 
 
 def sharded_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """This rank's own part, copied into host memory; it fits the same rank of an equally large world."""
+    """Copy this rank's own part into host memory; it fits the same rank of an equally large world."""
     state = _own_state(optimizer)
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
-
-
-@torch.no_grad()
-def whole_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Every rank's parts put together, on CPU, on rank 0; elsewhere the groups alone. Collective.
-
-    `sliced` names the tensors that are laid out like the parameters; the others are whole on every rank.
-    """
-    state = _own_state(optimizer)
-    parameters = _by_key(optimizer, state)
-    sliced = sorted({
-        name for key, values in state["state"].items() for name, value in values.items()
-        if _is_slice(parameters[key], value)
-    })  # fmt: skip
-    whole = _unsliced(parameters, state["state"], sliced, world)
-    for name in sliced:
-        places: SlicedState = {}
-        keys: dict[tuple[ShardedBuffer, int], Any] = {}
-        for key, values in state["state"].items():
-            parameter = parameters[key]
-            if name not in values:
-                continue
-            if isinstance(parameter, DistributedParameter):
-                places.setdefault(parameter.buffer, {})[parameter.index] = values[name]
-                keys[parameter.buffer, parameter.index] = key
-            else:
-                whole[key][name] = _copy(values[name])
-        for buffer, pieces in places.items():
-            for index, value in _gather(world, buffer, pieces).items():
-                whole[keys[buffer, index]][name] = value
-    return {**state, "state": whole if world.rank == 0 else {}, "sliced": sliced}
-
-
-def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """This rank's slices, also while an Accelerator runs, for which `state_dict` gives whole tensors."""
-    gathering = getattr(optimizer, "whole_state", None)
-    with nullcontext() if gathering is None else gathering.local():
-        return optimizer.state_dict()
 
 
 def load_sharded(optimizer: torch.optim.Optimizer, state: dict[str, Any], world: World) -> None:
@@ -69,21 +38,105 @@ def load_sharded(optimizer: torch.optim.Optimizer, state: dict[str, Any], world:
     optimizer.load_state_dict({"state": state["state"], "param_groups": state["param_groups"]})
 
 
-def load_whole(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The reverse of `whole_state`: every rank gives the whole state and takes its part."""
+def gathered_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    """Put every rank's parts together in host memory on rank 0; other ranks get the groups alone. Collective.
+
+    `sliced` names the tensors that are laid out like the parameters; the others are whole on every rank.
+    """
+    state = _own_state(optimizer)
+    whole, sliced = _gather(_by_key(optimizer, state), state["state"], world, keep=world.rank == 0)
+    return {**state, "state": whole, "sliced": sliced}
+
+
+def load_gathered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """The reverse of `gathered_state`: every rank passes the whole state and takes its part."""
     parameters = _by_key(optimizer, state)
-    own: dict[Any, dict[str, Any]] = {}
+    own: States = {}
     for key, values in state["state"].items():
         parameter = parameters[key]
+        is_slice = isinstance(parameter, DistributedParameter)
         own[key] = {
-            name: parameter.take(value) if name in state["sliced"] and _sharded(parameter) else value
+            name: parameter.take(value) if is_slice and name in state["sliced"] else value
             for name, value in values.items()
         }
     optimizer.load_state_dict({"state": own, "param_groups": state["param_groups"]})
 
 
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """This rank's slices, also while an Accelerator runs, for which `state_dict` gives whole tensors."""
+    whole_state: WholeState | None = getattr(optimizer, "whole_state", None)
+    with nullcontext() if whole_state is None else whole_state.local():
+        return optimizer.state_dict()
+
+
+# -- the optimizer's own state_dict -------------------------------------------------------------------------------
+
+
+class WholeState:
+    """Makes `optimizer.state_dict()` give whole tensors while an Accelerator runs, and lets whole ones be loaded.
+
+    An optimizer over slices has one as its attribute `whole_state`. Accelerate writes rank 0's state_dict and gives the
+    file to every rank, so slices of rank 0 would reach all. Then `state_dict()` is collective: every rank calls it, as
+    `accelerator.save_state` does. Without an Accelerator it gives this rank's slices. Either can be loaded: a tensor
+    with as many elements as the whole parameter is sliced before the next step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._local, self._loaded = False, True
+        optimizer.register_state_dict_post_hook(self._make_whole)
+        optimizer.register_load_state_dict_post_hook(self._note_load)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """`with whole_state.local(): optimizer.state_dict()` gives this rank's slices, without communicating."""
+        self._local = True
+        try:
+            yield
+        finally:
+            self._local = False
+
+    def slice_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace whole tensors in the state by this rank's slices, once after a load."""
+        if not self._loaded:
+            return
+        self._loaded = False
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, DistributedParameter):
+                for name, value in state.items():
+                    state[name] = _slice(parameter, name, value)
+
+    def _note_load(self, optimizer: torch.optim.Optimizer) -> None:
+        self._loaded = True
+
+    def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._local or not state_dict["state"] or not accelerator_is_running():
+            return None
+        world = current_world()
+        world.assemble("optimizer.state_dict")
+        whole, _ = _gather(_by_key(optimizer, state_dict), state_dict["state"], world, keep=True)
+        return {**state_dict, "state": whole}
+
+
+def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
+    """This rank's part of `value` if that is whole; ValueError if it belongs to another model or rank."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == parameter.shape:
+        return value
+    if value.numel() == parameter.full_shape.numel():
+        return parameter.take(value.reshape(parameter.full_shape)).clone()
+    if value.numel() == 1:
+        return value
+    raise ValueError(
+        f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
+        f"{tuple(parameter.full_shape)} nor this rank's {parameter.numel()} elements of it: it was saved for another "
+        "model, or on another rank."
+    )
+
+
+# -- gathering ----------------------------------------------------------------------------------------------------
+
+
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
-    """The optimizer's parameters by the keys of a state dict. ValueError where they are not as many."""
+    """The optimizer's parameters by the keys of a state dict. ValueError if they are not as many."""
     mine = [[*group["params"]] for group in optimizer.param_groups]
     theirs = [group["params"] for group in state["param_groups"]]
     if [len(group) for group in mine] != [len(group) for group in theirs]:
@@ -94,41 +147,75 @@ def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any
     return {key: p for keys, group in zip(theirs, mine) for key, p in zip(keys, group)}
 
 
-def _sharded(parameter: torch.nn.Parameter) -> bool:
-    return isinstance(parameter, DistributedParameter)
+@torch.no_grad()
+def _gather(parameters: dict[Any, Any], state: States, world: World, keep: bool) -> tuple[States, list[str]]:
+    """Make every tensor that is laid out like its parameter whole, in host memory. Collective.
+
+    Returns the state, empty unless this rank should `keep` it, and the names of the tensors that were gathered.
+    """
+    sliced, whole = _divide(parameters, state, world)
+    for name in sorted({name for _, name in sliced}):
+        buffers: dict[ShardedBuffer, dict[int, Any]] = {}  # the keys of their slices, by index
+        for key, other in sliced:
+            if other == name:
+                buffers.setdefault(parameters[key].buffer, {})[parameters[key].index] = key
+        for buffer, keys in buffers.items():
+            pieces = {index: state[key][name] for index, key in keys.items()}
+            for index, value in _gather_buffer(world, buffer, pieces, keep).items():
+                whole[keys[index]][name] = value
+    return whole if keep else {}, sorted({name for _, name in sliced})
 
 
-def _unsliced(parameters: dict, state: dict, sliced: list[str], world: World) -> dict[Any, dict[str, Any]]:
-    """Counters and the like, from the rank that holds most of each parameter: one that holds nothing need not count."""
-    mine = {
-        key: (parameters[key].numel(), {n: _copy(v) for n, v in values.items() if n not in sliced})
-        for key, values in state.items()
-    }
+def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[Any, str]], States]:
+    """The (key, name) of all per-element tensors of slices, in one order on all ranks, and everything else. Collective.
+
+    A tensor is per-element if it has its slice's shape on every rank; one rank alone cannot tell a step count from a
+    slice of one element. Counters and the like come from the rank that holds most of the parameter: one that holds
+    nothing need not count.
+    """
+    mine: dict[tuple[Any, str], tuple[bool, int, Any]] = {}  # fits its slice, elements of the slice, a copy of few
+    others: States = {key: {} for key in state}
+    for key, values in state.items():
+        parameter = parameters[key]
+        for name, value in values.items():
+            if not isinstance(parameter, DistributedParameter):
+                others[key][name] = _copy(value)
+                continue
+            fits = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == parameter.shape
+            mine[key, name] = fits, parameter.numel(), None if fits and value.numel() != 1 else _copy(value)
     everyone = world.gather_objects(mine)
-    return {key: dict(max((rank[key] for rank in everyone), key=lambda held: held[0])[1]) for key in mine}
+    if any(other.keys() != mine.keys() for other in everyone):
+        raise RuntimeError("The ranks' optimizers hold state for different parameters: build them alike on all ranks.")
+    sliced = []
+    for key, name in sorted(mine):
+        held = [other[key, name] for other in everyone]
+        if all(fits for fits, _, _ in held):
+            sliced.append((key, name))
+        else:
+            copies = [(numel, copy) for _, numel, copy in held if copy is not None]
+            others[key][name] = max(copies, key=lambda each: each[0])[1]
+    return sliced, others
 
 
-def _is_slice(parameter: torch.nn.Parameter, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def _gather(world: World, buffer: ShardedBuffer, pieces: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Whole tensors of one name of one buffer by one all-gather, on CPU; empty ones but on rank 0."""
+def _gather_buffer(
+    world: World, buffer: ShardedBuffer, pieces: dict[int, torch.Tensor], keep: bool
+) -> dict[int, torch.Tensor]:
+    """Whole tensors of one name, by the index of their slice in one buffer, by one all-gather; none unless `keep`."""
     like = next(iter(pieces.values()))
     flat = torch.zeros(buffer.layout.shard_numel, dtype=like.dtype, device=buffer.shard.device)
     for index, values in pieces.items():
-        place = buffer.piece(index)
+        place = buffer.pieces[index]
         flat[place.shard_start : place.shard_stop] = values
     full = flat.new_empty(buffer.layout.numel)
-    world.step.gather.all_gather(full, flat).wait()
-    if world.rank != 0:
-        return {index: torch.empty(0) for index in pieces}
+    world.gather.all_gather(full, flat).wait()
+    if not keep:
+        return {}
     whole = {}
     for index in pieces:
         offset, shape = buffer.layout.offsets[index], buffer.slices[index].full_shape
         whole[index] = full[offset : offset + shape.numel()].view(shape).to("cpu", copy=True)
     return whole
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -1,27 +1,35 @@
-"""What is checked when an optimizer steps over slices, whichever optimizer it is.
+"""Checks of every optimizer that steps over slices, whichever class it is.
 
-Hooks of torch's own around every optimizer's step. What is checked once is checked in the first step, and again
-after parameter groups have changed or something was sharded; a step between costs as little as it takes to see
-that neither has happened.
+A user may make any torch optimizer over slices, or have made it before the model was sharded; only torch knows of all
+of them. So its process-wide hook before a step is the one place where none escapes. It is registered when the process
+makes its first sharded buffer: a program that only imports this package is left as it is. What has been checked is
+noted on each optimizer. The checks are made in its first step, and again after its parameter groups have changed or
+something was sharded; any other step only pays for finding that neither has happened.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime.world import buffers_made
-from ..sharding.buffer import DistributedParameter
-from .claim import Claim
-from .probe import probe
-from .whole_state import WholeState
+from ..sharding.buffer import ShardedBuffer
+from ..sharding.parameter import DistributedParameter
+from .checkpoint import WholeState
+
+_log = logging.getLogger("hf_bmtrain")
+_ROWS, _COLUMNS, _CUT, _STEPS, _LR = 6, 8, 19, 3, 0.05
 
 
 def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
-    """Refuse what would train wrongly: RuntimeError for parameters from before wrapping, TypeError for a rule that
-    depends on shapes. Returns what gathers its state; None where it holds no slice."""
+    """Refuse an optimizer that would train wrongly. Return what gathers its state, None if it holds no slice.
+
+    RuntimeError for parameters from before wrapping, TypeError for an update rule that depends on shapes.
+    """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [p for p in parameters if getattr(p, "sharded_elsewhere", False)]
     if stale:
@@ -34,31 +42,102 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     if known is None and slices:
         if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # ours are element-wise
-            probe(optimizer, slices[0].device)
+            _check_element_wise(optimizer, slices[0].device)
         known = optimizer.whole_state = WholeState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
 
 
+class _Checked:
+    """The parameter groups that `check` has seen, and how many buffers there were then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._buffers_made = buffers_made()
+        self._groups = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
+
+    def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the groups are still these, and nothing has been sharded since."""
+        groups = optimizer.param_groups
+        return (
+            self._buffers_made == buffers_made()
+            and len(groups) == len(self._groups)
+            and all(group["params"] is seen and len(seen) == n for group, (seen, n) in zip(groups, self._groups))
+        )
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if not buffers_made():
-        return
-    claim = getattr(optimizer, "claim", None)
-    if claim is None:
-        claim = optimizer.claim = Claim(optimizer)
-    if not claim.is_current(optimizer):
+    checked = getattr(optimizer, "checked", None)
+    if checked is None or not checked.is_current(optimizer):
         check(optimizer)
-        claim.take(optimizer)
+        optimizer.checked = _Checked(optimizer)
     whole_state = getattr(optimizer, "whole_state", None)
     if whole_state is not None:
         whole_state.slice_loaded(optimizer)
-        claim.check()
 
 
-def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    claim = getattr(optimizer, "claim", None)
-    if claim is not None:
-        claim.settle()
+ShardedBuffer.before_first.append(lambda: register_optimizer_step_pre_hook(_before_step))
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+# -- the trial on a small matrix ------------------------------------------------------------------------------------
+
+
+def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """TypeError unless `optimizer` moves a matrix and flat pieces of it alike: slices are such pieces.
+
+    For each parameter group, new optimizers of the same class and options make three steps, one of them on a small
+    matrix and two on the same values as flat pieces. Adafactor, LAMB, Muon and LBFGS move them differently.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = _STEPS + 1, _ROWS, _COLUMNS
+    weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    for group in optimizer.param_groups:
+        moved = None
+        for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but some kernels lack it
+            try:
+                values, tries = weights.to(dtype), [gradient.to(dtype) for gradient in gradients]
+                moved = _movement(optimizer, group, values, tries).view(-1)
+                break
+            except Exception as error:
+                reason = error
+        if moved is None:
+            message = "%s could not be tried on a matrix (%s): whether it is element-wise, as slices need, is not known"
+            _log.warning(message, type(optimizer).__name__, reason)
+            return
+        _compare(optimizer, group, moved, values.view(-1), [gradient.view(-1) for gradient in tries])
+
+
+def _compare(optimizer: Any, group: dict, moved: torch.Tensor, values: torch.Tensor, gradients: list) -> None:
+    """TypeError unless flat pieces of `values` are moved as the matrix was, by `moved`."""
+    try:
+        pieces = [
+            _movement(optimizer, group, values[cut], [gradient[cut] for gradient in gradients])
+            for cut in (slice(None, _CUT), slice(_CUT, None))
+        ]
+        difference = ((torch.cat(pieces) - moved).abs().max() / moved.abs().max().clamp_min(1e-30)).item()
+        reason = f"it moves parts of a matrix by up to {100 * difference:.2g} % of a step differently"
+    except Exception as error:
+        difference, reason = float("inf"), f"it fails on a flat piece ({error})"
+    if not difference <= 1e-3:
+        raise TypeError(
+            f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap a "
+            "parameter is a flat slice on each rank. Use an element-wise optimizer: hf_bmtrain's AdamOptimizer, "
+            "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion."
+        )
+
+
+def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return by how much a new optimizer of the same class, with the options of `group`, moves `start`."""
+    parameter = torch.nn.Parameter(start.clone())
+    options = {**group, "params": [parameter]}
+    if group.get("lr") is not None:  # at the start of a warm-up it may be 0
+        options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
+    accepted = inspect.signature(type(optimizer)).parameters
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+    given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
+    twin = type(optimizer)([options], **given)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+            twin.step(lambda: torch.zeros((), device=start.device))
+        else:
+            twin.step()
+    return parameter.detach() - start

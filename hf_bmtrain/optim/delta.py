@@ -2,74 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..ops.adam_step import Elements, KernelSteps, TorchSteps
+from ..ops.adam_step import Hyper
 from ..runtime.world import current_world
-from ..sharding.buffer import DistributedParameter
+from .state import RunState
 
-_PIECE = 1 << 20
+_PIECE = 1 << 20  # elements at once, so that intermediate results take little memory
 
 
 class DeltaRecord:
     """Mean and variance, over the elements of all ranks, of a step's update in units of the learning rate:
 
-        δ = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps) + wd·w,    w ← w − lr·δ
+        δ = d + wd·w    d = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps)    w' = w − lr·δ
 
-    where m and v hold this step's gradient. δ is computed beside the update, a million elements at a time, and
-    summed in float64; nothing but the sums is kept. Ordinary parameters count once, not once a rank. A skipped step
-    leaves the numbers of the last one.
+    computed after the step from m, v and the new masters w', which give w = (w' + lr·d) / (1 − lr·wd). m and v hold the
+    step's gradient, and d is that of the update but for what storing m rounds away: nothing in float32, up to 2⁻⁸ of d,
+    at random and without bias, in bfloat16. w is right to some units in the last place of float32 as long as lr·wd is
+    well below 1 (at 1 nothing of it is left). Sums are float64. Ordinary parameters count once, not once per rank. A
+    skipped step leaves the values of the last one.
     """
 
     def __init__(self) -> None:
-        self._sums = torch.zeros(2, 2, dtype=torch.float64)  # Σδ, Σδ² of ordinary parameters, then of slices
         self._moments = torch.zeros(2, dtype=torch.float64)
 
     @property
     def mean(self) -> float:
-        """Of the last step, 0 before the first. Reading it waits for the device."""
+        """The mean of the last step, 0 before the first. Reading it waits for the device."""
         return self._moments[0].item()
 
     @property
     def variance(self) -> float:
-        """Of the last step, 0 before the first. Reading it waits for the device."""
+        """The variance of the last step, 0 before the first. Reading it waits for the device."""
         return self._moments[1].item()
 
-    def begin(self, device: torch.device) -> None:
-        """Before the first `add` of a step, whose arithmetic is done on `device`."""
-        self._sums = torch.zeros(2, 2, dtype=torch.float64, device=device)
+    def record(self, states: Sequence[RunState], settings: Sequence[Hyper], found_inf: torch.Tensor | None) -> None:
+        """Take the moments of the step that `states`, each with its `settings`, have just made.
 
-    def add(self, steps: KernelSteps | TorchSteps, run: int, elements: Elements, sliced: bool) -> None:
-        """Count elements of run number `run`, of slices or not, which `steps` is about to update."""
-        inverse_scale, beta1, beta2, eps, weight_decay, t = steps.numbers(run)
-        e = elements
-        for start in range(0, e.master.numel(), _PIECE):
-            part = slice(start, start + _PIECE)
-            g, m = e.grad[part].float() * inverse_scale, e.exp_avg[part].float()
-            master, v = e.numbers(part)
-            m = m + (g - m) * (1 - beta1)
-            v = v * beta2 + g * g * (1 - beta2)
-            delta = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + weight_decay * master
-            self._sums[int(sliced)] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
-
-    def end(self, parameters: Sequence[torch.nn.Parameter], found_inf: torch.Tensor | None) -> None:
-        """After the last `add`. Collective where there are slices.
-
-        parameters: those that the step updates. found_inf: a scalar, not 0 where it is skipped.
+        found_inf: a scalar, not 0 if the step was skipped. Collective if there are slices among the parameters.
         """
-        if not parameters:
+        if not states:
             return
-        slices = [p.numel() for p in parameters if isinstance(p, DistributedParameter)]
-        totals = torch.zeros(2, 3, dtype=torch.float64, device=self._sums.device)
-        totals[0, 0], totals[1, 0] = sum(p.numel() for p in parameters) - sum(slices), sum(slices)
-        totals[:, 1:] = self._sums
-        totals = totals.to(parameters[0].device)
-        if slices:
-            current_world().step.reduce.all_reduce(totals[1]).wait()
+        totals = torch.zeros(2, 3, dtype=torch.float64, device=states[0].run.weights.device)
+        ordinary, sliced = totals.unbind()  # the number of elements, Σδ, Σδ²
+        for state, values in zip(states, settings):
+            sums = ordinary if state.run.buffer is None else sliced
+            sums[0] += sum(parameter.numel() for parameter in state.run.parameters)
+            for delta in _deltas(state, values):
+                sums[1:] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
+        if any(state.run.buffer is not None for state in states):
+            current_world().reduce.all_reduce(sliced).wait()
         count, first, second = totals.sum(0)
         mean = first / count
         moments = torch.stack((mean, (second / count - mean * mean).clamp_min(0)))
         earlier = self._moments.to(moments.device)
         self._moments = moments if found_inf is None else torch.where(found_inf != 0, earlier, moments)
+
+
+def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
+    """δ of the last step of a run's elements, float32, on the device of its weights, a piece at a time."""
+    lr, beta1, beta2, eps, weight_decay, hold_steps = settings
+    device, t = state.run.weights.device, state.step.double()
+    lr = lr * (t > hold_steps)
+    for start in range(0, state.run.weights.numel(), _PIECE):
+        part = slice(start, start + _PIECE)
+        master, v = state.master.part(part, device).read()
+        m = state.exp_avg[part].to(device).float()
+        direction = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
+        before = (master + lr * direction) / (1 - lr * weight_decay)
+        yield direction + weight_decay * before

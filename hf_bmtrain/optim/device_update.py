@@ -1,4 +1,4 @@
-"""AdamW where the state lies in host memory: its chunks pass through the device."""
+"""AdamW on the device with state in host memory: the chunks of state pass through the device."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
-from ..comm.streams import DONE, Ticket, work_stream
-from .chunk_update import ChunkUpdate
-from .slabs import Chunk
+from ..comm.streams import DONE, Mark, work_stream
+from .slabs import Chunk, ChunkUpdate
 
 _BUFFERS = 3
 
 
-class Conveyor:
+class DeviceUpdate:
     """Carries chunks of state through three buffers on the device: upload the next, update this, download the last.
+
+    updated, downloaded: the tickets of the last chunk's update and of its download.
 
     Who waits for whom, and why that is enough (the host waits for nothing):
     * a buffer is filled after its last contents have been downloaded;
-    * it is updated after it has been filled, and after what the current stream had queued at `begin`: the
+    * it is updated after it has been filled, and after what the current stream had queued at `carry`: the
       gradients, the step's numbers, whoever read the weights before;
     * it is downloaded after it has been updated;
     * a chunk is uploaded after it has been downloaded the last time;
@@ -26,7 +27,7 @@ class Conveyor:
     """
 
     def __init__(self, numel: int, master_bytes: int, exp_avg_dtype: torch.dtype, device: torch.device) -> None:
-        """Buffers for chunks of up to `numel` elements, whose masters have up to `master_bytes` bytes."""
+        """Allocate buffers for chunks of up to `numel` elements, whose masters take up to `master_bytes` bytes each."""
         self._buffers = [
             (
                 torch.empty(numel * master_bytes, device=device, dtype=torch.uint8),
@@ -36,40 +37,40 @@ class Conveyor:
             for _ in range(_BUFFERS)
         ]
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
-        self._upload.follow()  # the buffers' memory may have been someone else's until here
-        self._emptied: list[Ticket] = [DONE] * _BUFFERS
-        self._at_home: dict[Chunk, Ticket] = {}
+        self._upload.follow()  # work queued so far may still use the buffers' memory
+        self._emptied: list[Mark] = [DONE] * _BUFFERS
+        self._returned: dict[Chunk, Mark] = {}
         self._turn = 0
-        self.updated: Ticket = DONE
-        self.downloaded: Ticket = DONE
+        self.updated: Mark = DONE
+        self.downloaded: Mark = DONE
 
-    def carry(self, update: ChunkUpdate) -> Iterator[Ticket]:
-        """Update every chunk, and yield its ticket once that is queued. Gradients are kept until then by the caller."""
+    def carry(self, update: ChunkUpdate) -> Iterator[Mark]:
+        """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then."""
         self._update.follow()
         for chunk in update.chunks:
             number, self._turn = self._turn, (self._turn + 1) % _BUFFERS
             yield self._pass(number, chunk, update)
 
-    def _pass(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Ticket:
+    def _pass(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Mark:
         home = chunk.slab.part(chunk.start, chunk.stop)
         here = tuple(
-            None if at_home is None else buffer.view(at_home.dtype)[: chunk.stop - chunk.start]
-            for buffer, at_home in zip(self._buffers[number], home)
+            None if stored is None else buffer.view(stored.dtype)[: chunk.stop - chunk.start]
+            for buffer, stored in zip(self._buffers[number], home)
         )
 
         def update_parts() -> None:
             for part in chunk.parts:
-                update.apply(part, update.gradient(part), here, update.weight(part))
+                update.apply(part, here)
 
         self._upload.after(self._emptied[number])
-        self._upload.after(self._at_home.get(chunk, DONE))
+        self._upload.after(self._returned.get(chunk, DONE))
         self._upload.run(lambda: _copy(here, home))
         self._update.after(self._upload.mark())
         self._update.run(update_parts)
         self.updated = self._update.mark()
         self._download.after(self.updated)
         self._download.run(lambda: _copy(home, here))
-        self._emptied[number] = self._at_home[chunk] = self.downloaded = self._download.mark()
+        self._emptied[number] = self._returned[chunk] = self.downloaded = self._download.mark()
         return self.updated
 
 

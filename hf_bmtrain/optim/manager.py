@@ -1,4 +1,4 @@
-"""The end of a step: mean gradients in, one update out, or a skipped step."""
+"""The end of a step: mean gradients come in, and every optimizer makes one update, or none does."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from typing import Any
 import torch
 
 from ..ops.host_flag import HostFlag
+from ..ops.torch_internals import WithoutTorchFunction, amp_update_scale_, foreach_div_, foreach_mul_
 from ..runtime.world import current_world
 from .adam import AdamOptimizer
-from .checkpoint import load_sharded, load_whole, sharded_state, whole_state
+from .checkpoint import gathered_state, load_gathered, load_sharded, sharded_state
 from .norm import global_norm
 
 _log = logging.getLogger("hf_bmtrain")
 
 
 class OptimManager:
-    """Drives optimizers and their schedulers: loss scale, clipping, skipping.
+    """Steps optimizers and their schedulers, with loss scaling, clipping and skipping of steps that overflow.
 
-        manager.zero_grad(); manager.backward(loss); manager.clip_grad_norm(optimizer.param_groups, 1.0); manager.step()
+        manager.add_optimizer(optimizer, lr_scheduler)
+        for batch in batches:
+            manager.zero_grad()
+            manager.backward(model(batch))
+            manager.clip_grad_norm(optimizer.param_groups, 1.0)
+            manager.step()
 
-    loss_scale: the first scale, a power of two (for fp16), or None for none. It is multiplied by
-    loss_scale_factor after loss_scale_steps clean steps in a row (defaults: the world's, 2 and 1024) up to
-    max_loss_scale; on a non-finite gradient it is divided by the factor while it is above min_loss_scale, the
-    gradients are zeroed, and neither optimizers nor schedulers step. Without a loss scale such a step is skipped
+    loss_scale: the initial scale, a power of two (for fp16), or None for no scaling. It is multiplied by
+    loss_scale_factor after loss_scale_steps clean steps in a row (defaults: the world's, 2 and 1024), up to
+    max_loss_scale. If a gradient is inf or nan, the scale is divided by the factor while it is above min_loss_scale,
+    the gradients are zeroed, and neither optimizers nor schedulers step. Without a loss scale such a step is skipped,
     too.
 
-    With AdamOptimizer nothing waits for the device: norm, clipping, unscaling and skipping are scalars on it.
-    Whether a step was skipped is read at the next `backward` or `step`, when the device has long known it;
-    schedulers advance then. On CPU they advance at once. Other optimizers wait for that answer in `step`. While a
-    CUDA graph is captured nothing is read: schedulers, and gradients after a skip, are then the replayer's matter.
+    With AdamOptimizer the host never waits for the device: norm, clip factor, scale and skip flag are scalars on the
+    device. The host reads the skip flag in the next `backward` or `step`, when it has long arrived, and advances the
+    schedulers then; on CPU it does so at once. Other optimizers wait for the flag in `step`.
     """
 
     def __init__(
@@ -45,18 +50,22 @@ class OptimManager:
         world = current_world()
         if loss_scale is not None and loss_scale <= 0:
             raise ValueError(f"loss_scale must be positive or None, not {loss_scale}")
-        self._device, self._lane = world.device, world.step.reduce
+        self._device, self._reduce = world.device, world.reduce
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
         self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
         self._bounds = min_loss_scale, max_loss_scale
         self._scale = self._scalar(loss_scale) if loss_scale is not None else None
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
+        # Of the step in preparation: the clip factor of optimizers clipped as a whole, which apply it in their update;
+        # the ids of the parameters whose gradients are known to be finite or not; and whether one of those is not.
         self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}
         self._checked: set[int] = set()
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
-        self._unread: HostFlag | None = None
-        self._used_early = False
-        self._stepped: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
+        # Of the last step: whether it was skipped, until the host reads it; whether a backward made a part of it; and
+        # the gradients with their versions, to be dropped after a skipped step unless they have changed since.
+        self._skipped: HostFlag | None = None
+        self._updated_in_backward = False
+        self._used: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
 
@@ -69,9 +78,9 @@ class OptimManager:
         return None if self._scale is None else float(self._scale)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """`step` will step `optimizer`, then `lr_scheduler` (anything with a `step()`).
+        """Let `step` step `optimizer`, then `lr_scheduler` (any object with a `step()`).
 
-        ValueError for an optimizer that was made before its model was sharded: it would train nothing.
+        ValueError for an optimizer that was made before its model was sharded, which would train nothing.
         """
         stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
         if stale:
@@ -85,15 +94,16 @@ class OptimManager:
             optimizer.loss_scale = self._scale
 
     def zero_grad(self) -> None:
+        """Set the gradients of every optimizer to None."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self._stepped = []  # or their memory would not be free in the next forward
+        self._used = []  # or their memory would not be free in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Backward of `loss` (a scalar) times the loss scale."""
+        """Run the backward of `loss` (a scalar) times the loss scale."""
         if loss is None:
             raise ValueError("backward() needs the loss: call manager.backward(loss).")
-        self._settle()
+        self._end_last_step()
         if self._scale is not None:
             loss = loss.float() * self._scale
         loss.backward()
@@ -103,27 +113,26 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Scale these gradients so that their norm over all ranks is at most `max_norm`.
+        """Scale these gradients by max_norm / (norm + eps), as torch.nn.utils.clip_grad_norm_ does, if that is below 1.
 
-        The gradients of a whole optimizer are scaled inside its update, others in place.
-
-        Returns the unscaled norm before clipping, a float32 scalar on the device (formatting it waits). scale is
-        BMTrain's and ignored: the manager knows the loss scale. Collective. Gradients are scaled by
-        max_norm / (norm + eps), as in torch.nn.utils.clip_grad_norm_. RuntimeError after `update_in_backward`, which
-        has used them.
+        norm is over all ranks and without the loss scale. Where all gradients of an optimizer are clipped, its update
+        scales them; others are scaled in place. Returns the norm before clipping, a float32 scalar on the device
+        (formatting it waits). scale: BMTrain's, ignored, because the manager knows the loss scale. Collective.
+        RuntimeError after `update_in_backward`, which has used the gradients.
         """
         parameters = [p for group in param_groups for p in group["params"] if p.grad is not None]
         chosen = {id(p) for p in parameters}
-        if any(_updated_in_backward(o) and chosen & {id(p) for p in _with_gradient(o)} for o in self.optimizers):
+        early = [o for o in self.optimizers if _updated_in_backward(o)]
+        if any(id(p) in chosen for o in early for p in _with_gradient(o)):
             raise RuntimeError(
                 "clip_grad_norm after update_in_backward(): these gradients have been used during the backward. Leave "
                 "one of the two out; torch.nn.utils.get_total_norm of the gradients gives their norm."
             )
         whole = [o for o in self.optimizers if chosen.issuperset(id(p) for p in _with_gradient(o))]
-        for optimizer in list(self._clips):  # clipped before: this norm is that of the clipped gradients
+        for optimizer in list(self._clips):  # clipped before, and this norm is that of the clipped gradients
             earlier = _with_gradient(optimizer)
             if any(id(p) in chosen for p in earlier):
-                torch._foreach_mul_([p.grad for p in earlier], self._clips.pop(optimizer))
+                foreach_mul_([p.grad for p in earlier], self._clips.pop(optimizer))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
             norm = norm / self._scale
@@ -132,35 +141,40 @@ class OptimManager:
         in_updates = {id(p) for optimizer in whole for p in _with_gradient(optimizer)}
         rest = [p.grad for p in parameters if id(p) not in in_updates]
         if rest:
-            torch._foreach_mul_(rest, factor)
+            foreach_mul_(rest, factor)
         return norm
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every optimizer, or none of any where a gradient is inf or nan."""
+        """Make one update of every optimizer, or none of any if a gradient is inf or nan. Collective."""
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer: call add_optimizer first.")
-        self._settle()
+        # 1. The last step is over: advance its schedulers, or drop its gradients if it was skipped.
+        self._end_last_step()
+        # 2. Find out whether all gradients are finite; clipping has done so for those that it measured.
         unchecked = [p for o in self.optimizers for p in _with_gradient(o) if id(p) not in self._checked]
         if unchecked:
             self._check(unchecked, 2.0)
-        self._used_early = any(_updated_in_backward(o) for o in self.optimizers)
+        # 3. Update the weights, or not: the flag is on the device, and AdamOptimizer reads it there.
+        self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
         for optimizer in self.optimizers:
             self._update(optimizer, self._divisor(optimizer))
+        # 4. Adapt the loss scale.
         if self._scale is not None:
-            torch._amp_update_scale_(
+            amp_update_scale_(
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        self._unread = HostFlag.send(self._found_inf)
-        with torch._C.DisableTorchFunctionSubclass():  # a GradSlice's version is asked for like any tensor's
-            self._stepped = [(p, p.grad, p.grad._version) for o in self.optimizers for p in _with_gradient(o)]
+        # 5. Send the flag to the host, which reads it in the next step; on CPU it is there already.
+        self._skipped = HostFlag(self._found_inf)
+        with WithoutTorchFunction():  # read a GradSlice's version like that of any tensor
+            self._used = [(p, p.grad, p.grad._version) for o in self.optimizers for p in _with_gradient(o)]
         self._forget_norms()
-        if self._unread is not None and self._unread.immediate:
-            self._settle()
+        if self._skipped.immediate:
+            self._end_last_step()
 
     def _divisor(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        """What the optimizer's gradients are still to be divided by: loss scale over clip factor."""
+        """The number by which the optimizer's gradients are still to be divided: loss scale over clip factor."""
         clip = self._clips.get(optimizer)
         if clip is None:
             return self._scale
@@ -176,12 +190,12 @@ class OptimManager:
         elif not self._found_inf.item():
             gradients = [p.grad for p in _with_gradient(optimizer)]
             if gradients and divisor is not None:
-                torch._foreach_div_(gradients, divisor)
+                foreach_div_(gradients, divisor)
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """The global norm of the parameters' gradients as they lie; notes whether it is finite."""
-        norm = global_norm(parameters, order, self._lane, self._device)
+        """Return the global norm of the parameters' gradients as they are, and note whether it is finite."""
+        norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, _non_finite(norm), out=self._found_inf)
         self._checked.update(id(p) for p in parameters)
         return norm.float()
@@ -189,20 +203,20 @@ class OptimManager:
     def _forget_norms(self) -> None:
         self._clips.clear()
         self._checked.clear()
-        self._found_inf.zero_()  # in place: a captured step finds it where it was
+        self._found_inf.zero_()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Optimizers, schedulers and loss scale, copied into host memory, to save with torch.save. Collective.
+        """Return optimizers, schedulers and loss scale, copied into host memory, to save with torch.save. Collective.
 
-        gather_opt: the optimizers' state whole, on rank 0 (elsewhere without tensors), for any number of ranks.
-        Otherwise every rank gets its own part, to be saved and loaded by that rank of an equally large world.
+        gather_opt: gather the optimizers' whole state on rank 0 (other ranks get no tensors), to be loaded by any
+        number of ranks. Otherwise every rank gets its own part, to be loaded by that rank of an equally large world.
         """
         world = current_world()
         world.assemble("OptimManager.state_dict")
-        self._settle()
-        collect = whole_state if gather_opt else sharded_state
+        self._end_last_step()
+        collect = gathered_state if gather_opt else sharded_state
         return {
             "optimizers": [collect(optimizer, world) for optimizer in self.optimizers],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
@@ -213,8 +227,8 @@ class OptimManager:
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
         """Continue from `state_dict`, after `add_optimizer` was called as it was then.
 
-        A state saved with gather_opt is given whole to every rank; gather_opt need not be said. ValueError, with
-        nothing changed in the manager's own numbers, for a state of other optimizers or of another manager.
+        Give a state saved with gather_opt to every rank, whole; passing gather_opt is optional. ValueError, with the
+        manager's own numbers unchanged, for a state of other optimizers or of another manager.
         """
         states, schedulers = state_dict["optimizers"], state_dict["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
@@ -228,12 +242,12 @@ class OptimManager:
                 f"saved with loss_scale {state_dict['loss_scale']}, this manager has {self.loss_scale}: make "
                 "OptimManager with the same choice of a loss scale or None."
             )
-        self._settle()
+        self._end_last_step()
         for optimizer, state in zip(self.optimizers, states):
-            whole = "sliced" in state
-            if gather_opt is not None and whole != gather_opt:
-                raise ValueError(f"the state was saved with gather_opt={whole}: load it with that, or leave it out.")
-            load_whole(optimizer, state) if whole else load_sharded(optimizer, state, current_world())
+            gathered = "sliced" in state
+            if gather_opt is not None and gathered != gather_opt:
+                raise ValueError(f"the state was saved with gather_opt={gathered}: load it with that, or leave it out.")
+            load_gathered(optimizer, state) if gathered else load_sharded(optimizer, state, current_world())
         for scheduler, state in zip(self.schedulers, schedulers):
             if scheduler is not None:
                 scheduler.load_state_dict(state)
@@ -241,21 +255,21 @@ class OptimManager:
             self._scale.fill_(state_dict["loss_scale"])
         self._clean_steps.fill_(state_dict["clean_steps"])
 
-    # -- what the device found ----------------------------------------------------------------------------------
+    # -- the end of the last step -------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Advance the schedulers past the last step, or take note that it was skipped."""
-        if self._unread is None:
+    def _end_last_step(self) -> None:
+        """Read whether the last step was skipped: drop its gradients then, otherwise advance the schedulers."""
+        if self._skipped is None:
             return
-        skipped, self._unread = self._unread.read(), None
-        stepped, self._stepped = self._stepped, []
-        if skipped and self._used_early:
+        skipped, self._skipped = self._skipped.read(), None
+        used, self._used = self._used, []
+        if skipped and self._updated_in_backward:
             raise RuntimeError(
                 "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped: "
                 "the weights are spoilt. Go on from a checkpoint, without update_in_backward."
             )
         if skipped:
-            for parameter, gradient, version in stepped:  # not those that a backward has made since
+            for parameter, gradient, version in used:  # not those that a backward has made since
                 if parameter.grad is gradient and gradient._version == version:
                     parameter.grad = None
             scale = "no loss scale" if self._scale is None else f"the loss scale is now {self.loss_scale:g}"
@@ -267,7 +281,7 @@ class OptimManager:
 
 
 def _non_finite(norm: torch.Tensor) -> torch.Tensor:
-    """1.0 where the norm is inf or nan, else 0.0; shape (1,) as torch's fused optimizers want it."""
+    """1.0 if the norm is inf or nan, else 0.0; shape (1,), as torch's fused optimizers want it."""
     return torch.isfinite(norm).logical_not().float().reshape(1)
 
 
@@ -276,4 +290,4 @@ def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
 
 
 def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, AdamOptimizer) and optimizer.updated_in_backward
+    return getattr(optimizer, "updated_in_backward", False)  # AdamOffloadOptimizer's

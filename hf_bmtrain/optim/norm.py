@@ -9,23 +9,26 @@ import torch
 
 from ..comm.collectives import Communicator
 from ..ops.grad_norm import accumulate_squared_norm
-from ..sharding.buffer import DistributedParameter
+from ..ops.torch_internals import foreach_norm
+from ..sharding.parameter import DistributedParameter
 from .runs import Run, neighbours
 
 
-def global_norm(parameters: Sequence[Any], order: float, lane: Communicator, device: torch.device) -> torch.Tensor:
-    """The norm of the parameters' `.grad`s over all ranks: a scalar on `device`, inf or NaN if an element is.
+def global_norm(
+    parameters: Sequence[Any], order: float, communicator: Communicator, device: torch.device
+) -> torch.Tensor:
+    """Return the norm of the parameters' `.grad`s over all ranks: a scalar on `device`, inf or NaN if an element is.
 
-    The 2-norm reads every gradient once, a flat range at a time, or not at all where its reduction has measured it; it
-    adds squares in float64 and is a float64. Other orders go through torch in float32. One scalar is all-reduced.
-    Ordinary parameters count once, not once a rank.
+    The 2-norm reads every gradient once, a flat range at a time, or not at all if its reduction has measured it; it
+    adds squares in float64 and is a float64. Other orders are computed by torch in float32. One scalar is all-reduced.
+    Ordinary parameters count once, not once per rank. ValueError unless order > 0.
     """
     if order <= 0:
         raise ValueError(f"norm_type must be positive or inf, not {order}")
     infinite = order == float("inf")
     add = _squares if order == 2 else _powers
     sliced = add([p for p in parameters if isinstance(p, DistributedParameter)], order, device)
-    lane.all_reduce(sliced, maximum=infinite).wait()
+    communicator.all_reduce(sliced, maximum=infinite).wait()
     own = add([p for p in parameters if not isinstance(p, DistributedParameter)], order, device)
     total = torch.maximum(sliced, own) if infinite else sliced.add_(own)
     return total[0] if infinite else total[0].pow(1.0 / order)
@@ -51,7 +54,7 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 
 
 def _measured(members: list) -> torch.Tensor | None:
-    """The squares of neighbouring slices' gradients, (k,) float64, where their reduction has measured them."""
+    """The sums of squares of neighbouring slices' gradients, (k,) float64; None if no reduction has measured them."""
     if not isinstance(members[0], DistributedParameter):
         return None
     return members[0].buffer.gradient.squares([piece.index for piece in members])
@@ -62,13 +65,13 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
     if not filled:
         return torch.zeros(1, dtype=torch.float32, device=device)
-    norms = torch.stack(torch._foreach_norm(filled, order, dtype=torch.float32))
+    norms = torch.stack(foreach_norm(filled, order, dtype=torch.float32))
     return norms.max().reshape(1) if order == float("inf") else norms.pow(order).sum().reshape(1)
 
 
 def _flat(members: list) -> list[torch.Tensor]:
-    """1-D tensors that hold every element of neighbouring parameters' `.grad`s once, and zeros; as few as may be."""
-    lying = Run.over(members).lying() if isinstance(members[0], DistributedParameter) else None
-    if lying is not None:
-        return [lying]
+    """1-D tensors that hold every element of neighbouring parameters' `.grad`s once, and zeros; as few as possible."""
+    flat = Run.over(members).flat_gradient() if isinstance(members[0], DistributedParameter) else None
+    if flat is not None:
+        return [flat]
     return [p.grad.as_subclass(torch.Tensor).reshape(-1) for p in members if p.grad is not None]

@@ -1,21 +1,24 @@
-"""Optimizer state in host memory: runs side by side in slabs, cut into chunks that travel."""
+"""Optimizer state in host memory: runs side by side in slabs, cut into chunks that go to the device and back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..ops.adam_step import Elements
 from ..ops.pinned import pinned_bytes
+from ..ops.residual import Master
 from .runs import Run
+from .state import RunState
 
 SLAB_ELEMENTS = 1 << 28
 """A run with more gets a slab of its own."""
 CHUNK_ELEMENTS = 1 << 22
-"""16 MiB of float32: long enough for full speed over PCIe, short beside a step."""
+"""16 MiB of float32: long enough for full speed over PCIe, short compared with a step."""
 ALIGNMENT = 64
-"""Elements between which runs begin, so that a run lies in a slab as it does in a shard."""
+"""Runs begin at multiples of so many elements, so that a run is aligned in a slab as it is in a shard."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class Slab:
     def allocate(
         cls, numel: int, master: torch.dtype | None, exp_avg: torch.dtype, device: torch.device, purpose: str
     ) -> Slab:
-        """Zeroed state of `numel` elements, in one piece of memory that `device` reads directly."""
+        """Allocate zeroed state of `numel` elements, in one piece of memory that `device` reads directly."""
         dtypes = [dtype for dtype in (master, exp_avg, torch.float32) if dtype is not None]
         sizes = [numel * dtype.itemsize for dtype in dtypes]
         memory = pinned_bytes(sum(sizes), device, purpose)
@@ -48,7 +51,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run lies in its slab."""
+    """The position of a run in its slab."""
 
     slab: Slab
     start: int
@@ -65,7 +68,7 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """Neighbouring elements of one slab, moved at once; parts: what of it belongs to which run."""
+    """Neighbouring elements of one slab, copied at once; parts: the pieces of runs that it consists of."""
 
     slab: Slab
     start: int
@@ -76,7 +79,7 @@ class Chunk:
 def allocate_slabs(
     runs: Sequence[Run], masters: Sequence[torch.dtype | None], exp_avg_dtype: torch.dtype
 ) -> dict[Run, Place]:
-    """A place for every run, side by side in the order given. RuntimeError where memory does not suffice.
+    """Allocate a place for every run, side by side in the order given. RuntimeError where memory does not suffice.
 
     masters: the dtype of each run's master, None for none; a slab holds those of one dtype.
     """
@@ -99,7 +102,7 @@ def allocate_slabs(
 
 
 def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> list[Chunk]:
-    """The chunks that hold `runs`, whose numbers are taken in the `order` given."""
+    """Cut the state of `runs`, whose numbers are taken in the `order` given, into chunks."""
     chunks: list[Chunk] = []
     for number in order:
         place, numel = places[runs[number]], runs[number].weights.numel()
@@ -114,3 +117,30 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
             chunk.parts.append(Part(number, of_run, slice(at - chunk.start, chunk.stop - chunk.start)))
             at = chunk.stop
     return chunks
+
+
+class ChunkUpdate:
+    """One step of runs whose state comes in chunks: their gradients and weights, and the arithmetic for each part.
+
+    chunks: all those of the runs. gradients: (n,) of each run, by its number, on the parameters' device.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        states: Sequence[RunState],
+        runs: Sequence[int],
+        update: Callable[[int, Elements], object],
+    ) -> None:
+        """runs: the numbers of those that step. update(number, elements): updates `elements` of that run in place."""
+        self.chunks, self._states, self._update = chunks, states, update
+        self.gradients = {number: states[number].run.gradient() for number in runs}
+
+    def apply(self, part: Part, state: Sequence[torch.Tensor | None]) -> None:
+        """Update one part of a chunk whose `state`, (master, exp_avg, exp_avg_sq), is on the device."""
+        stored, exp_avg, exp_avg_sq = (None if tensor is None else tensor[part.of_chunk] for tensor in state)
+        assert exp_avg is not None and exp_avg_sq is not None
+        run_state = self._states[part.run]
+        master = Master(run_state.run.weights[part.of_run], stored, exp_avg_sq)
+        gradient = self.gradients[part.run][part.of_run]
+        self._update(part.run, Elements(gradient, master, exp_avg, run_state.index_base + part.of_run.start))

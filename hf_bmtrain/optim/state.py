@@ -1,4 +1,4 @@
-"""What AdamW keeps of a run."""
+"""The AdamW state of a run, and of one parameter as its run keeps it and as a state dict shows it."""
 
 from __future__ import annotations
 
@@ -8,98 +8,103 @@ from dataclasses import dataclass
 import torch
 
 from ..ops.adam_step import Elements
-from ..ops.residual import follow
+from ..ops.residual import Master
 from ..sharding.buffer import ShardedBuffer
 from .runs import Run
 
-_PIECE = 1 << 20  # elements at once, for the sake of memory
+ParameterState = dict[str, torch.Tensor]
+"""step; exp_avg and exp_avg_sq, (n,); for half-precision weights the float32 "master", (n,), or for bfloat16 ones the
+int16 "residual" in its place, and then exp_avg_sq carries marks (ops/residual.py)."""
 
 
 @dataclass(eq=False)
 class RunState:
-    """What the optimizer keeps of one run.
+    """What AdamW keeps of one run of n elements.
 
-    master, exp_avg_sq: float32 (n,); master is the weights themselves where those are float32. Or, for bfloat16
-    weights, master is their int16 residuals and exp_avg_sq carries the marks (ops/residual.py). exp_avg: float32 or
-    bfloat16 (n,). step: float32 (), steps taken. index_base: the number of element 0 among all of the optimizer's,
-    the same for any number of ranks. version: of the weights, when the optimizer last wrote them.
+    master: the float32 masters as they are stored, with exp_avg_sq, (n,) float32. exp_avg: (n,) float32 or bfloat16.
+    step: float32 (), the steps taken. index_base: the number of element 0 among all of the optimizer's, the same for
+    any number of ranks. version: that of the weights when the optimizer last wrote them, -1 before.
     """
 
     run: Run
-    master: torch.Tensor
+    master: Master
     exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
     step: torch.Tensor
     index_base: int
     version: int = -1
 
     @property
-    def weight(self) -> torch.Tensor | None:
-        """The half-precision weights that are the master's rounding, None where there are none."""
-        return None if self.master is self.run.weights else self.run.weights
+    def is_stale(self) -> bool:
+        """True if someone else has written the weights of float32 masters (a load, an average) since the last step.
 
-    @property
-    def stale(self) -> bool:
-        """Whether someone else has written the weights of float32 masters (a load, an average) since the last step.
-
-        Residuals lie on the weights, whichever those are."""
-        beside = self.weight is not None and self.master.dtype == torch.float32
-        return beside and self.version not in (-1, self.run.weights._version)
-
-    def heed_writes(self) -> None:
-        """The float32 master follows the weights where they are no longer its rounding."""
-        follow_writes(self.master, self.run.weights)
+        Residuals follow the weights by themselves."""
+        apart = self.master.stored is not None and not self.master.is_residual
+        return apart and self.version not in (-1, self.run.weights._version)
 
     def elements(self) -> Elements:
-        """All of the run, for one step with the gradient that lies there."""
-        gradient = self.run.gradient()
-        return Elements(gradient, self.master, self.exp_avg, self.exp_avg_sq, self.weight, self.index_base)
+        """All of the run, for one step with its current gradient."""
+        return Elements(self.run.gradient(), self.master, self.exp_avg, self.index_base)
 
-    def views(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    def views(self, parameter: torch.nn.Parameter) -> ParameterState:
         """One parameter's part, under the names of torch's AdamW."""
-        part = slice(self.run.begin(parameter), self.run.begin(parameter) + parameter.numel())
-        views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.exp_avg_sq[part]}
-        if self.weight is None:
+        begin = self.run.begin(parameter)
+        part, stored = slice(begin, begin + parameter.numel()), self.master.stored
+        views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
+        if stored is None:
             return views
-        return {**views, "master" if self.master.dtype == torch.float32 else "residual": self.master[part]}
+        return {**views, "residual" if self.master.is_residual else "master": stored[part]}
 
 
-def new_state(
-    run: Run, master: torch.dtype | None, exp_avg: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(master, exp_avg, exp_avg_sq) of a run before its first step, where its weights are.
+def new_state(run: Run, master: torch.dtype | None, exp_avg: torch.dtype) -> tuple[Master, torch.Tensor]:
+    """Allocate the masters and exp_avg of a run before its first step, on the device of its weights.
 
-    master: float32; int16 for residuals; None where the weights are their own.
+    master: the dtype in which masters are stored, None where the weights are their own.
     """
     weights = run.weights
-    if master is None:
-        first = weights
-    elif master == torch.float32:
-        first = weights.float()
-    else:
-        first = torch.zeros_like(weights, dtype=master)  # the residual of a master that is the weight
-    return first, torch.zeros_like(weights, dtype=exp_avg), torch.zeros_like(weights, dtype=torch.float32)
-
-
-def follow_writes(master: torch.Tensor, weights: torch.Tensor) -> None:
-    """`master` (float32, in place) follows half-precision `weights`, of any device, that are no longer its rounding.
-
-    A bfloat16 weight takes its master along, at the distance that it had from its rounding: at most half a unit in the
-    last place, and the master rounds to the weight. (A residual is nothing but that distance, which does not tell
-    which weights were written; so this is what both forms do.) The master of a float16 weight is the weight.
-    """
-    weights = weights.to(master.device)
-    if weights.dtype == torch.bfloat16:
-        return follow(master, weights)
-    for p, w in zip(master.split(_PIECE), weights.split(_PIECE)):
-        p.copy_(torch.where(w == p.to(w.dtype), p, w.float()))
+    stored = None if master is None else torch.empty_like(weights, dtype=master)
+    masters = Master(weights, stored, torch.zeros_like(weights, dtype=torch.float32))
+    masters.reset()
+    return masters, torch.zeros_like(weights, dtype=exp_avg)
 
 
 def by_owner(
     states: Sequence[RunState], numbers: Sequence[int]
 ) -> dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]]:
-    """The states with these numbers by whose elements they hold, in the order of the elements."""
+    """Group the states with these numbers by buffer (or ordinary parameter), in the order of their elements."""
     owners: dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]] = {}
     for number in sorted(numbers, key=lambda number: states[number].index_base):
         owners.setdefault(states[number].run.owner, {})[number] = states[number]
     return owners
+
+
+def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
+    """Return what a state dict has of the state `held`: float32 masters of the weights as they are now, and no marks.
+
+    loaded: the state comes from a file and is in no run yet, so its master wins over the weights.
+    A master and exp_avg_sq joined from residuals are new and in host memory, wherever the residuals are: on the device
+    they would take 8 bytes more per element. All other tensors are the optimizer's own.
+    """
+    weights = parameter.detach().view(-1)
+    if "residual" in held:
+        master, exp_avg_sq = Master(weights, held["residual"], held["exp_avg_sq"]).read(torch.device("cpu"))
+        return {"step": held["step"], "exp_avg": held["exp_avg"], "exp_avg_sq": exp_avg_sq, "master": master}
+    if "master" in held and not loaded:
+        Master(weights, held["master"], held["exp_avg_sq"]).follow_weight()
+    return held
+
+
+def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
+    """Move the state that a parameter had `earlier` into `views`, its place in the flat tensors of a run.
+
+    loaded: `earlier` comes from a file; otherwise it is that of another run, and what was written to the weights since
+    counts. Where a float32 master becomes a residual the weights are written: with the bits that they have, unless
+    the file is of other weights.
+    """
+    if not ("residual" in earlier and "residual" in views):
+        earlier = shown(parameter, earlier, loaded)
+    for name, view in views.items():
+        if name in earlier and name != "master":
+            view.copy_(earlier[name].reshape(view.shape))
+    stored = views.get("residual", views.get("master"))
+    if stored is not None and "master" in earlier:
+        Master(parameter.detach().view(-1), stored, views["exp_avg_sq"]).write(earlier["master"])

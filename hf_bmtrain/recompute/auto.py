@@ -1,4 +1,4 @@
-"""One block's part in the plan of use_checkpoint="auto"."""
+"""The policy of one block with use_checkpoint="auto"."""
 
 from __future__ import annotations
 
@@ -8,59 +8,55 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..ops.torch_internals import pytree, top_saved_tensors_hooks
 from ..sharding.buffer import ShardedBuffer
-from .policy import UseCheckpoint
-from .random_state import RandomState
-from .saved_bytes import SavedBytes, saving_hooks
+from .memory import SavedBytes
 
 Shapes = tuple[torch.Size, ...]
 
 
 class Block(Protocol):
-    """What is planned for."""
+    """The part of a block's state that a plan reads and sets."""
 
     buffers: list[ShardedBuffer]
     zero_level: int
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One forward of a block: the shapes of its inputs, the bytes it would keep, how many then waited for backward."""
+class Measurement:
+    """Forwards of one block: the shapes of their inputs, the most bytes one saves, the most that awaited a backward."""
 
     shapes: Shapes
     nbytes: int
     calls: int
 
-    def or_more(self, other: Measure) -> Measure:
-        return Measure(self.shapes, max(self.nbytes, other.nbytes), max(self.calls, other.calls))
+    def maximum(self, other: Measurement) -> Measurement:
+        return Measurement(self.shapes, max(self.nbytes, other.nbytes), max(self.calls, other.calls))
 
 
 class Owner(Protocol):
-    """The planner: see `planner.Planner`."""
+    """The planner of all blocks: see `planner.Planner`."""
 
     measuring: bool
 
     @property
     def in_backward(self) -> bool: ...
-    def enter(self) -> None: ...
+    def begin_forward(self) -> None: ...
     def measure(self) -> None: ...
-    def note(self, share: Share, measure: Measure) -> None: ...
-    def before_backward(self) -> None: ...
-    def before_recomputation(self) -> None: ...
-    def remember_draws(self) -> RandomState: ...
-    def take_back(self, share: Share) -> None: ...
+    def add(self, block: AutoCheckpoint, measurement: Measurement) -> None: ...
+    def mark(self, recomputed: bool) -> None: ...
 
 
-class Share:
-    """One block's part: what its activations take, for which inputs that is known, and whether it keeps them.
+class AutoCheckpoint:
+    """Recomputes a block or keeps its activations, as the planner's plan says.
 
-    Inputs are known by the shapes of the tensors among them; those that are in no dimension larger than measured ones
-    take no more. nbytes: the most measured in a forward, times `calls`, the most forwards ahead of one backward.
+    kept: whether the plan keeps the block's activations.
+    calls: the most forwards measured ahead of one backward.
+
+    A plan holds for inputs whose tensors are in no dimension larger than those of one measured forward: such inputs
+    take no more memory. Larger inputs start a measurement.
     """
-
-    use_checkpoint: UseCheckpoint = "auto"
 
     def __init__(self, planner: Owner, block: Block) -> None:
         self._planner, self.block = planner, block
@@ -71,21 +67,32 @@ class Share:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the block's activations: the most measured in a forward, times `calls`."""
         return self._most * self.calls
 
     @property
     def parameters(self) -> int:
-        """Bytes of the whole parameters, 0 where nothing frees them between forward and backward."""
+        """Bytes of the whole parameters; 0 where they are not released between forward and backward anyway."""
         if self.block.zero_level == 2:
             return 0
         return sum(b.layout.numel * b.shard.dtype.itemsize for b in self.block.buffers if b.sharded)
 
-    def enter(self) -> None:
-        self._planner.enter()
+    @property
+    def recorder(self) -> AutoCheckpoint | None:
+        """This object while its planner measures the pass, otherwise None."""
+        return self if self._planner.measuring else None
 
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        """Someone else's checkpoint, or offloading, around the block has its own way with activations: as if True."""
-        if self._planner.in_backward or saving_hooks() is not None:
+        """Return whether the training forward that is about to begin is recomputed in backward.
+
+        Called before the block is gathered. Collective in the first forward of a pass, until there is a plan.
+        pending: the number of the block's forwards whose backward is to come.
+
+        True as well under saved-tensor hooks of others (a checkpoint or offloading around the block), which decide
+        themselves what is kept.
+        """
+        self._planner.begin_forward()
+        if self._planner.in_backward or top_saved_tensors_hooks(True) is not None:
             return True
         if not self._fits(_shapes(args, kwargs)):
             self._planner.measure()
@@ -97,8 +104,9 @@ class Share:
         return shapes in self._fitting
 
     @contextmanager
-    def counting(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        if not self._planner.measuring or self._planner.in_backward:
+    def count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
+        """Under `with`, count the bytes that autograd saves in the block's first forward."""
+        if self._planner.in_backward:
             yield
             return
         held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -106,31 +114,22 @@ class Share:
         saved = SavedBytes(held)
         with saved.counting():
             yield
-        self._planner.note(self, Measure(_shapes(args, kwargs), saved.nbytes, pending + 1))
+        self._planner.add(self, Measurement(_shapes(args, kwargs), saved.nbytes, pending + 1))
 
-    def learn(self, measure: Measure) -> None:
-        self._most, self.calls = max(self._most, measure.nbytes), max(self.calls, measure.calls)
-        self._measured = [shapes for shapes in self._measured if not _within(shapes, measure.shapes)]
-        self._measured.append(measure.shapes)
-        self._fitting.add(measure.shapes)
+    def mark(self, recomputed: bool) -> None:
+        """Mark the start of the block's backward or, with `recomputed`, the start of its recomputation."""
+        self._planner.mark(recomputed)
 
-    def remember_draws(self) -> RandomState | None:
-        return self._planner.remember_draws()
-
-    def take_back(self) -> None:
-        self._planner.take_back(self)
-
-    def before_backward(self) -> None:
-        if self._planner.measuring:
-            self._planner.before_backward()
-
-    def before_recomputation(self) -> None:
-        if self._planner.measuring:
-            self._planner.before_recomputation()
+    def learn(self, measurement: Measurement) -> None:
+        """Accept a measurement whose backward has ended."""
+        self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
+        self._measured = [shapes for shapes in self._measured if not _within(shapes, measurement.shapes)]
+        self._measured.append(measurement.shapes)
+        self._fitting.add(measurement.shapes)
 
 
 def _shapes(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Of the tensors among the arguments or, where there are none, inside of them."""
+    """Return the shapes of the tensors among the arguments or, where none is a tensor, of those inside them."""
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
         return shapes
@@ -138,7 +137,7 @@ def _shapes(args: tuple, kwargs: dict[str, Any]) -> Shapes:
 
 
 def _within(shapes: Shapes, measured: Shapes) -> bool:
-    """Whether no tensor is larger in any dimension than the measured one in its place."""
+    """Return whether no tensor is larger in any dimension than the measured one at its position."""
     return [len(shape) for shape in shapes] == [len(shape) for shape in measured] and all(
         size <= most for shape, other in zip(shapes, measured) for size, most in zip(shape, other)
     )

@@ -1,10 +1,14 @@
-"""What a device has, and what this process uses of it."""
+"""Measurements of memory: of the device, and of what autograd saves."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
+
+from ..ops.torch_internals import StorageWeakRef, top_saved_tensors_hooks
 
 _SMALLEST_RESERVE = 2 << 30
 
@@ -13,25 +17,25 @@ class Memory(Protocol):
     """Bytes of one device, as its caching allocator counts them."""
 
     def allocated(self) -> int:
-        """In tensors, now."""
+        """Return the bytes that tensors take now."""
         ...
 
     def peak(self) -> int:
-        """The most since `reset_peak`."""
+        """Return the most bytes that tensors have taken since `reset_peak`."""
         ...
 
     def reset_peak(self) -> None: ...
 
     def usable(self) -> int:
-        """The most that tensors of this process may take."""
+        """Return the most bytes that tensors of this process may take."""
         ...
 
 
 class DeviceMemory:
-    """Memory of a device whose torch module can tell. Nothing here waits for the device.
+    """The memory of a device whose torch module reports it. No method waits for the device.
 
-    Usable is what the device has free and what the allocator holds, less a reserve of 5 % of the device or 2 GiB,
-    whichever is more: for fragments, for libraries that allocate beside torch, for steps that differ a little.
+    Usable are the device's free bytes and those that the allocator holds, less a reserve of 5 % of the device or 2 GiB,
+    whichever is more, for fragmentation, for libraries that allocate outside torch, and for steps that differ a little.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,3 +53,36 @@ class DeviceMemory:
     def usable(self) -> int:
         free, total = self._module.mem_get_info(self._device)
         return free + self._module.memory_reserved(self._device) - max(_SMALLEST_RESERVE, total // 20)
+
+
+class SavedBytes:
+    """Counts the bytes of the storages that autograd saves inside `counting()`.
+
+    Each storage counts once; those of the tensors in `held` do not count. Only strided tensors are seen.
+    """
+
+    def __init__(self, held: Iterable[torch.Tensor]) -> None:
+        # Weak references keep nothing alive, and while they exist no other storage gets the same address.
+        self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
+        self.nbytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in this context. Saved-tensor hooks that are already active, such as a checkpoint's, stay active."""
+        pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
+
+        def count(tensor: torch.Tensor) -> Any:
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                if reference not in self._seen:
+                    self._seen.add(reference)
+                    self.nbytes += storage.nbytes()
+            return pack(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(count, unpack):
+            yield
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

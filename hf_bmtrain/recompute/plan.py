@@ -1,4 +1,4 @@
-"""Which blocks keep their activations, and which stay whole, within the memory that is left."""
+"""A plan: the blocks that keep their activations, and those that stay whole, within the memory that is left."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """For each block in execution order: whether it keeps its activations, and stays whole until its backward."""
+    """The choice per block, in execution order.
+
+    kept: whether the block keeps its activations. whole: whether it stays whole until its backward.
+    """
 
     kept: tuple[bool, ...]
     whole: tuple[bool, ...]
 
     def table(self, activations: Sequence[int], parameters: Sequence[int], forward_room: int) -> str:
-        """What the plan takes, in GiB: three lines for people to read."""
+        """Return a table of the plan's memory in GiB, for the log."""
         rows = [
             ("keep their activations", self.kept, activations),
             ("recompute", tuple(not kept for kept in self.kept), activations),
             ("stay whole until backward", self.whole, parameters),
         ]
         lines = [f"of {len(self.kept)} blocks, with {forward_room / _GIB:.2f} GiB to give:"]
-        for what, chosen, sizes in rows:
+        for name, chosen, sizes in rows:
             taken = sum(size for size, one in zip(sizes, chosen) if one)
-            lines.append(f"  {sum(chosen):4d} {what:26} {taken / _GIB:8.2f} GiB")
+            lines.append(f"  {sum(chosen):4d} {name:26} {taken / _GIB:8.2f} GiB")
         return "\n".join(lines)
 
 
 def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_room: int, backward_room: int) -> Plan:
-    """The blocks that may keep their activations and, where all do, those that may keep their parameters whole.
+    """Choose the blocks that keep their activations and, where all do, those that stay whole until their backward.
 
-    activations, parameters: bytes of each block in execution order; parameters are 0 where a block is whole anyway
-    or must not be. The rooms are the bytes that are still free when most is taken in a step in which every block is
-    recomputed: backward_room while activations of one block, recomputed, are there; forward_room at all other times,
-    those of the forward and the loss. They may be negative.
+    activations, parameters: bytes per block in execution order; 0 parameters for a block that is whole anyway or must
+    not be. forward_room, backward_room: the bytes free at the peak of a step that recomputes every block;
+    backward_room while one block's recomputed activations are alive, forward_room at all other times (forward and
+    loss). They may be negative.
 
-    Blocks are taken from the last one back. All that is kept is there when backward begins, where nothing is
-    recomputed yet; what the first blocks kept would still be there while the last ones are recomputed. The last
-    block's own activations do not count against backward_room, which has them already. A block too large for what is
-    left is passed over.
+    Blocks are chosen from the last one back. All kept activations are alive when backward begins, before anything is
+    recomputed; those of the first blocks would still be alive while the last blocks are recomputed. The last block's
+    own activations do not count against backward_room, which already includes them. A block too large for the rest is
+    skipped.
     """
     kept = [False] * len(activations)
     total, own = 0, 0

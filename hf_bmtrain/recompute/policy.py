@@ -1,68 +1,40 @@
-"""Whether a block's forward is run again in backward instead of keeping its activations."""
+"""Whether a block's forward is recomputed in backward: the meaning of `use_checkpoint`."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol
+import functools
+import logging
+from typing import Literal
 
-from .random_state import RandomState
+from ..runtime.world import World
+from .auto import AutoCheckpoint, Block
+from .memory import DeviceMemory
+from .planner import Planner
 
+_log = logging.getLogger("hf_bmtrain")
 UseCheckpoint = bool | Literal["auto"]
 
 
-class Recomputation(Protocol):
-    """What a block asks. use_checkpoint: what the user said."""
+def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> bool | AutoCheckpoint:
+    """Return what decides for `block`: True or False for every forward, or an AutoCheckpoint.
 
-    @property
-    def use_checkpoint(self) -> UseCheckpoint: ...
-
-    def enter(self) -> None:
-        """A training forward of the block begins, before it is gathered."""
-
-    def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        """Whether this forward is to be recomputed. pending: the block's forwards whose backward is to come."""
-        ...
-
-    def counting(self, args: tuple, kwargs: dict[str, Any], pending: int) -> AbstractContextManager[Any]:
-        """Around the layer's own forward, the first time."""
-        ...
-
-    def remember_draws(self) -> RandomState | None:
-        """Ahead of a forward that keeps its activations: where random numbers stand, None if it may not be repeated."""
-
-    def take_back(self) -> None:
-        """A forward that keeps its activations has run out of memory and is repeated, to be recomputed."""
-
-    def before_backward(self) -> None:
-        """Backward has come to the block."""
-
-    def before_recomputation(self) -> None:
-        """The block's forward is about to be run again."""
+    Raises ValueError if `use_checkpoint` is none of True, False and "auto".
+    """
+    if use_checkpoint is True or use_checkpoint is False:
+        return use_checkpoint
+    if use_checkpoint != "auto":
+        raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
+    schedule = world.schedule
+    if schedule.planner is None and world.device.type == "cpu":
+        _log_cpu()
+        return False
+    if schedule.planner is None:
+        schedule.planner = Planner(world, DeviceMemory(world.device))
+    elif schedule.planner.outlived:
+        schedule.planner = Planner(world, schedule.planner.memory)
+    return AutoCheckpoint(schedule.planner, block)
 
 
-class Fixed:
-    """use_checkpoint=True or False: all forwards alike."""
-
-    def __init__(self, use_checkpoint: bool) -> None:
-        self.use_checkpoint: UseCheckpoint = use_checkpoint
-
-    def enter(self) -> None:
-        pass
-
-    def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        return bool(self.use_checkpoint)
-
-    def counting(self, args: tuple, kwargs: dict[str, Any], pending: int) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def remember_draws(self) -> RandomState | None:
-        return None
-
-    def take_back(self) -> None:
-        raise AssertionError("nothing was remembered")
-
-    def before_backward(self) -> None:
-        pass
-
-    def before_recomputation(self) -> None:
-        pass
+@functools.cache
+def _log_cpu() -> None:
+    _log.info("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")

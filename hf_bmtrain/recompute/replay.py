@@ -1,10 +1,11 @@
-"""What a layer's recomputation must find as its first forward found it: buffers and key-value caches."""
+"""Repeating a forward that changes state: the layer's buffers, and key-value caches among its arguments."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +13,23 @@ import torch
 Buffers = dict[tuple[torch.nn.Module, str], torch.Tensor]
 
 
-class Moment:
-    """What one forward began from: values of the buffers that it changed, and its caches by place or keyword."""
+@dataclass
+class Snapshot:
+    """The state that one forward began from.
 
-    def __init__(self, buffers: Buffers, caches: dict[int | str, Any]) -> None:
-        self.buffers, self.caches = buffers, caches
+    buffers: values of the buffers that the forward changed. caches: copies of its caches by position or keyword.
+    """
+
+    buffers: Buffers
+    caches: dict[int | str, Any]
 
 
 class Replay:
-    """Lets a forward that changes state (running means, activation ranges, a cache) be run again without effect.
+    """Repeats forwards of a layer that change state (running means, activation ranges, a cache) without side effects.
 
-    Which buffers a layer changes is learnt from its first forward (by comparing values, which waits for the device),
-    once for training and once for evaluation; only those are copied later on. A cache is what has `update` and
-    `get_seq_length`; its tensors are not copied.
+    The first forward in training mode and the first in evaluation mode copy all buffers and compare their values
+    afterwards, which waits for the device; later ones copy only the buffers that changed. A cache is an object with
+    `update` and `get_seq_length`; its structure is copied, its tensors are not.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -33,8 +38,12 @@ class Replay:
         self._changing: dict[bool, set[tuple[torch.nn.Module, str]]] = {}
 
     @contextmanager
-    def first(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Moment]:
-        """`with replay.first(args, kwargs) as moment:` the first forward runs on these arguments."""
+    def record(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Snapshot]:
+        """Yield the snapshot of the first forward, which runs on these arguments in this context.
+
+        The snapshot is complete at the end of the context. RuntimeError if the forward changed a buffer that the
+        layer's first forward did not change.
+        """
         training = self._layer.training
         known = self._changing.get(training)
         before = {place: self._buffer(place) for place in self._places}
@@ -42,10 +51,10 @@ class Replay:
         versions = {place: _version(buffer) for place, buffer in before.items()}
         copies = {place: buffer.clone() for place, buffer in before.items() if known is None or place in known}
         named = [*enumerate(args), *kwargs.items()]
-        moment = Moment(copies, {key: _copy_cache(value) for key, value in named if _is_cache(value)})
-        yield moment
+        snapshot = Snapshot(copies, {key: _copy_cache(value) for key, value in named if _is_cache(value)})
+        yield snapshot
         changed = {p for p, b in before.items() if self._buffer(p) is not b or _version(b) != versions[p]}
-        if known is None:  # batch norm writes without counting a version
+        if known is None:  # batch norm writes without incrementing the version
             changed |= {p for p, b in before.items() if not torch.equal(b, copies[p])}
         if changed - copies.keys():
             raise RuntimeError(
@@ -55,26 +64,26 @@ class Replay:
             )
         if known is None:
             self._changing[training] = changed
-            moment.buffers = {place: copies[place] for place in changed}
+            snapshot.buffers = {place: copies[place] for place in changed}
 
     @contextmanager
-    def again(self, moment: Moment, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
-        """`with replay.again(moment, args, kwargs) as (args, kwargs):` the recomputation, without effect."""
-        present = {place: self._buffer(place) for place in moment.buffers}
-        caches = {key: _copy_cache(cache) for key, cache in moment.caches.items()}
+    def restore(
+        self, snapshot: Snapshot, args: tuple, kwargs: dict[str, Any]
+    ) -> Iterator[tuple[tuple, dict[str, Any]]]:
+        """Yield the arguments for the recomputation, with copies of the snapshot's caches in place of the present ones.
+
+        Inside the context the layer's buffers are copies of the snapshot's; at its end they are the present ones again.
+        """
+        present = {place: self._buffer(place) for place in snapshot.buffers}
+        caches = {key: _copy_cache(cache) for key, cache in snapshot.caches.items()}
         args = tuple(caches.pop(position, value) for position, value in enumerate(args))
-        for (module, name), value in moment.buffers.items():
+        for (module, name), value in snapshot.buffers.items():
             module._buffers[name] = value.clone()
         try:
             yield args, kwargs | caches  # pyright: ignore[reportReturnType]
         finally:
             for (module, name), buffer in present.items():
                 module._buffers[name] = buffer
-
-    def put_back(self, moment: Moment) -> None:
-        """The buffers are what the forward began from."""
-        for (module, name), value in moment.buffers.items():
-            module._buffers[name] = value
 
     def _buffer(self, place: tuple[torch.nn.Module, str]) -> torch.Tensor | None:
         module, name = place
@@ -92,7 +101,7 @@ def _is_cache(leaf: Any) -> bool:
 
 
 def _copy_cache(value: Any) -> Any:
-    """The structure of a cache over the same tensors; what holds an `update` is copied, other objects are shared."""
+    """Copy the containers in a cache and the objects that have `update`; share tensors and other objects."""
     if isinstance(value, (list, tuple)):
         return type(value)(_copy_cache(item) for item in value)
     if isinstance(value, dict):

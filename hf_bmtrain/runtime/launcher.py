@@ -1,26 +1,87 @@
-"""What a running Accelerator asks of this process, seen without importing Accelerate."""
+"""What the launcher and a running Accelerator say about this process: its place, its device, its precision.
+
+Accelerate is not imported: its state is looked up where the program has imported it.
+"""
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def find_place() -> tuple[int, int, int]:
+    """Return (rank, size, local rank) of the process group if it is initialized, or of the launcher's variables."""
+    launched = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    try:
+        numbers = {name: int(value) for name, value in launched.items() if value is not None}
+    except ValueError as error:
+        raise ValueError(f"The launcher's variables must be integers, got {launched}.") from error
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if numbers.get("WORLD_SIZE", size) != size:
+            raise RuntimeError(
+                f"The torch process group has {size} ranks but WORLD_SIZE is {numbers['WORLD_SIZE']}: initialise "
+                "the process group over all ranks of the launch, or clear the variable."
+            )
+        return rank, size, numbers.get("LOCAL_RANK", rank)
+    size = numbers.get("WORLD_SIZE", 1)
+    rank = numbers.get("RANK", 0 if size == 1 else -1)
+    if not 0 <= rank < size:
+        raise RuntimeError(
+            f"RANK={launched['RANK']} does not fit WORLD_SIZE={launched['WORLD_SIZE']}: start the script with "
+            "torchrun, torch.distributed.launch or accelerate launch, or clear both for a single process."
+        )
+    return rank, size, numbers.get("LOCAL_RANK", 0 if size == 1 else rank)
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """Return this rank's GPU, made current, or the CPU where there is none or ACCELERATE_USE_CPU asks for it."""
+    asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    if asked_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    devices = torch.cuda.device_count()
+    if local_rank >= devices:
+        raise RuntimeError(
+            f"LOCAL_RANK={local_rank}, but this host shows {devices} GPU(s): start at most {devices} processes a "
+            "host (--nproc-per-node), or widen CUDA_VISIBLE_DEVICES."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def seed_everything(seed: int, rank: int, device: torch.device) -> None:
+    """Seed `random`, NumPy and torch alike on every rank, and CUDA generators with seed + rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed + rank)
+
+
+# -- a running Accelerator ------------------------------------------------------------------------------------------
 
 _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
-def is_running() -> bool:
-    """Whether an Accelerator (Trainer makes one too) was made in this process."""
+def accelerator_is_running() -> bool:
+    """Return whether an Accelerator exists in this process. Trainer creates one as well."""
     return _state_class() is not None
 
 
 def mixed_precision() -> str:
-    """'no', 'fp16' or 'bf16': what the Accelerator of this process was made with; 'no' without one."""
+    """Return the Accelerator's mixed precision: 'no', 'fp16' or 'bf16'; 'no' without an Accelerator."""
     state = _state_class()
     return "no" if state is None else str(state().mixed_precision)
 
 
-def check(size: int) -> None:
-    """RuntimeError where the Accelerator shards models itself, or does not see the `size` ranks of the world."""
+def check_accelerator(size: int) -> None:
+    """Raise RuntimeError if the Accelerator shards models itself, or does not see the `size` ranks of the world."""
     state_class = _state_class()
     if state_class is None:
         return

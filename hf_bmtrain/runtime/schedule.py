@@ -1,49 +1,110 @@
-"""What is open in the current forward and backward, and the lanes they travel on."""
+"""What is open in the current forward and backward: which blocks are whole, which gradients are in flight."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from ..comm.collectives import Communicator
+from ..comm.collectives import Communicator, Gather
 from ..comm.reduce import Reduction
-from .forward_pass import Passage
+from ..ops.torch_internals import call_after_backward, current_graph_task
 
 
 class Member(Protocol):
-    """Something that takes part in a backward and is closed at its end, in the same order on every rank."""
+    """Takes part in a backward and is closed at its end, in the same order on every rank."""
 
     def flush_backward(self) -> None:
-        """Issue what is still to be reduced; free what is whole."""
+        """Send the gradients that are still to be reduced, and release what is whole."""
 
     def abandon_backward(self) -> None:
-        """The backward raised midway: drop partial gradients, free what is whole."""
+        """After a backward that raised: drop partial gradients, and release what is whole."""
 
 
 class Releasable(Protocol):
-    """What is whole and can be released: a buffer read outside blocks, a block that is left whole."""
+    """A block that is whole and can be released."""
 
     def release(self) -> None: ...
-    def check_unwritten(self) -> None: ...
 
 
-class Travelling(Protocol):
-    """A flat gradient: sent by a reduction, received later. under_way: between the two."""
+class Gradient(Protocol):
+    """The gradient of a flat buffer, sent to its reduction and received later. in_flight: between the two."""
 
     @property
-    def under_way(self) -> bool: ...
-    def send(self, reduction: Reduction) -> None: ...
+    def in_flight(self) -> bool: ...
+    def send(self) -> None: ...
     def receive(self) -> None: ...
     def discard(self) -> None: ...
 
 
+class Reader(Protocol):
+    """A buffer outside blocks that forwards read, see `sharding.on_demand`."""
+
+    unwatched: bool
+
+    @property
+    def version(self) -> int: ...
+    def check_unwritten(self) -> None: ...
+    def release(self) -> None: ...
+    def prepare_backward(self, unwatched: bool) -> None: ...
+
+
+class ForwardPass:
+    """An outermost forward, which owns the boundary at the model's outputs where its backward begins.
+
+    readers: the buffers outside blocks that it read. blocks: the blocks that autograd recorded in it.
+
+    While its backward runs, a call of a recorded block is a recomputation by a checkpoint around it; a call of any
+    other block is a forward of its own, recorded for a backward inside the backward.
+    """
+
+    def __init__(self, enter: Callable[[ForwardPass], None]) -> None:
+        """enter: notes that the running backward goes through this pass."""
+        self._enter = enter
+        self.readers: dict[Reader, None] = {}
+        self.blocks: set[Any] = set()
+        self._unwatched: list[bool] = []
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def end(self) -> list[int]:
+        """End the forward. Returns the versions of the buffers it read, for `before_backward`."""
+        self._unwatched = [reader.unwatched for reader in self.readers]
+        return [reader.version for reader in self.readers]
+
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if the forward modified a parameter that it read."""
+        for reader in self.readers:
+            reader.check_unwritten()
+
+    def release(self) -> None:
+        """Release what was read; no backward will follow."""
+        for reader in self.readers:
+            reader.release()
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def before_backward(self, token: list[int]) -> None:
+        """Start the gathers that backward needs. token: the result of `end`."""
+        if token != [reader.version for reader in self.readers]:
+            raise RuntimeError(
+                "Weights outside the blocks changed between the forward and its backward (an optimizer step or a "
+                "load came between them); the gradients would be wrong. Run forward again."
+            )
+        self._enter(self)
+        for reader, unwatched in zip(self.readers, self._unwatched):
+            reader.prepare_backward(unwatched)
+
+    def after_backward(self) -> None:
+        raise AssertionError("an outermost forward has no boundary at its inputs")
+
+
 class _Inside:
-    """Counts how deep the present code is inside layers' forwards."""
+    """Counts how deep the running code is inside layers' forwards."""
 
     depth = 0
 
@@ -54,190 +115,203 @@ class _Inside:
         self.depth -= 1
 
 
-class Step:
-    """Shared by all buffers and blocks of a world; given to them when they are made.
+class Schedule:
+    """Decides when blocks are released and gradients received; shared by all buffers and blocks of a world.
 
-    gather, reduce: the two lanes. blocks, apart: how the gradients of blocks, and of what lies outside, are averaged.
-    poison: the debug switch that fills unfilled and released memory with NaN.
-    inspector: what notes activations at present, see `inspect`. planner: of blocks with
-    use_checkpoint="auto". buffers_made, backwards: how many there were so far.
+    gather: gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the reductions of
+    gradients of blocks, and of what is outside them. poison: a debug switch that fills unfilled and released memory
+    with NaN. inspector: records activations, see `inspect`. planner: plans the blocks with use_checkpoint="auto".
+    buffers_made, backwards: counts since the start.
     """
 
     def __init__(
-        self, gather: Communicator, reduce: Communicator, blocks: Reduction, apart: Reduction, poison: bool = False
+        self, gather: Gather, reduce: Communicator, blocks: Reduction, outside: Reduction, poison: bool = False
     ) -> None:
-        self.gather, self.reduce, self.poison = gather, reduce, poison
-        self._blocks, self._apart = blocks, apart
+        self.gather, self.reduce, self.blocks, self.outside, self.poison = gather, reduce, blocks, outside, poison
         self.inspector: Any = None
         self.planner: Any = None
         self.buffers_made = self.backwards = 0
         self._inside = _Inside()
-        self._passage: Passage | None = None
-        self._members: dict[int, dict[Member, None]] = {}
-        self._lingering: weakref.ref[Releasable] | None = None  # weak: a model that is dropped goes
+        self._pass: ForwardPass | None = None
+        self._members: dict[int, dict[Member, None]] = {}  # by graph task
+        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, those that its backward runs through
+        self._left_whole: weakref.ref[Releasable] | None = None  # weak, so that a dropped model is freed
         self._prefetched: weakref.ref[Releasable] | None = None
-        self._travelling: deque[list[Travelling]] = deque()
+        self._in_flight: deque[list[Gradient]] = deque()
+
+    # -- memory -------------------------------------------------------------------------------------------------
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of shards and gradient slots that lie outside of torch's allocator, whose statistics miss them."""
-        return sum(getattr(owner, "mapped_bytes", 0) for owner in (self.gather, self._blocks))
+        """Bytes of shards and mailboxes outside torch's allocator, whose statistics do not include them."""
+        return self.gather.mapped_bytes + self.blocks.mapped_bytes
 
     def free_dropped(self) -> None:
-        """Give back what models that every rank has dropped have left mapped. Collective."""
+        """Free the mapped memory of models that every rank has dropped. Collective."""
         self.gather.free_dropped()
-        if not getattr(self.gather, "mapped_bytes", 0):
-            self._blocks.free()
+        if not self.gather.mapped_bytes:
+            self.blocks.free()
+
+    def quiesce(self) -> None:
+        """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
+        self.gather.quiesce()
+
+    def close(self, abort: bool) -> None:
+        """Close the communicators that only gathers use."""
+        self.gather.close(abort)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     @property
     def in_forward(self) -> bool:
-        """Whether a read of a parameter outside blocks means its whole tensor."""
+        """True inside a forward, where a read of a parameter outside blocks gathers it."""
         return self._inside.depth > 0
 
     @property
     def in_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
-
-    def forget_failed_backward(self) -> None:
-        """Members that are still enlisted while no backward runs belong to one that raised."""
-        if self._members and not self.in_backward:
-            self.abandon_backward()
+        """True while autograd's engine runs."""
+        return current_graph_task() != -1
 
     @contextmanager
-    def forward(self) -> Iterator[Passage]:
-        """Open the outermost forward."""
-        self.forget_failed_backward()
-        outer, self._passage = self._passage, Passage(self.enlist)
+    def forward(self) -> Iterator[ForwardPass]:
+        """Open an outermost forward of a model."""
+        self.discard_failed_backward()
+        outer, self._pass = self._pass, ForwardPass(self._enter_pass)
         try:
             with self.inside():
-                yield self._passage
+                yield self._pass
         finally:
-            self._passage = outer
+            self._pass = outer
 
     def inside(self) -> AbstractContextManager[None]:
-        """Within a layer's own forward, be it the first or a recomputation."""
+        """Return a context manager for a layer's own forward, the first one or a recomputation."""
         return self._inside
 
-    def meet(self, reader: Releasable) -> None:
-        if self._passage is not None:
-            self._passage.readers[reader] = None
+    def add_reader(self, reader: Reader) -> None:
+        """Note that the open forward pass reads a buffer outside blocks."""
+        if self._pass is not None:
+            self._pass.readers[reader] = None
 
     def record(self, block: Member) -> None:
-        """Autograd has recorded a forward of `block`."""
-        if self._passage is not None:
-            self._passage.blocks.add(block)
+        """Note that autograd has recorded a forward of `block` in the open forward pass."""
+        if self._pass is not None:
+            self._pass.blocks.add(block)
 
-    def open_block(self, block: Releasable, neighbour: Releasable | None) -> None:
-        """`block` begins and `neighbour` is gathered ahead; others left whole, or gathered in vain, are released."""
-        self._release_kept(block, neighbour)
-        if neighbour is not None:
-            self._prefetched = weakref.ref(neighbour)
+    def open_block(self, block: Releasable, prefetched: Releasable | None) -> None:
+        """Release the blocks that are whole, except `block`, which begins, and the one that is gathered ahead."""
+        self._release_others(block, prefetched)
+        if prefetched is not None:
+            self._prefetched = weakref.ref(prefetched)
 
-    def linger(self, block: Releasable) -> None:
-        """Leave `block` whole until another block opens: it may be needed next."""
-        if self._lingering is not None:
-            kept = self._lingering()
+    def leave_whole(self, block: Releasable) -> None:
+        """Keep `block` whole until another block opens, because it may be needed next."""
+        if self._left_whole is not None:
+            kept = self._left_whole()
             if kept is not None and kept is not block:
                 kept.release()
-        self._lingering = weakref.ref(block)
+        self._left_whole = weakref.ref(block)
+
+    def _release_others(self, block: Releasable | None = None, prefetched: Releasable | None = None) -> None:
+        for reference in (self._left_whole, self._prefetched):
+            kept = reference() if reference is not None else None
+            if kept is not None and kept is not block and kept is not prefetched:
+                kept.release()
+        self._left_whole = self._prefetched = None
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def enlist(self, member: Member) -> None:
-        """`member` takes part in the running backward; the first one queues the callback that closes it.
+    def join_backward(self, member: Member) -> None:
+        """Add `member` to the running backward. The first one queues the callback that ends it.
 
-        Kept by graph task, because a backward inside a backward (a reentrant checkpoint) ends before the outer.
+        Members are kept by graph task, because a backward inside a backward (a reentrant checkpoint) ends first.
         """
-        task = torch._C._current_graph_task_id()
-        assert task != -1, "enlist outside a backward"
+        self._members_of(current_graph_task())[member] = None
+
+    def _enter_pass(self, forward_pass: ForwardPass) -> None:
+        """Note that the running backward goes through the outputs of `forward_pass`."""
+        task = current_graph_task()
+        self._members_of(task)
+        self._passes.setdefault(task, []).append(forward_pass)
+
+    def _members_of(self, task: int) -> dict[Member, None]:
+        assert task != -1, "outside a backward"
         members = self._members.get(task)
         if members is None:
             members = self._members[task] = {}
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        members[member] = None
+            call_after_backward(lambda: self._end_backward(task))
+        return members
 
     def was_recorded(self, block: Member) -> bool | None:
-        """Whether `block` was recorded in an outermost forward that is being gone back through.
+        """Return whether `block` was recorded in a forward pass that a running backward goes through.
 
-        None where that is not known: a block was called outside of any, or backward did not pass the model's outputs.
+        None if that is unknown: a block was called outside a forward pass, or backward bypassed the model's outputs.
         """
-        passages = [each for members in self._members.values() for each in members if isinstance(each, Passage)]
-        return any(block in passage.blocks for passage in passages) if passages else None
+        passes = [each for passes in self._passes.values() for each in passes]
+        return any(block in each.blocks for each in passes) if passes else None
 
-    def takes_part(self, member: Member) -> bool:
-        """Whether a backward that is not over yet, around the one that ends, has `member`."""
+    def is_member(self, member: Member) -> bool:
+        """Return whether `member` takes part in a backward that encloses the one that is ending."""
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()
     def _end_backward(self, task: int) -> None:
-        """Everything is reduced and the compute stream waits for it: whoever reads `grad` next is safe."""
-        self._release_kept()
-        members = self._members.pop(task)
+        """Reduce what is left and make the current stream wait for it, so that every `.grad` may be read."""
+        self._release_others()
+        members, passes = self._members.pop(task), self._passes.pop(task, [])
         try:
             for member in members:
                 member.flush_backward()
             self._receive(ahead=0)
         except BaseException:
-            self._members[task] = members  # of a backward that raised, see forget_failed_backward
+            self._members[task], self._passes[task] = members, passes  # for discard_failed_backward
             raise
-        self.gather.quiesce()  # the optimizer may write
+        self.quiesce()  # the optimizer may write
         self.backwards += 1
 
+    def discard_failed_backward(self) -> None:
+        """Abandon a backward that raised: its members are still there while no backward runs."""
+        if self._members and not self.in_backward:
+            self.abandon_backward()
+
     def abandon_backward(self) -> None:
-        """Close a backward that raised before its end; what was under way does not reach any `.grad`."""
+        """Close a backward that raised before its end; what was in flight does not reach any `.grad`."""
         members = [member for task in self._members.values() for member in task]
         self._members.clear()
-        self._release_kept()
-        for gradients in self._travelling:
+        self._passes.clear()
+        self._release_others()
+        for gradients in self._in_flight:
             for gradient in gradients:
                 gradient.discard()
-        self._travelling.clear()
+        self._in_flight.clear()
         for member in members:
             member.abandon_backward()
 
-    def _release_kept(self, block: Releasable | None = None, neighbour: Releasable | None = None) -> None:
-        """All that is kept but these two."""
-        for reference in (self._lingering, self._prefetched):
-            kept = reference() if reference is not None else None
-            if kept is not None and kept is not block and kept is not neighbour:
-                kept.release()
-        self._lingering = self._prefetched = None
-
-    # -- gradients under way ------------------------------------------------------------------------------------
+    # -- gradients in flight ------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """The backward of a block is about to make gradients: those of one other block are still there at most.
+        """Receive gradients until at most one other block's are in flight, before a block's backward makes its own.
 
-        Gathers that are to run beside that backward are issued before, so that they do not wait as well.
+        Issue gathers that are to run alongside that backward first, so that they do not wait as well.
         """
-        self._receive(self._blocks.ahead)
+        self._receive(self.blocks.ahead)
 
-    def send_block(self, gradients: list[Travelling]) -> None:
-        """Start averaging the gradients of one block."""
-        self._send(gradients, self._blocks)
-
-    def send_apart(self, gradient: Travelling) -> None:
-        """Start averaging a gradient of what lies outside of blocks."""
-        self._send([gradient], self._apart)
-
-    def _send(self, gradients: list[Travelling], reduction: Reduction) -> None:
+    def send(self, gradients: list[Gradient]) -> None:
+        """Start averaging `gradients` over the ranks. They are received together."""
         self.make_room()
         for gradient in gradients:
-            while gradient.under_way:
-                self._receive_one()
+            while gradient.in_flight:
+                self._receive_first()
         for gradient in gradients:
-            gradient.send(reduction)
+            gradient.send()
         if gradients:
-            self._travelling.append(gradients)
+            self._in_flight.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """All gradients but those of the last `ahead` blocks arrive."""
-        while len(self._travelling) > ahead:
-            self._receive_one()
+        """Receive all gradients except the last `ahead` groups."""
+        while len(self._in_flight) > ahead:
+            self._receive_first()
 
-    def _receive_one(self) -> None:
-        for gradient in self._travelling[0]:
+    def _receive_first(self) -> None:
+        for gradient in self._in_flight[0]:
             gradient.receive()
-        self._travelling.popleft()
+        self._in_flight.popleft()

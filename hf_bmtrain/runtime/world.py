@@ -5,20 +5,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import random
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..comm.backend import open_lanes
+from ..comm.backend import open_backend
+from ..comm.collectives import Communicator
 from ..comm.control import Control
-from .parallelism import check_one_way
-from .schedule import Step
+from .launcher import choose_device, find_place, seed_everything
+from .schedule import Schedule
 
 _log = logging.getLogger("hf_bmtrain")
 _EXIT_SECONDS = 30
@@ -26,26 +25,29 @@ _EXIT_SECONDS = 30
 
 @dataclass(frozen=True)
 class World:
-    """rank: 0 … size−1. local_rank: on this host. device: where this rank computes and keeps its shards.
+    """The ranks that train together, as this one sees them.
 
-    step: the lanes and what is open on them. control: agreement between the ranks' Python. zero_level,
-    loss_scale_factor, loss_scale_steps: defaults for what is made later.
+    rank: 0 ... size - 1. local_rank: on this host. device: where this rank computes and stores its shards. gather,
+    reduce: communicators for flat tensors. schedule: what is open in the current forward and backward. control:
+    agreement between the ranks' Python. zero_level, loss_scale_factor, loss_scale_steps: defaults.
     """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
-    step: Step
+    gather: Communicator
+    reduce: Communicator
+    schedule: Schedule
     control: Control
     zero_level: int
     loss_scale_factor: float
     loss_scale_steps: int
 
     def assemble(self, occasion: str, seconds: float = 300) -> None:
-        """Wait for every rank; RuntimeError that names the missing ones, or those at another occasion."""
+        """Wait for every rank. Raises RuntimeError naming those that are missing, or that are at another occasion."""
         try:
-            self.control.meet(seconds)
+            self.control.barrier(seconds)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank}: '{occasion}' needs every rank, but not all came within {seconds:.0f} s. "
@@ -60,11 +62,11 @@ class World:
             )
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything that pickles), in rank order. Collective."""
+        """Return every rank's `value` (any picklable object), in rank order. Collective."""
         return self.control.gather(value)
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
-        """RuntimeError on every rank where one has a problem, instead of a hang of the others. Collective."""
+        """Raise RuntimeError on every rank if one has a problem, so that the others do not hang. Collective."""
         problems = self.gather_objects(problem)
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
         if told:
@@ -75,15 +77,15 @@ _world: World | None = None
 
 
 def current_world() -> World:
-    """The world of this process. RuntimeError before `init_distributed`."""
+    """Return the world of this process. Raises RuntimeError before `init_distributed`."""
     if _world is None:
         raise RuntimeError("hf_bmtrain is not initialised: call hf_bmtrain.init_distributed() first.")
     return _world
 
 
 def buffers_made() -> int:
-    """How many flat buffers this process has made; 0 also before `init_distributed`."""
-    return 0 if _world is None else _world.step.buffers_made
+    """Return how many flat buffers this process has made; 0 before `init_distributed`."""
+    return 0 if _world is None else _world.schedule.buffers_made
 
 
 def init_distributed(
@@ -115,35 +117,36 @@ def init_distributed(
             "start of the program."
         )
     check_zero_level(zero_level)
-    check_one_way(pipe_size, tp_size)
-    rank, size, local_rank = _place()
-    device = _choose_device(local_rank, size)
-    _seed_everything(seed, rank, device)
+    check_sizes(pipe_size, tp_size)
+    rank, size, local_rank = find_place()
+    device = choose_device(local_rank)
+    seed_everything(seed, rank, device)
     joined = dist.is_initialized()
-    lanes = open_lanes(rank, size, device, timedelta(seconds=timeout), gather)
+    backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
-    step = Step(lanes.gather, lanes.reduce, lanes.blocks, lanes.apart, poison)
+    schedule = Schedule(backend.shards, backend.reduce, backend.blocks, backend.outside, poison)
     _world = World(
-        rank, size, local_rank, device, step, lanes.control, zero_level, loss_scale_factor, loss_scale_steps
+        rank, size, local_rank, device, backend.gather, backend.reduce, schedule, backend.control,
+        zero_level, loss_scale_factor, loss_scale_steps,
     )  # fmt: skip
     if size > 1:
         atexit.register(_leave, _world, joined)
-    kind = type(lanes.gather).__name__
-    _log.info("rank %d of %d on %s: %s lanes, zero_level %d", rank, size, device, kind, zero_level)
+    kind = type(backend.shards).__name__
+    _log.info("rank %d of %d on %s: %s of shards, zero_level %d", rank, size, device, kind, zero_level)
 
 
 def rank() -> int:
-    """This process's rank, 0 … world_size() − 1."""
+    """Return this process's rank, 0 ... world_size() - 1."""
     return current_world().rank
 
 
 def world_size() -> int:
-    """How many processes train together."""
+    """Return the number of processes that train together."""
     return current_world().size
 
 
 def print_rank(*values, rank: int = 0, **options) -> None:
-    """`print` on one rank (0 unless told), nothing elsewhere."""
+    """Print on one rank, 0 by default; do nothing on the others."""
     if current_world().rank == rank:
         print(*values, **options)
 
@@ -154,10 +157,10 @@ def synchronize() -> None:
     Shards of models that every rank has dropped are given back to the device.
     """
     world = current_world()
-    world.step.gather.quiesce()
+    world.schedule.quiesce()
     wait_loader()
     world.assemble("synchronize", seconds=1800)
-    world.step.free_dropped()
+    world.schedule.free_dropped()
 
 
 def wait_loader() -> None:
@@ -166,8 +169,7 @@ def wait_loader() -> None:
     Not collective. Nothing in this library needs it: gathers wait for what they use by themselves.
     """
     world = current_world()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    torch.get_device_module(world.device).synchronize(world.device)
 
 
 def check_zero_level(zero_level: int) -> None:
@@ -178,51 +180,20 @@ def check_zero_level(zero_level: int) -> None:
         )
 
 
-def _place() -> tuple[int, int, int]:
-    """(rank, size, local rank) from the process group that is up, else from the launcher's variables."""
-    launched = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    try:
-        numbers = {name: int(value) for name, value in launched.items() if value is not None}
-    except ValueError as error:
-        raise ValueError(f"The launcher's variables must be integers, got {launched}.") from error
-    if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if numbers.get("WORLD_SIZE", size) != size:
-            raise RuntimeError(
-                f"The torch process group has {size} ranks but WORLD_SIZE is {numbers['WORLD_SIZE']}: initialise "
-                "the process group over all ranks of the launch, or clear the variable."
-            )
-        return rank, size, numbers.get("LOCAL_RANK", rank)
-    size = numbers.get("WORLD_SIZE", 1)
-    rank = numbers.get("RANK", 0 if size == 1 else -1)
-    if not 0 <= rank < size:
-        raise RuntimeError(
-            f"RANK={launched['RANK']} does not fit WORLD_SIZE={launched['WORLD_SIZE']}: start the script with "
-            "torchrun, torch.distributed.launch or accelerate launch, or clear both for a single process."
-        )
-    return rank, size, numbers.get("LOCAL_RANK", 0 if size == 1 else rank)
+def check_sizes(pipe_size: int, tp_size: int) -> None:
+    """Raise NotImplementedError unless both are 1 (or -1, which BMTrain takes for 1)."""
+    for name, size in (("pipe_size", pipe_size), ("tp_size", tp_size)):
+        if size not in (1, -1):
+            refuse_parallelism(f"{name}={size}")
 
 
-def _choose_device(local_rank: int, size: int) -> torch.device:
-    asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    if asked_cpu or not torch.cuda.is_available():
-        return torch.device("cpu")
-    devices = torch.cuda.device_count()
-    if local_rank >= devices:
-        raise RuntimeError(
-            f"LOCAL_RANK={local_rank}, but this host shows {devices} GPU(s): start at most {devices} processes a "
-            "host (--nproc-per-node), or widen CUDA_VISIBLE_DEVICES."
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def _seed_everything(seed: int, rank: int, device: torch.device) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed + rank)
+def refuse_parallelism(what: str) -> NoReturn:
+    """Raise NotImplementedError about `what`, which BMTrain has and which splits a model in another way than ZeRO."""
+    raise NotImplementedError(
+        f"{what} is not offered: hf_bmtrain splits weights, gradients and optimizer state over all ranks (ZeRO-2/3) "
+        "and keeps every layer's computation whole. Leave pipe_size and tp_size at 1, and use bmt.nn.Linear or any "
+        "torch layer."
+    )
 
 
 def _leave(world: World, joined: bool) -> None:
@@ -237,8 +208,9 @@ def _leave(world: World, joined: bool) -> None:
             world.assemble("exit", seconds=_EXIT_SECONDS)
         except (RuntimeError, ValueError):  # ValueError: the process group that is up is another one
             failed = True
-    world.step.gather.close(abort=failed)
-    world.step.reduce.close(abort=failed)
+    world.gather.close(abort=failed)
+    world.schedule.close(abort=failed)
+    world.reduce.close(abort=failed)
     world.control.close()
     if not failed and not joined and dist.is_initialized():
         dist.destroy_process_group()

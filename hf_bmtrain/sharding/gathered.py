@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..runtime.world import World, current_world
-from .buffer import DistributedParameter, ShardedBuffer
-from .slots import Slot
+from .buffer import ShardedBuffer
+from .parameter import DistributedParameter
+from .slots import Slot, find_slots
 
 Key = tuple[ShardedBuffer, int]
 
@@ -31,7 +32,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     occasion = f"gathered(modify={modify})"
     world.assemble(occasion)
     if isinstance(what, torch.nn.Module):
-        slots = _slots(what)
+        slots = find_slots(what.modules())
         wholes = _copies([(slot.buffer, slot.index) for slot in slots])
         inside = _shown(what, slots, wholes)
         result: Any = what
@@ -57,15 +58,6 @@ def _key(piece: torch.Tensor) -> Key:
             f"{tuple(piece.shape)}: an ordinary tensor is whole already."
         )
     return piece.buffer, piece.index
-
-
-def _slots(model: torch.nn.Module) -> list[Slot]:
-    return [
-        Slot(module, name, parameter.buffer, parameter.index)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if isinstance(parameter, DistributedParameter)
-    ]
 
 
 def _copies(keys: Sequence[Key]) -> dict[Key, torch.nn.Parameter]:
@@ -135,7 +127,7 @@ def _write_back(world: World, wholes: dict[Key, torch.nn.Parameter]) -> None:
     for (buffer, index), whole in wholes.items():
         values = whole.detach().to(buffer.shard.device, copy=True).contiguous()
         if values.numel():
-            world.step.gather.broadcast(_bytes(values), 0).wait()
+            world.gather.broadcast(_bytes(values), 0).wait()
         buffer.slices[index].copy_(buffer.slices[index].take(values))
 
 

@@ -1,32 +1,15 @@
-"""Parameters read outside blocks: who reads them in a pass, and until when their values are needed."""
+"""Parameters outside blocks: gathered where a forward reads them, and released when backward needs them no more."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
-from ..runtime.schedule import Step
-from .gradient import GradientBuffer
-
-
-class Source(Protocol):
-    """The flat buffer that is read."""
-
-    wholes: list[torch.nn.Parameter]
-    slices: list
-    gradient: GradientBuffer
-
-    @property
-    def version(self) -> int: ...
-    def gather(self) -> None: ...
-    def wait(self) -> None: ...
-    def release(self) -> None: ...
-    def holds(self, tensor: torch.Tensor) -> bool: ...
-    def check_unwritten(self, besides: Sequence[torch.nn.Parameter]) -> None: ...
+from ..runtime.schedule import Schedule
+from .buffer import ShardedBuffer
 
 
 class _Saved:
@@ -36,84 +19,93 @@ class _Saved:
         self.view = view
 
 
-class Reads:
-    """The reads of one buffer outside blocks, from the first of a pass to the end of its backward.
+class OnDemandGather:
+    """Gathers one buffer outside blocks from its first read in a forward pass to the end of the pass's backward.
 
-    The buffer is gathered at the first read and released as soon as backward needs its values no more. That is
-    known where the read happens inside `watch`, which sees every tensor that autograd saves: an embedding saves no
-    weights, a linear layer does until its own backward is over. A read that nobody watches keeps the buffer whole
-    until the whole backward is over. What was released too early (a second backward, say) is gathered again when
-    autograd unpacks it, so a wrong guess costs time and never a value; it is the same guess on every rank.
+    The buffer is gathered at the first read and released as soon as backward no longer needs its values. That is
+    known for a read inside `watch`, which sees every tensor that autograd saves: an embedding saves no weights, a
+    linear layer does until its own backward is over. Any other read, an unwatched one, keeps the buffer whole until the
+    whole backward is over. A buffer that was released too early (before a second backward, say) is gathered again
+    when autograd unpacks it, so a wrong guess costs time and never a value. All ranks guess alike.
     """
 
-    def __init__(self, step: Step, source: Source) -> None:
-        self._step, self._source = step, source
+    def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
+        self._schedule, self._buffer = schedule, buffer
         self._parameters: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]
         self._parameters = weakref.WeakKeyDictionary()
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._watched = False
         self.unwatched = False
 
+    @classmethod
+    def of(cls, buffer: ShardedBuffer, schedule: Schedule) -> OnDemandGather:
+        """Return the on-demand gather of `buffer`, made at its first read."""
+        if buffer.on_demand is None:
+            buffer.on_demand = cls(schedule, buffer)
+        return buffer.on_demand
+
     @property
     def version(self) -> int:
-        return self._source.version
+        """The buffer's version."""
+        return self._buffer.version
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def read(self, index: int, reader: torch.nn.Module) -> torch.nn.Parameter:
-        """The whole parameter inside a forward or a backward, gathered once a pass; its slice otherwise.
+        """Return the whole parameter, gathered once per pass, inside a forward or a backward; otherwise its slice.
 
         Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory, so
-        that its gradient is collected the moment it is complete, instead of waiting for those of the others.
+        that its gradient is collected when it is complete, without waiting for those of the others.
         """
-        piece = self._source.slices[index]
-        if self._step.in_backward:
-            self._step.enlist(self)
-        elif not self._step.in_forward:
-            return piece
-        self._step.meet(self)
-        self._source.gradient.let_go()
-        self._source.gather()
-        self._source.wait()
+        if self._schedule.in_backward:
+            self._schedule.join_backward(self)
+        elif not self._schedule.in_forward:
+            return self._buffer.slices[index]
+        self._schedule.add_reader(self)
+        self._buffer.gradient.free_if_unused()
+        self._buffer.gather()
+        self._buffer.wait()
         self.unwatched |= not self._watched
         own = self._parameters.setdefault(reader, {})
         if index not in own:
             own[index] = self._readable(index)
-        whole = own[index]
-        if whole.requires_grad != piece.requires_grad:
-            whole.requires_grad_(piece.requires_grad)
+        whole, required = own[index], self._buffer.gradient.requires_grad[index]
+        if whole.requires_grad != required:
+            whole.requires_grad_(required)
         return whole
 
     def _readable(self, index: int) -> torch.nn.Parameter:
-        whole = torch.nn.Parameter(self._source.wholes[index].data)
+        whole = torch.nn.Parameter(self._buffer.wholes[index].data)
         owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
 
         def collect(whole: torch.nn.Parameter) -> None:
-            reads = owner()
-            assert reads is not None and whole.grad is not None
-            reads._step.enlist(reads)
-            reads._source.gradient.collect(index, whole.grad)
+            gather = owner()
+            assert gather is not None and whole.grad is not None
+            gather.collect(index, whole.grad)
             whole.grad = None
-            reads._release_if_unneeded()
+            gather._release_if_unneeded()
 
         whole.register_post_accumulate_grad_hook(collect)
         return whole
 
-    def _written(self) -> list[torch.nn.Parameter]:
-        """The readers' Parameters that a forward has modified in place."""
-        return [whole for own in self._parameters.values() for whole in own.values() if whole._version]
+    def collect(self, index: int, gradient: torch.Tensor) -> None:
+        """Take over the gradient of parameter `index` in the running backward."""
+        self._schedule.join_backward(self)
+        self._buffer.gradient.collect(index, gradient)
 
     def check_unwritten(self) -> None:
-        self._source.check_unwritten(self._written())
+        """Raise RuntimeError if a forward modified a parameter that it read."""
+        copies = [whole for own in self._parameters.values() for whole in own.values() if whole._version]
+        self._buffer.check_unwritten(copies)
 
     def _release_if_unneeded(self) -> None:
         if not self.unwatched and not self._saved:
-            self._source.release()
+            self._buffer.release()
 
     def release(self) -> None:
-        """The pass is over."""
+        """Release the buffer at the end of the pass."""
         self.unwatched = False
-        self._source.release()
+        self._buffer.release()
 
     # -- what autograd saves ------------------------------------------------------------------------------------
 
@@ -123,53 +115,55 @@ class Reads:
         return saved
 
     def _restore(self, saved: _Saved) -> torch.Tensor:
-        if not self._step.in_backward:
+        if not self._schedule.in_backward:
             raise RuntimeError("A weight that autograd saved can only be read inside a backward: it is sharded.")
-        self._step.enlist(self)
-        self._source.gather()
-        self._source.wait()
+        self._schedule.join_backward(self)
+        self._buffer.gather()
+        self._buffer.wait()
         self._saved.discard(saved)
         return saved.view
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def prepare_backward(self, unwatched: bool) -> None:
-        """Start the gather of what backward will ask for. unwatched: as it was at the end of the forward."""
-        self._step.enlist(self)
+        """Start the gather that backward needs. unwatched: as it was at the end of the forward."""
+        self._schedule.join_backward(self)
         self.unwatched = unwatched
         if unwatched or self._saved:
-            self._source.gather()
+            self._buffer.gather()
         if unwatched:
-            self._source.wait()  # nobody asks again
+            self._buffer.wait()  # no later call would
 
     def flush_backward(self) -> None:
-        if not self._step.takes_part(self):
+        """Release the buffer, unless an enclosing backward needs it, and send its gradient."""
+        if not self._schedule.is_member(self):
             self.release()
-        if self._source.gradient.trainable:
-            self._step.send_apart(self._source.gradient)
+        if self._buffer.gradient.trainable:
+            self._schedule.send([self._buffer.gradient])
 
     def abandon_backward(self) -> None:
+        """Release the buffer and forget its gradient."""
         self.release()
-        self._source.gradient.discard()
+        self._buffer.gradient.discard()
 
 
 @contextmanager
-def watch(group: Sequence[Reads]) -> Iterator[None]:
-    """See what autograd saves of these buffers in the code under `with`, which reads them.
+def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
+    """Under `with`, note what autograd saves of these buffers, which only the code inside reads.
 
-    A buffer of which nothing was saved, and that nobody else is known to read, is released at the end.
+    A buffer of which nothing was saved, and which has no other reader, is released at the end.
     """
 
     def pack(tensor: torch.Tensor):
         view = tensor.detach()  # autograd must not find itself in what it saves
-        for reads in group:
-            if reads._source.holds(view):
-                return reads, reads._save(view)
+        for gather in group:
+            if gather._buffer.holds(view):
+                return gather, gather._save(view)
         return view, view._version
 
     def unpack(packed) -> torch.Tensor:
         owner, value = packed
-        if isinstance(owner, Reads):
+        if isinstance(owner, OnDemandGather):
             return owner._restore(value)
         if owner._version != value:  # saved-tensor hooks switch autograd's own check off
             raise RuntimeError(
@@ -178,14 +172,14 @@ def watch(group: Sequence[Reads]) -> Iterator[None]:
             )
         return owner
 
-    for reads in group:
-        reads._watched = True
+    for gather in group:
+        gather._watched = True
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        for reads in group:
-            reads._watched = False
-    for reads in group:
-        if len(reads._parameters) == 1:
-            reads._release_if_unneeded()
+        for gather in group:
+            gather._watched = False
+    for gather in group:
+        if len(gather._parameters) == 1:
+            gather._release_if_unneeded()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..runtime.world import current_world
-from .slots import StateDict
+from .state_dict import gather_state_dict
 
 _SAFETENSORS = ".safetensors"
 
@@ -60,7 +60,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     world = current_world()
     world.assemble("save")
     path = Path(file_name)
-    state = _collect(model, keep=world.rank == 0)
+    state = gather_state_dict(model, keep=world.rank == 0)
     if non_blocking:
         return Saving(state if world.rank == 0 else None, path)
     problem = None
@@ -97,21 +97,6 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     finally:
         world.assemble("end of load")
     return result
-
-
-def _collect(model: torch.nn.Module, keep: bool) -> OrderedDict:
-    """The whole state dict on CPU, in memory of its own, ties kept; keys only where `keep` is False. Collective."""
-    destination = StateDict(keep)
-    model.state_dict(destination=destination)
-    made = {id(copy) for copy in destination.copies.values()}
-    copies: dict[tuple, torch.Tensor] = {}
-    for key, value in destination.items():
-        if isinstance(value, torch.Tensor) and id(value) not in made:
-            place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            if place not in copies:
-                copies[place] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
-            destination[key] = copies[place] if value.numel() else value.detach().cpu()
-    return destination.plain()
 
 
 def write_atomically(state: dict, path: Path) -> None:

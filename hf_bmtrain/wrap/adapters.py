@@ -10,8 +10,10 @@ from ..blocks.block import CheckpointBlock
 from ..blocks.module import DistributedModule
 from ..recompute.replay import Replay
 from ..runtime.world import World
-from ..sharding.buffer import DistributedParameter, ShardedBuffer
-from ..sharding.slots import Place, Slot, find_places, shard_places, slice_loads
+from ..sharding.buffer import ShardedBuffer
+from ..sharding.parameter import DistributedParameter
+from ..sharding.slots import Place, Slot, find_places, shard_places
+from ..sharding.state_dict import slice_loads
 from .check import admit_parameters
 from .outside import place_buffers, shard_outside, shared_parameters
 from .patches import keep_cache_out, keep_ranks_together
@@ -39,7 +41,7 @@ def adopt(model: torch.nn.Module, world: World) -> torch.nn.Module:
         own = [place for place in places if id(place[2]) not in shared]
         count += len(own)
         if own:
-            _enlarge(block, *shard_places(world.step, own, world.device))
+            _enlarge(block, *shard_places(world, own, world.schedule.blocks))
     fresh = [module for module in outside if not isinstance(module, DistributedModule)]
     shard_outside(world, left, fresh)
     place_buffers(model, world)

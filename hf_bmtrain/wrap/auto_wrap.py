@@ -7,10 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ..blocks.autocast import follow_accelerator
 from ..blocks.block import extend
 from ..blocks.block_list import TransformerBlockList
-from ..blocks.guard import watch
 from ..recompute.policy import UseCheckpoint
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.slots import Place, find_places, shard_places
@@ -19,7 +17,13 @@ from .check import admit
 from .compile import compile_blocks
 from .find import choose_chains
 from .outside import place_buffers, shard_outside, shared_parameters
-from .patches import keep_cache_out, keep_ranks_together, route_recomputation
+from .patches import (
+    follow_accelerator,
+    install_guard,
+    keep_cache_out,
+    keep_ranks_together,
+    route_recomputation,
+)
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -66,7 +70,7 @@ def auto_wrap(
         places = find_places(block.modules())
         left += [place for place in places if id(place[2]) in shared]
         own = [place for place in places if id(place[2]) not in shared]
-        extend(block, shard_places(world.step, own, world.device), world, use_checkpoint, level)
+        extend(block, shard_places(world, own, world.schedule.blocks), world, use_checkpoint, level)
     shard_outside(world, left, outside)
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class
@@ -81,7 +85,7 @@ def auto_wrap(
     if world.size > 1:
         keep_ranks_together(model, layers)
     follow_accelerator(model, world.device)
-    watch(model)
+    install_guard(model, world)
     _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)
     return model
 

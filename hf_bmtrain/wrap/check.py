@@ -6,7 +6,7 @@ import torch
 
 from ..blocks.block import CheckpointBlock
 from ..blocks.module import DistributedModule
-from ..sharding.buffer import DistributedParameter
+from ..sharding.parameter import DistributedParameter
 
 
 def admit(model: torch.nn.Module) -> None:

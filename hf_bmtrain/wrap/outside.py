@@ -33,10 +33,10 @@ def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch
         if place[2].numel() >= _LARGE:
             large.setdefault(id(place[2]), []).append(place)
     for group in (small, *large.values()):
-        shard_places(world.step, group, world.device)
+        shard_places(world, group, world.schedule.outside)
     for module in [*outside, *(module for module, _, _ in places)]:
         if not isinstance(module, torch.nn.ModuleList) or find_places([module]):
-            distribute(module, world.step)
+            distribute(module, world.schedule)
 
 
 @torch.no_grad()
@@ -50,5 +50,5 @@ def place_buffers(model: torch.nn.Module, world: World) -> None:
             module._buffers[name] = placed
             if world.size > 1 and placed.numel():
                 flat = placed.contiguous().view(-1).view(torch.uint8)
-                world.step.gather.broadcast(flat, 0).wait()
+                world.gather.broadcast(flat, 0).wait()
                 placed.copy_(flat.view(placed.dtype).view(placed.shape))

@@ -1,22 +1,34 @@
-"""What a Hugging Face model does by itself and a sharded one leaves to its blocks."""
+"""Every patch on a model's instance: what Hugging Face models do themselves and a sharded one leaves to its blocks."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
+import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NoReturn
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from ..recompute.policy import Fixed
+from ..blocks.base import RefuseDataParallel
+from ..ops.torch_internals import pytree
+from ..runtime.launcher import check_accelerator, mixed_precision
+from ..runtime.world import World
+from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
+_SHARDED = {DistributedParameter, type(None)}
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
-    """Hugging Face's own recomputation off; asked for later, as Trainer does, it is the blocks' that goes on."""
+    """Turn off Hugging Face's gradient checkpointing.
+
+    Later calls to `gradient_checkpointing_enable()` (Trainer makes one) and `_disable()` switch the blocks' instead.
+    """
     for module in model.modules():
         for word in ("activation", "gradient"):  # the second is the older name
             disable = getattr(module, f"{word}_checkpointing_disable", None)
@@ -28,14 +40,17 @@ def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
 
 
 def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
-    """In the place of gradient_checkpointing_enable and _disable; its options are those of torch's checkpoint."""
+    """Replace gradient_checkpointing_enable and _disable. Their options, those of torch's checkpoint, are ignored."""
     _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
     for block in blocks:
-        block._bmt.recomputation = Fixed(on)
+        block._bmt.policy = on
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Sequence[Any]) -> None:
-    """No key-value cache in training: recomputed it would be appended to twice, compiled each layer has its own."""
+    """Turn `use_cache` off in training forwards.
+
+    A recomputed forward would append to the key-value cache twice, and a compiled layer would have its own graph.
+    """
 
     def without_cache(module, args, kwargs):
         if torch.is_grad_enabled() and any(block._bmt.keeps_no_cache for block in blocks):
@@ -49,10 +64,10 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Sequence[Any]) ->
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-    """A collective runs in every block, so all ranks must call the same ones.
+    """Make all ranks call the same blocks, because a collective runs in every block.
 
-    Layer-drop, which draws on each rank for itself what to skip, is switched off. Generation goes on until every
-    rank is done: transformers does that for modules with this mark, and where `generate` says otherwise it is told.
+    Turns layer-drop off, for which each rank draws on its own which layers to skip. Makes generation continue until
+    every rank is done: transformers does that for modules with this mark, and `generate` by its `synced_gpus`.
     """
     dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
     for module in dropping:
@@ -69,3 +84,123 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
             synced = inspect.signature(generate).parameters.get("synced_gpus")
             if synced is not None and synced.default is False:
                 module.generate = functools.partial(generate, synced_gpus=True)  # pyright: ignore
+
+
+def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
+    """Run `model`'s forward in the mixed precision of the process's Accelerator (Trainer makes one), if there is one.
+
+    Accelerate does this for the models it prepares, but takes a sharded one as prepared. As there, half-precision
+    outputs are converted to float32, and fp16 on the CPU, where Accelerate has no loss scale, is float32 (a warning
+    says so).
+    """
+    forward = model.forward
+    weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+
+    @functools.wraps(forward)
+    def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
+        precision = mixed_precision()
+        if precision == "fp16" and device.type == "cpu":
+            _warn_about_float32()
+            precision = "no"
+        if precision == "no":
+            return forward(*args, **kwargs)
+        if precision not in _HALF:
+            raise RuntimeError(
+                f"mixed_precision='{precision}' is not supported by a sharded model: use 'bf16', 'fp16' or 'no'."
+            )
+        if weights == {_HALF[precision]}:
+            _log_casts(precision)
+        with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
+            outputs = forward(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, _widen, outputs)
+
+    model.forward = forward_in_mixed_precision
+
+
+@functools.cache
+def _log_casts(precision: str) -> None:
+    _log.info(
+        "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in float32, which "
+        "takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 does; our optimizers "
+        "keep float32 masters either way.", precision, precision,
+    )  # fmt: skip
+
+
+@functools.cache
+def _warn_about_float32() -> None:
+    _log.warning("mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.")
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def install_guard(model: torch.nn.Module, world: World) -> None:
+    """Check `model` before each training forward, and refuse to resize its embeddings."""
+    model.register_forward_pre_hook(Guard(world.size))
+    for module in model.modules():
+        for name in ("resize_token_embeddings", "resize_position_embeddings"):
+            if hasattr(module, name):
+                setattr(module, name, functools.partial(_refuse_resizing, name))
+
+
+def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
+    raise RuntimeError(
+        f"{name} changes the shape of sharded weights, whose slices would be lost: call it before auto_wrap."
+    )
+
+
+class Guard:
+    """A forward pre-hook that checks one model before its training forwards.
+
+    Raises RuntimeError if the model was wrapped in DistributedDataParallel, if Accelerate shards it or sees another
+    number of ranks, or if it holds a parameter that is not sharded. Parameters and modules can be exchanged without
+    any call (FSDP writes into the dicts of a module), so every training forward looks at all of them: module by module
+    in the first one and after the tree of modules has changed, otherwise in the dicts that were found then.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._walked = False
+        self._parameters: list[dict[str, Any]] = []  # of the modules that have their own
+        self._modules: list[dict[str, Any]] = []
+        self._tree: list[torch.nn.Module | None] = []  # what those hold
+        self._empty: list[dict[str, Any]] = []  # the modules' other dicts of both kinds
+
+    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if DistributedDataParallel._active_ddp_module is not None:
+            iter(RefuseDataParallel())
+        check_accelerator(self._ranks)
+        if not self._as_walked():
+            self._walk(model)
+
+    def _as_walked(self) -> bool:
+        """Return whether the tree of modules is that of the last walk, and its parameters are slices."""
+        if not self._walked or any(self._empty):
+            return False
+        tree = _values(self._modules)
+        if len(tree) != len(self._tree) or not all(map(operator.is_, tree, self._tree)):
+            return False
+        return set(map(type, _values(self._parameters))) <= _SHARDED
+
+    def _walk(self, model: torch.nn.Module) -> None:
+        for name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and type(parameter) not in _SHARDED:
+                    raise RuntimeError(
+                        f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came "
+                        "into the model after auto_wrap: it is not sharded, and nobody averages its gradient over the "
+                        "ranks. Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
+                        "auto_wrap, and leave out FSDP, which replaces them all."
+                    )
+        dicts = [[module._parameters for module in model.modules()], [module._modules for module in model.modules()]]
+        self._parameters, self._modules = ([each for each in kind if each] for kind in dicts)
+        self._empty = [each for kind in dicts for each in kind if not each]
+        self._tree = _values(self._modules)
+        self._walked = True
+
+
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))

@@ -93,7 +93,7 @@ def free_memory() -> float:
     world = bmt.current_world()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # else the next shape would be compiled as a dynamic one
-    world.step.forget_failed_backward()
+    world.schedule.discard_failed_backward()
     gc.collect()
     bmt.synchronize()
     if world.device.type != "cuda":
@@ -110,7 +110,7 @@ def held_bytes() -> int:
 
 def mapped_bytes() -> int:
     """Return the bytes of shards outside torch's allocator."""
-    return bmt.current_world().step.mapped_bytes
+    return bmt.current_world().schedule.mapped_bytes
 
 
 def end_together(status: int) -> NoReturn:

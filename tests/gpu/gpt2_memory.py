@@ -46,7 +46,7 @@ def main() -> None:
         train_step(model, manager, optimizer, step, ROWS, LENGTH, options.micro_batches)
         for step in range(options.steps)
     ]
-    mapped = bmt.current_world().step.mapped_bytes  # shards and slots beside torch's allocator
+    mapped = bmt.current_world().schedule.mapped_bytes  # shards and slots beside torch's allocator
     rest = torch.cuda.memory_allocated() + mapped
     torch.cuda.reset_peak_memory_stats()
     for step in range(2):

@@ -42,15 +42,15 @@ def main() -> int:
         options.layers, options.width, options.length = 4, 64, 16
     bmt.init_distributed(seed=0, gather="peer" if options.tiny else "auto")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    step: Any = bmt.current_world().step
-    if not isinstance(step._blocks, PeerReduction):
+    step: Any = bmt.current_world().schedule
+    if not isinstance(step.blocks, PeerReduction):
         print("no peer access here: gradients are reduced by NCCL")
         return 1
     step.poison = True
     with collectives(step):
         expected = train(options)
     copied = [train(options), train(options)]
-    with sleeping(step._blocks):
+    with sleeping(step.blocks):
         copied.append(train(options, lag=True))
     wrong = compare(expected, copied)
     step.poison = False
@@ -58,14 +58,14 @@ def main() -> int:
     for name, way in [("collectives", collectives(step)), ("copies", nullcontext())]:
         with way:
             bmt.print_rank(f"{name}: {milliseconds(options):.2f} ms a step")
-    bmt.print_rank(f"slots: {step._blocks.mapped_bytes / 1e6:.0f} MB a rank")
+    bmt.print_rank(f"slots: {step.blocks.mapped_bytes / 1e6:.0f} MB a rank")
     return wrong
 
 
 @contextmanager
 def collectives(step: Any) -> Iterator[None]:
     """What is made and run here gathers and reduces by the lanes below."""
-    with mock.patch.object(step, "gather", step.gather._below), mock.patch.object(step, "_blocks", step._apart):
+    with mock.patch.object(step, "gather", step.gather.collective), mock.patch.object(step, "blocks", step.outside):
         yield
 
 

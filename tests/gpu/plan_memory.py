@@ -1,9 +1,9 @@
-"""What use_checkpoint="auto" plans for GPT-2 of 1.5 B parameters, its memory and time, against True and False.
+"""Measure the plan, memory and time of use_checkpoint="auto" for GPT-2 of 1.5 B parameters, against True and False.
 
 `torchrun --nproc-per-node N tests/gpu/plan_memory.py --recompute auto`, then the same with `full` and `none`. Prints
-the plan (rank 0's log) and one JSON line: ms a step, the peak in GiB, how many blocks keep their activations, losses
-(those of the three are equal but for rounding), or that memory ran out. `--grow` makes the sixth batch half as large
-again; `--squeeze GIB` takes so much memory from under the plan after the fourth step.
+the plan (rank 0's log) and one JSON line: ms per step, the peak in GiB, the number of blocks that keep their
+activations, the losses (equal for the three but for rounding), or that memory ran out. `--grow` makes the sixth batch
+half as large again; `--squeeze GIB` allocates that much outside torch after the fourth step.
 """
 
 from __future__ import annotations
@@ -88,20 +88,20 @@ def train(options) -> dict:
 
 
 def take(gib: float):
-    """Memory that torch's allocator knows nothing of."""
+    """Allocate memory outside torch's allocator."""
     import cupy
 
     return cupy.cuda.Memory(int(gib * 2**30))
 
 
 def count_kept(model) -> int:
-    """How many blocks keep their activations by the plan, or because use_checkpoint is False."""
-    chosen = [block._bmt.recomputation for block in model.transformer.h]
-    return sum(getattr(one, "kept", one.use_checkpoint is False) for one in chosen)
+    """Count the blocks that keep their activations, by the plan or because use_checkpoint is False."""
+    policies = [block._bmt.policy for block in model.transformer.h]
+    return sum(getattr(policy, "kept", policy.use_checkpoint is False) for policy in policies)
 
 
 def train_step(model, manager, optimizer, step: int, rows: int, length: int) -> torch.Tensor:
-    """One step on this rank's arithmetic sequences."""
+    """Train one step on this rank's arithmetic sequences."""
     generator = torch.Generator().manual_seed(step * bmt.world_size() + bmt.rank())
     start = torch.randint(0, VOCABULARY, (rows, 1), generator=generator)
     stride = torch.randint(1, 9, (rows, 1), generator=generator)

@@ -1,8 +1,7 @@
 """Blocks through Inductor on one and two GPUs: equal to those that are not compiled, and compiled once."""
 
 import pytest
-
-from test_compiled import check, compiled_once
+from test_compile import check, compiled_once
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""Updates beside the next forward and inside a backward, on GPUs: the same bits, without waiting, whatever lags."""
+"""AdamOffloadOptimizer alongside the next forward and in a backward, on GPUs: the same bits, whatever lags."""
 
 import functools
 from contextlib import nullcontext
@@ -8,14 +8,11 @@ import torch
 from test_gpu_offload import DTYPES, lagging, small_chunks
 
 import hf_bmtrain as bmt
-from hf_bmtrain.comm import streams
 from ranks import Ranks
 from twenty_steps import OPTIONS, groups
 from twins import Tower, ids
 
 pytestmark = pytest.mark.gpu
-OVERLAPPING = functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True)
-MAKERS = {"resident": bmt.optim.AdamOptimizer, "overlapping": OVERLAPPING, "offloaded": bmt.optim.AdamOffloadOptimizer}
 
 
 class Trainee:
@@ -57,11 +54,11 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.result(), b.result(), strict=True))
 
 
-def the_same(kind, dtype, early, seed, **options):
+def the_same(dtype, early, seed, **options):
     """Whatever lags, the bits are those of an AdamOptimizer that does all at once."""
     plain = Trainee(bmt.optim.AdamOptimizer, dtype, **options)
     with small_chunks(), lagging(seed):
-        other = Trainee(MAKERS[kind], dtype, **options)
+        other = Trainee(bmt.optim.AdamOffloadOptimizer, dtype, **options)
         for number in range(8):
             plain.step(number, clip=not early)
             other.step(number, early, clip=not early)
@@ -70,13 +67,13 @@ def the_same(kind, dtype, early, seed, **options):
                 assert equal(plain, other), number
 
 
-def parts_are_made_inside_the_backward(kind):
-    trainee, inside = Trainee(MAKERS[kind], torch.bfloat16), []
+def parts_are_made_inside_the_backward():
+    trainee, inside = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16), []
     original = trainee.optimizer._step_runs
 
-    def noting(numbers, beside):
+    def noting(numbers):
         inside.append(torch._C._current_graph_task_id() != -1)
-        original(numbers, beside)
+        original(numbers)
 
     trainee.optimizer._step_runs = noting
     trainee.step(0, early=True)
@@ -85,40 +82,8 @@ def parts_are_made_inside_the_backward(kind):
     assert inside == [True] * len({p.buffer for p in trainee.model.parameters()})
 
 
-def the_next_forward_begins_early():
-    """The current stream is not behind the update at the end of a step; a gathered buffer is behind its own."""
-    trainee = Trainee(OVERLAPPING, torch.bfloat16)
-    trainee.step(0)
-    original = streams.WorkStream.run
-
-    def slow(self, function):
-        original(self, lambda: (torch.cuda._sleep(20_000_000), function()))
-
-    trainee._number = 1
-    trainee.manager.zero_grad()
-    trainee.manager.backward(trainee.model(ids(1, 0).cuda()))
-    streams.WorkStream.run = slow
-    try:
-        trainee.manager.step()
-    finally:
-        streams.WorkStream.run = original
-    current, last = torch.cuda.Event(), trainee.model.layers[2].linear._parameters["weight"].buffer
-    current.record()
-    current.synchronize()
-    ticket = last.update._ticket
-    assert not ticket.query()
-    trainee.model.embedding._parameters["weight"].buffer.gather()
-    current.record()
-    current.synchronize()
-    assert not ticket.query()
-    last.gather()
-    current.record()
-    current.synchronize()
-    assert ticket.query()
-
-
-def the_host_never_waits(kind, early):
-    trainee = Trainee(MAKERS[kind], torch.bfloat16)
+def the_host_never_waits(early):
+    trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
     trainee.step(0, early)
     for parameter in trainee.model.parameters():
         parameter._gradient_hooks.clear()  # they bring gradients from the host
@@ -138,37 +103,24 @@ def the_host_never_waits(kind, early):
         assert not done.query(), "the host waited for the device"
 
 
-def a_capture_is_refused():
-    trainee = Trainee(OVERLAPPING, torch.bfloat16)
-    trainee.step(0)
-    trainee.manager.zero_grad()
-    trainee.manager.backward(trainee.model(ids(1, 0).cuda()))
-    trainee.optimizer.wait()
-    with pytest.raises(RuntimeError, match="captured in a CUDA graph is one stream"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            trainee.optimizer.step()
-
-
 def memory_is_free_for_the_next_forward():
     """Gradients of a block are given back when its own update is over, not when the last one is."""
-    trainee = Trainee(OVERLAPPING, torch.bfloat16)
+    trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
     for number in range(3):
         trainee.step(number)
     trainee.manager.zero_grad()
     held = torch.cuda.memory_allocated()
     for parameter in trainee.model.parameters():
         parameter.buffer.gather()
-        parameter.buffer.gradient.let_go()
+        parameter.buffer.gradient.free_if_unused()
     freed = held - torch.cuda.memory_allocated()
     assert freed >= sum(2 * p.numel() for p in trainee.model.parameters())
 
 
 CASES = [
-    *((the_same, kind, dtype, False, 1) for kind in ("overlapping", "offloaded") for dtype in DTYPES),
-    *((the_same, kind, dtype, True, 2) for kind in MAKERS for dtype in DTYPES),
-    *((parts_are_made_inside_the_backward, kind) for kind in MAKERS), (the_next_forward_begins_early,),
-    *((the_host_never_waits, kind, early) for kind in MAKERS for early in (False, True)),
-    (a_capture_is_refused,), (memory_is_free_for_the_next_forward,),
+    *((the_same, dtype, False, 1) for dtype in DTYPES), *((the_same, dtype, True, 2) for dtype in DTYPES),
+    (parts_are_made_inside_the_backward,), *((the_host_never_waits, early) for early in (False, True)),
+    (memory_is_free_for_the_next_forward,),
 ]  # fmt: skip
 
 
@@ -187,14 +139,11 @@ def gpus(request):
     ranks.stop()
 
 
-SHARED = [(kind, early) for kind in MAKERS for early in (False, True) if early or kind != "resident"]
-
-
-@pytest.mark.parametrize(("kind", "early"), SHARED)
-def test_several_gpus(gpus: Ranks, kind: str, early: bool) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_several_gpus(gpus: Ranks, early: bool) -> None:
     """Ranks lag by themselves, so that one gathers what another is still updating."""
-    gpus(lagging_by_rank, kind, early)
+    gpus(lagging_by_rank, early)
 
 
-def lagging_by_rank(kind, early):
-    the_same(kind, torch.bfloat16, early, bmt.rank())
+def lagging_by_rank(early):
+    the_same(torch.bfloat16, early, bmt.rank())

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from stress import Tower
 
 import hf_bmtrain as bmt
+from stress import Tower
 
 pytestmark = pytest.mark.gpu
 OPTIMIZERS = {"adam": "AdamOptimizer", "offload": "AdamOffloadOptimizer"}

@@ -6,13 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
-from trainee import Trainee
 
 import hf_bmtrain as bmt
 from hf_bmtrain.comm import streams
 from hf_bmtrain.ops import pinned
 from hf_bmtrain.optim import slabs
 from ranks import Ranks
+from trainee import Trainee
 from twenty_steps import OPTIONS, groups, train
 from twins import Tower
 
@@ -151,25 +151,8 @@ def all_dtypes_at_once():
         assert all(t.is_pinned() for t in held)
 
 
-def twenty_steps(dtype, update_on):
-    def make(*args, **options):
-        return bmt.optim.AdamOffloadOptimizer(*args, **options, update_on=update_on)
-
-    train(dtype, make)
-
-
-def on_host(dtype):
-    """Close to the resident update: another AdamW does the arithmetic."""
-    with small_chunks():
-        trainees = [
-            Wide(bmt.optim.AdamOptimizer, dtype), Wide(bmt.optim.AdamOffloadOptimizer, dtype, update_on="host")
-        ]  # fmt: skip
-        for number in range(8):
-            for trainee in trainees:
-                trainee.backward(number)
-                trainee.end_step()
-        for a, b in zip(*(trainee.model.state_dict().values() for trainee in trainees)):
-            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+def twenty_steps(dtype):
+    train(dtype, bmt.optim.AdamOffloadOptimizer)
 
 
 def never_waits():
@@ -230,9 +213,9 @@ def too_much_is_refused():
 
 CASES = [
     *((the_same, d, m, s) for s in range(3) for d in DTYPES for m in (torch.float32, torch.bfloat16)),
-    *((twenty_steps, dtype, where) for dtype in DTYPES for where in ("device", "host")),
+    *((twenty_steps, dtype) for dtype in DTYPES),
     (written_after_a_step, 1), (written_in_part, 2), *((moved, dtype, 3) for dtype in DTYPES), (all_dtypes_at_once,),
-    *((on_host, dtype) for dtype in DTYPES), (never_waits,),
+    (never_waits,),
     (the_next_forward_begins_early,), (memory_is_unlocked,), (too_much_is_refused,),
 ]  # fmt: skip
 

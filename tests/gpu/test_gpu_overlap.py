@@ -52,7 +52,7 @@ def trace(step: Callable[[], None]) -> list[dict]:
 
 
 def overlap_of_a_step() -> list[str]:
-    bmt.current_world().step.poison = False  # fills are computation too
+    bmt.current_world().schedule.poison = False  # fills are computation too
     layers = bmt.TransformerBlockList(
         [bmt.CheckpointBlock(Layer().bfloat16(), use_checkpoint=False) for _ in range(BLOCKS)]
     )
@@ -61,7 +61,7 @@ def overlap_of_a_step() -> list[str]:
     def head_start() -> None:
         """What is measured is the device, not how fast the host feeds it, nor how late the other rank is."""
         torch.cuda._sleep(HEAD_START)
-        bmt.current_world().step.reduce.all_reduce(torch.zeros(1, device="cuda")).wait()
+        bmt.current_world().reduce.all_reduce(torch.zeros(1, device="cuda")).wait()
 
     def step() -> None:
         head_start()

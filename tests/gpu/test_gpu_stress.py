@@ -4,9 +4,9 @@ from unittest import mock
 
 import pytest
 import torch
-from stress import CELLS, GATHERS, pausing, run_cell, stress
 
 from hf_bmtrain.sharding.buffer import ShardedBuffer
+from stress import CELLS, GATHERS, pausing, run_cell, stress
 
 pytestmark = pytest.mark.gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -170,7 +170,7 @@ def speed(options: argparse.Namespace) -> None:
     )
     trainer.train()
     seconds = sorted(b - a for a, b in zip(clock.times[2:], clock.times[3:]))
-    mapped = bmt.current_world().step.mapped_bytes if ours else 0
+    mapped = bmt.current_world().schedule.mapped_bytes if ours else 0
     numbers = {
         "engine": " ".join([options.engine, *(flag for flag in FLAGS if getattr(options, flag))]),
         "ms": round(1e3 * seconds[len(seconds) // 2], 1),

@@ -3,13 +3,13 @@
 import json
 import math
 
-import jobs
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState
 
 import hf_bmtrain as bmt
+import jobs
 from tiny_models import build
 
 SIZES = [1, 2]

@@ -15,7 +15,7 @@ TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_script", "test_sync", "test_ops", "test_cli"])
 def test_accelerates_own_script(name):
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS / "support")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     result = subprocess.run(
         [*TWO_RANKS, str(SCRIPT), name], env=environment, capture_output=True, text=True, timeout=240, check=False

@@ -4,14 +4,14 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-import jobs
 import pytest
 import torch
 import transformers
-from jobs import bmt_adam, losses, torch_adam
 
 import hf_bmtrain as bmt
+import jobs
 from hf_bmtrain.hf import optimizer_files
+from jobs import bmt_adam, losses, torch_adam
 from tiny_models import build
 
 SIZES = [1, 2]

@@ -3,12 +3,12 @@
 import dataclasses
 import types
 
-import jobs
 import pytest
 import torch
 import transformers
 
 import hf_bmtrain as bmt
+import jobs
 from hf_bmtrain.hf import arguments
 from tiny_models import batch, build
 from twins import Tower, ids
@@ -48,13 +48,6 @@ def optimizer_from_before_in_trainer(folder):
     )
     with pytest.raises(RuntimeError, match="Make the optimizer after auto_wrap"):
         trainer.train()
-
-
-def two_optimizers():
-    model = bmt.auto_wrap(Tower())
-    first, second = jobs.sgd(model), bmt.optim.AdamOptimizer(model.head.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match="AdamOptimizer and SGD both update the same slice"):
-        step(model, first, second)
 
 
 def optimizers_that_take_turns():
@@ -243,7 +236,7 @@ def half_weights_without_masters(folder):
 
 
 CASES = [
-    optimizer_from_before, our_optimizer_from_before_beside_new_parameters, two_optimizers,
+    optimizer_from_before, our_optimizer_from_before_beside_new_parameters,
     optimizers_that_take_turns, replaced_parameter, resized_embeddings, retied_weights, data_parallel, cast,
     accelerate_that_sees_other_ranks_or_shards_itself,
 ]  # fmt: skip

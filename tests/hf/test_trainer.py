@@ -1,11 +1,11 @@
 """An unmodified Trainer around a sharded model, against itself around a plain one in one process."""
 
-import jobs
 import pytest
 import transformers
-from jobs import check_same, losses, sgd, train, train_ddp, train_sharded
 
 import hf_bmtrain as bmt
+import jobs
+from jobs import check_same, losses, sgd, train, train_ddp, train_sharded
 
 SIZES = [1, 2]
 MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]

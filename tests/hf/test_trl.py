@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from jobs import check_same, losses, weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_bmtrain as bmt
+from jobs import check_same, losses, weights
 from tiny_models import VOCABULARY, build
 
 peft = pytest.importorskip("peft")

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jobs
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from trainer_rows import PAIRS, ROWS, Row
 
+import jobs
 from tiny_models import build
 
 STEPS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from jobs import Rows, bmt_adam, sgd, torch_adam
 from trainer_witnesses import (
     CompiledGraphs,
     Impatient,
@@ -23,6 +22,7 @@ from trainer_witnesses import (
 )  # fmt: skip
 
 import hf_bmtrain as bmt
+from jobs import Rows, bmt_adam, sgd, torch_adam
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,6 @@ OPTIMIZERS = {
     "Rprop": instance(torch.optim.Rprop, lr=1e-3),
     "AdamOptimizer": of_ours(bmt.optim.AdamOptimizer),
     "AdamOffloadOptimizer": of_ours(bmt.optim.AdamOffloadOptimizer),
-    "AdamOffloadOptimizer, update_on=host": of_ours(bmt.optim.AdamOffloadOptimizer, update_on="host"),
     "AdamOffloadOptimizer, accumulated, clipped, scheduled": of_ours(
         bmt.optim.AdamOffloadOptimizer,
         {**HALVES, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, **SCHEDULES["linear"].given},

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 import transformers
+
 from jobs import LENGTH, Rows
 
 

@@ -1,15 +1,14 @@
-"""Updates beside the computation where ranks pull each other's weights: read when they are done, on every rank."""
+"""Updates alongside the computation where ranks pull each other's weights: read when they are done, on every rank."""
 
-import functools
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from test_offload import as_on_a_gpu
+from test_peer import lane
 
 import hf_bmtrain as bmt
-from test_peer import lane
 from twins import Tower, ids
 
 
@@ -33,25 +32,36 @@ class Trainee:
         return [*losses, *(p.data.clone() for p in self.model.parameters())]
 
 
-def updates_are_announced(kind, early):
+def updates_are_announced(early):
     """A rank that gathers at once gets what a slower one is still updating; evaluations may differ in number."""
-    make = functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True)
-    make = make if kind == "overlapping" else bmt.optim.AdamOffloadOptimizer
     # Late streams count writes late, too, by which unannounced ones are told; a device's are counted when queued.
     with nullcontext() if early else as_on_a_gpu(bmt.rank()):
         plain = Trainee(bmt.optim.AdamOptimizer)
         expected = [plain.step(number) for number in range(4)]
         del plain
-        late = Trainee(make, lag=0.05 * bmt.rank())
+        late = Trainee(bmt.optim.AdamOffloadOptimizer, lag=0.05 * bmt.rank())
         for number in range(4):
             count = (bmt.rank() + number) % 3 if number < 3 else 2
             got = late.step(number, count, early)
             assert all(torch.equal(a, b) for a, b in zip(got, expected[number][2 - count :], strict=True)), number
 
 
+@contextmanager
+def streamed_at_once():
+    """The path of a GPU, with streams that have done everything as soon as it is queued."""
+    with as_on_a_gpu(0) as clock:
+
+        def catch_up():
+            while clock._advance():
+                pass
+
+        clock.pass_some_time = catch_up
+        yield
+
+
 def each_announced_update_meets_by_itself():
     """No gather after a step has a rendezvous of its own, and the first one waits for its own update alone."""
-    trainee = Trainee(functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True))
+    trainee = Trainee(bmt.optim.AdamOffloadOptimizer)
     trainee.step(0)
     buffers = list(dict.fromkeys(p.buffer for p in trainee.model.parameters()))
     peers, met, published = lane(), [], []
@@ -76,7 +86,7 @@ def each_announced_update_meets_by_itself():
 def loaded_after_an_announcement():
     """Weights that are written right after a step win over it, on every rank."""
     model, other = bmt.auto_wrap(Tower()), Tower()
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), overlap_forward=True)
+    optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters())
     for number in range(3):
         model(ids(number, bmt.rank())).backward()
         optimizer.step()
@@ -91,7 +101,7 @@ def loaded_after_an_announcement():
 
 def an_update_after_a_forward_is_refused():
     """As any write is that a slower rank may read half done."""
-    trainee = Trainee(functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True))
+    trainee = Trainee(bmt.optim.AdamOffloadOptimizer)
     trainee.step(0)
     trainee.optimizer.zero_grad()
     trainee.model(ids(1, 0)).backward()
@@ -103,15 +113,19 @@ def an_update_after_a_forward_is_refused():
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after", "inside"])
-@pytest.mark.parametrize("kind", ["overlapping", "offloaded"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_updates_beside_the_computation(peers, size, kind, early):
-    peers(size)(updates_are_announced, kind, early)
+def test_updates_alongside_the_computation(peers, size, early):
+    peers(size)(updates_are_announced, early)
 
 
 OWN = [each_announced_update_meets_by_itself, loaded_after_an_announcement, an_update_after_a_forward_is_refused]
 
 
+def at_once(case):
+    with streamed_at_once():
+        case()
+
+
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.__name__)
 def test_announced(peers, case):
-    peers(2)(case)
+    peers(2)(at_once, case)

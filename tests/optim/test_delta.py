@@ -15,7 +15,6 @@ WAYS = {
     "on cpu": (nullcontext, {}),
     "short exp_avg": (nullcontext, {"exp_avg_dtype": torch.bfloat16}),
     "streamed": (lambda: as_on_a_gpu(5), {}),
-    "on the host": (lambda: as_on_a_gpu(6, kernels=False), {"update_on": "host"}),
 }
 
 
@@ -64,7 +63,12 @@ def recorded(way, dtype):
                 continue
             whole = torch.cat(expected)
             assert (whole.numel() < sum(p.full_shape.numel() for p in model.parameters())) == (number in (4, 5))
-            assert seen[-1] == pytest.approx((whole.mean().item(), whole.var(unbiased=False).item()), rel=2e-4), number
+            expected = whole.mean().item(), whole.var(unbiased=False).item()
+            # A bfloat16 exp_avg is rounded at random, without bias, by up to 2⁻⁸ of itself: less in a sum over many.
+            rounding = 4 * 2**-8 * whole.numel() ** -0.5 * ("exp_avg_dtype" in options)
+            allowed = rounding * whole.square().mean().sqrt().item(), 2 * rounding * expected[1]
+            for found, value, margin in zip(seen[-1], expected, allowed):
+                assert found == pytest.approx(value, rel=2e-4, abs=margin), number
         assert len({*seen}) == 6
         return seen
 

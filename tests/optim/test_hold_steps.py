@@ -57,7 +57,6 @@ WAYS = {
     "short exp_avg": (by_torch, resident(exp_avg_dtype=torch.bfloat16)),
     "offload on cpu": (by_torch, offloaded()),
     "streamed": (lambda: as_on_a_gpu(3), offloaded()),
-    "on the host": (lambda: as_on_a_gpu(4, kernels=False), offloaded(update_on="host")),
 }
 
 
@@ -136,7 +135,7 @@ def goes_on(dtype, whole):
         if step == 2:
             state = managers[0].state_dict(gather_opt=whole)
             if whole:
-                state = bmt.current_world().control.share(state)
+                state = bmt.current_world().control.broadcast_object(state)
             managers[1].load_state_dict(state)
             assert managers[1].optimizers[0].param_groups[0]["hold_steps"] == HOLD
         for model, manager in zip(models, managers):

@@ -1,6 +1,5 @@
 """update_in_backward(): the same bits, made early, or refused; by streams that lag at random."""
 
-import functools
 from contextlib import nullcontext
 
 import pytest
@@ -9,14 +8,8 @@ from test_offload import DTYPES, OPTIONS, as_on_a_gpu, groups
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
-from hf_bmtrain.sharding.buffer import DistributedParameter
+from hf_bmtrain.sharding.parameter import DistributedParameter
 from twins import Tower, ids
-
-KINDS = {
-    "resident": bmt.optim.AdamOptimizer,
-    "overlapping": functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True),
-    "offloaded": bmt.optim.AdamOffloadOptimizer,
-}
 
 
 class Early:
@@ -33,11 +26,14 @@ class Early:
         self.parts = []  # (inside a backward, how many runs) of each part of a step
         original = self.optimizer._step_runs
 
-        def noting(numbers, beside):
+        def noting(numbers):
             self.parts.append((torch._C._current_graph_task_id() != -1, len(numbers)))
-            original(numbers, beside)
+            original(numbers)
 
         self.optimizer._step_runs = noting
+
+    def updating(self):
+        return self.optimizer.update_in_backward() if self._early else nullcontext()
 
     def backward(self, number, micro=0):
         self.manager.backward(self.model(ids(100 * micro + number, bmt.rank())))
@@ -46,7 +42,7 @@ class Early:
         self.manager.zero_grad()
         for micro in range(backwards - 1):
             self.backward(number, micro)
-        with self.optimizer.update_in_backward() if self._early else nullcontext():
+        with self.updating():
             self.backward(number, backwards - 1)
         self.ordinary.grad = self.ordinary.detach().sin()
         self.manager.step()
@@ -57,11 +53,12 @@ class Early:
         return [*self.model.state_dict().values(), self.ordinary.detach().clone(), *held]
 
 
-def the_same(make, dtype, **options):
+def the_same(dtype, **options):
     """With and without accumulation, freezing, a written weight and a load; compared now and then.
 
     The late one keeps float32 masters, whatever is done early."""
-    late, early = Early(FloatMasters, dtype, False, **options), Early(make, dtype, True, **options)
+    late = Early(FloatMasters, dtype, False, **options)
+    early = Early(bmt.optim.AdamOffloadOptimizer, dtype, True, **options)
     for number in range(10):
         for trainee in (late, early):
             trainee.model.layers[1].linear.requires_grad_(number not in (4, 5))
@@ -79,16 +76,27 @@ def the_same(make, dtype, **options):
     assert inside + sum(runs for inside, runs in early.parts if not inside) == sum(runs for _, runs in late.parts)
 
 
-def lagging(kind, dtype, seed, kernels, short=False):
+def lagging(dtype, seed, short=False):
     options = {"exp_avg_dtype": torch.bfloat16, "hold_steps": 2} if short else {}
-    with as_on_a_gpu(seed, kernels) as clock:
-        the_same(KINDS[kind], dtype, **options)
-    assert clock.lag > (1 if kind == "resident" else 6), "the streams were never far behind"
+    with as_on_a_gpu(seed) as clock:
+        the_same(dtype, **options)
+    assert clock.lag > 6, "the streams were never far behind"
 
 
-def blocks_are_updated_while_others_still_run_backward(kind):
+def recorded():
+    """The moments of a step that the backward has made are those of a step that it has not."""
+    late, early = (Early(bmt.optim.AdamOffloadOptimizer, torch.float32, on, record_delta=True) for on in (False, True))
+    for number in range(4):
+        for trainee in (late, early):
+            trainee.step(number)
+        a, b = late.optimizer, early.optimizer
+        assert a.get_avg_delta() == b.get_avg_delta() and a.get_var_delta() == b.get_var_delta() > 0
+    assert sum(inside for inside, _ in early.parts) > 3
+
+
+def blocks_are_updated_while_others_still_run_backward():
     """When the first layer's gradient is reduced, the last layer's update has begun; after `step` nothing is open."""
-    trainee = Early(KINDS[kind], torch.bfloat16, True)
+    trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.bfloat16, True)
     trainee.step(0)
     layers = [layer.linear._parameters["weight"] for layer in trainee.model.layers]
     before = layers[2].buffer.version
@@ -129,7 +137,7 @@ def two_optimizers(seed):
         for early in (False, True):
             model = bmt.auto_wrap(Tower())
             decayed, rest = groups(model.named_parameters())
-            optimizers = [bmt.optim.AdamOptimizer([decayed]), bmt.optim.AdamOffloadOptimizer([rest])]
+            optimizers = [bmt.optim.AdamOffloadOptimizer([part]) for part in (decayed, rest)]
             for number in range(4):
                 contexts = [o.update_in_backward() if early else nullcontext() for o in optimizers]
                 with contexts[0], contexts[1]:
@@ -146,11 +154,11 @@ def a_part_that_is_new_waits_for_the_step():
     """A gradient that comes by hand after the backward is used by `step`, beside what was updated early."""
     results = []
     for early in (False, True):
-        trainee = Early(bmt.optim.AdamOptimizer, torch.float32, early)
+        trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, early)
         trainee.model.layers[1].gain.requires_grad_(False)
         for number in range(5):
             trainee.manager.zero_grad()
-            with trainee.optimizer.update_in_backward() if early else nullcontext():
+            with trainee.updating():
                 trainee.backward(number)
             gain = trainee.model.layers[1].gain
             if number in (2, 3):
@@ -165,7 +173,7 @@ def a_neighbour_with_as_many_steps_is_not_taken_for_updated():
     results = []
     for early in (False, True):
         model = bmt.auto_wrap(Tower())
-        optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
+        optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=0.1)
         layer = model.layers[1]
         for number, (gain, linear) in enumerate([(1, 1), (1, 0), (1, 0), (1, 0), (0, 1), (0, 1), (0, 1), (0, 1)]):
             layer.gain.requires_grad_(bool(gain))
@@ -181,9 +189,9 @@ def a_neighbour_with_as_many_steps_is_not_taken_for_updated():
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
-def begun(kind="resident", **options):
+def begun():
     """After a first step, at the end of a backward that has updated."""
-    trainee = Early(KINDS[kind], torch.float32, True, **options)
+    trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, True)
     trainee.step(0)
     trainee.manager.zero_grad()
     with trainee.optimizer.update_in_backward():
@@ -224,14 +232,14 @@ def a_scaler_comes_too_late():
 
 
 def a_second_backward_is_refused():
-    trainee = Early(bmt.optim.AdamOptimizer, torch.float32, True)
+    trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, True)
     trainee.step(0)
     trainee.manager.zero_grad()
     with trainee.optimizer.update_in_backward():
         trainee.backward(1)
         with pytest.raises(RuntimeError, match="A second backward inside update_in_backward"):
             trainee.backward(2)
-    trainee = Early(bmt.optim.AdamOptimizer, torch.float32, True)
+    trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, True)
     trainee.step(0)
     with trainee.optimizer.update_in_backward():
         losses = [trainee.model(ids(number, bmt.rank())) for number in (3, 4)]
@@ -247,18 +255,8 @@ def twice_before_a_step_is_refused():
             pass
 
 
-def settings_are_refused():
-    with pytest.raises(ValueError, match="record_delta"):
-        with Early(
-            bmt.optim.AdamOffloadOptimizer, torch.float32, True, record_delta=True
-        ).optimizer.update_in_backward():
-            pass
-    with pytest.raises(ValueError, match="update_on='host'"):
-        with Early(
-            bmt.optim.AdamOffloadOptimizer, torch.float32, True, update_on="host"
-        ).optimizer.update_in_backward():
-            pass
-    trainee = Early(bmt.optim.AdamOptimizer, torch.float32, True)
+def a_loss_scale_is_refused():
+    trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, True)
     bmt.optim.OptimManager(loss_scale=8.0).add_optimizer(trainee.optimizer)
     with pytest.raises(ValueError, match="with a loss scale"):
         with trainee.optimizer.update_in_backward():
@@ -267,7 +265,7 @@ def settings_are_refused():
 
 def spoilt_weights_are_told():
     """An inf on one rank is in the weights: every rank says so."""
-    trainee = Early(bmt.optim.AdamOptimizer, torch.float32, True)
+    trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, True)
     trainee.step(0)
     trainee.manager.zero_grad()
     with trainee.optimizer.update_in_backward():
@@ -278,7 +276,7 @@ def spoilt_weights_are_told():
 
 
 def an_error_in_backward_leaves_no_hooks():
-    trainee = Early(bmt.optim.AdamOptimizer, torch.float32, True)
+    trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, True)
     trainee.step(0)
     with pytest.raises(ZeroDivisionError):
         with trainee.optimizer.update_in_backward():
@@ -289,26 +287,17 @@ def an_error_in_backward_leaves_no_hooks():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_lagging_is_the_same(world, size, kind, dtype):
-    world(size)(lagging, kind, dtype, 5, True)
+def test_lagging_is_the_same(world, size, dtype):
+    world(size)(lagging, dtype, 5)
 
 
-@pytest.mark.parametrize("kind", ["resident", "overlapping"])
-def test_lagging_by_torch_is_the_same(world, kind):
-    world(2)(lagging, kind, torch.float32, 5, False)
+def test_on_cpu_it_is_the_same(world):
+    world(2)(the_same, torch.float32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_short_exp_avg_and_held_steps_are_the_same(world, kind):
-    world(2)(lagging, kind, torch.bfloat16, 6, True, True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_blocks_are_updated_early(world, size, kind):
-    world(size)(blocks_are_updated_while_others_still_run_backward, kind)
+def test_a_short_exp_avg_and_held_steps_are_the_same(world):
+    world(2)(lagging, torch.bfloat16, 6, True)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -321,7 +310,8 @@ CASES = [
     a_part_that_is_new_waits_for_the_step, a_neighbour_with_as_many_steps_is_not_taken_for_updated,
     clipping_comes_too_late, a_replaced_gradient_comes_too_late,
     a_new_lr_comes_too_late, a_scaler_comes_too_late, a_second_backward_is_refused, twice_before_a_step_is_refused,
-    settings_are_refused, spoilt_weights_are_told, an_error_in_backward_leaves_no_hooks,
+    a_loss_scale_is_refused, spoilt_weights_are_told, an_error_in_backward_leaves_no_hooks, recorded,
+    blocks_are_updated_while_others_still_run_backward,
 ]  # fmt: skip
 
 

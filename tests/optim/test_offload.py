@@ -3,6 +3,9 @@
 AdamOptimizer keeps float32 masters here, or both forms of them are compared.
 """
 
+import gc
+import pickle
+import weakref
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -12,8 +15,8 @@ import torch
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
 from hf_bmtrain.ops import adam_step, pinned
-from hf_bmtrain.optim import device_update as conveyor
-from hf_bmtrain.optim import host_update, offload, slabs, update_stream
+from hf_bmtrain.optim import device_update, offload, slabs
+from hf_bmtrain.sharding.pending_update import PendingUpdate
 from slow_streams import Clock
 from twenty_steps import OPTIONS, groups, train
 from twins import Tower, ids
@@ -23,13 +26,13 @@ KINDS = (FloatMasters, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)
 
 
 @contextmanager
-def as_on_a_gpu(seed, kernels=True):
+def as_on_a_gpu(seed):
     """Slabs, chunks and streams on CPU; small enough that a tower has many, and runs cross their borders."""
     clock = Clock(seed)
     patches = [
-        *(mock.patch.object(module, "has_own_memory", return_value=True) for module in (offload,)),
-        *(mock.patch.object(module, "work_stream", clock.stream) for module in (conveyor, host_update, update_stream)),
-        mock.patch.object(adam_step, "kernels_serve", return_value=kernels),
+        mock.patch.object(offload, "has_own_memory", return_value=True),
+        mock.patch.object(device_update, "work_stream", clock.stream),
+        mock.patch.object(adam_step, "kernels_serve", return_value=True),
         mock.patch.object(slabs, "CHUNK_ELEMENTS", 64),
         mock.patch.object(slabs, "SLAB_ELEMENTS", 256),
     ]
@@ -238,13 +241,6 @@ def streamed(dtype, seed, exp_avg_dtype=torch.float32):
     assert clock.lag > 6, "the streams were never far behind"
 
 
-def on_host(dtype, seed):
-    with as_on_a_gpu(seed, kernels=False) as clock:
-        make = lambda *args, **kw: bmt.optim.AdamOffloadOptimizer(*args, **kw, update_on="host")  # noqa: E731
-        train(dtype, make)
-    assert clock.lag > 0
-
-
 def streamed_twenty_steps(dtype, seed):
     with as_on_a_gpu(seed):
         train(dtype, bmt.optim.AdamOffloadOptimizer)
@@ -313,10 +309,10 @@ def the_first_buffers_come_first(seed):
     assert order[0] is trainee.model.embedding._parameters["weight"].buffer
 
 
-def written_gradients_wait(seed, cls=bmt.optim.AdamOffloadOptimizer):
+def written_gradients_wait(seed):
     """zero_grad(set_to_none=False) writes what an update may still read."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(each, torch.bfloat16) for each in (FloatMasters, cls)]
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (FloatMasters, bmt.optim.AdamOffloadOptimizer)]
         for number in range(3):
             for trainee in trainees:
                 trainee.step(number)
@@ -324,10 +320,10 @@ def written_gradients_wait(seed, cls=bmt.optim.AdamOffloadOptimizer):
         assert_equal(*trainees, "zeroed")
 
 
-def steps_in_a_row(seed, cls=bmt.optim.AdamOffloadOptimizer):
+def steps_in_a_row(seed):
     """Each with another lr, and no forward between them."""
     with as_on_a_gpu(seed):
-        trainees = [Trainee(each, torch.bfloat16) for each in (FloatMasters, cls)]
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (FloatMasters, bmt.optim.AdamOffloadOptimizer)]
         for trainee in trainees:
             trainee.step(0)
             trainee.model(ids(1, bmt.rank())).backward()
@@ -338,21 +334,67 @@ def steps_in_a_row(seed, cls=bmt.optim.AdamOffloadOptimizer):
 
 
 def direct_reads(seed):
-    """`wait`, `.data` and `gather` show the step's weights at once."""
+    """`wait`, `.data`, `gather` and both state dicts show the step's weights and state at once."""
     with as_on_a_gpu(seed):
         trainees = [Trainee(cls, torch.bfloat16) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
-        for number in range(6):
+        for number in range(10):
             for trainee in trainees:
                 trainee.step(number)
-            if number % 3 == 0:
+            if number % 5 == 0:
                 trainees[1].optimizer.wait()
+            if number % 5 == 4:
+                a, b = (trainee.manager.state_dict()["optimizers"][0]["state"] for trainee in trainees)
+                assert all(torch.equal(a[key][name], b[key][name]) for key in a for name in a[key])
+            if number % 5 == 3:
+                assert_equal(*trainees, number)
             for a, b in zip(*(trainee.model.parameters() for trainee in trainees)):
-                if number % 3 == 1:
-                    assert torch.equal(a.data, b.data)
-                elif number % 3 == 2:
-                    assert torch.equal(a.gather(), b.gather())
-                else:
+                if number % 5 == 0:
                     assert torch.equal(a, b)
+                elif number % 5 == 1:
+                    assert torch.equal(a.data, b.data)
+                elif number % 5 == 2:
+                    assert torch.equal(a.gather(), b.gather())
+
+
+def looked_at_and_pickled(seed):
+    """`inspect_model` and a pickle of a parameter show the step's weights at once."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.float32) for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(4):
+            for trainee in trainees:
+                trainee.step(number)
+            if number % 2:
+                a, b = (bmt.inspect.inspect_model(trainee.model, "*") for trainee in trainees)
+                assert a == b
+            else:
+                a, b = (pickle.dumps([*trainee.model.parameters()]) for trainee in trainees)
+                assert all(torch.equal(x, y) for x, y in zip(pickle.loads(a), pickle.loads(b)))
+
+
+def each_buffer_waits_for_its_own(seed):
+    """A gather is behind the update of its buffer and not behind the last one; updates come in the buffers' order."""
+    with as_on_a_gpu(seed) as clock:
+        trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
+        trainee.step(0)
+        trainee.model(ids(1, bmt.rank())).backward()
+        clock.pass_some_time = lambda: None  # from here nothing is done before somebody waits
+        trainee.optimizer.step()
+        first = trainee.model.embedding._parameters["weight"].buffer
+        last = trainee.model.layers[2].linear._parameters["weight"].buffer
+        tickets = first.update._ticket, last.update._ticket
+        assert not any(ticket.reached for ticket in tickets)
+        first.gather()
+        assert tickets[0].reached
+        assert not tickets[1].reached
+        last.gather()
+        assert tickets[1].reached
+
+
+def a_resident_update_leaves_nothing_pending(seed):
+    with as_on_a_gpu(seed):
+        trainee = Trainee(bmt.optim.AdamOptimizer, torch.bfloat16)
+        trainee.step(0)
+        assert not any(p.buffer.update.pending for p in trainee.model.parameters())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -373,9 +415,10 @@ def test_streamed_with_a_short_exp_avg_is_the_same(world):
 
 
 CASES = [
-    *((case, dtype) for case in (on_host, streamed_twenty_steps, moved) for dtype in DTYPES),
+    *((case, dtype) for case in (streamed_twenty_steps, moved) for dtype in DTYPES),
     (steps_in_a_row,), (ordinary,), (without_a_gradient,), (the_first_buffers_come_first,),
-    (written_gradients_wait,), (direct_reads,), (hand_written,), (written_while_frozen,),
+    (written_gradients_wait,), (direct_reads,), (looked_at_and_pickled,), (each_buffer_waits_for_its_own,),
+    (a_resident_update_leaves_nothing_pending,), (hand_written,), (written_while_frozen,),
     (another_master_is_loaded,), (all_dtypes_at_once,),
 ]  # fmt: skip
 
@@ -391,12 +434,23 @@ def test_a_file_fits_all_kinds_and_any_number_of_ranks(world, tmp_path):
     world(1)(loaded_by_others, str(tmp_path))
 
 
-def test_settings_are_checked():
-    parameter = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match="update_on must be 'device' or 'host', not 'gpu'"):
-        bmt.optim.AdamOffloadOptimizer([parameter], update_on="gpu")
-    with pytest.raises(ValueError, match="whose exp_avg is float32"):
-        bmt.optim.AdamOffloadOptimizer([parameter], exp_avg_dtype=torch.bfloat16, update_on="host")
+def test_gradients_are_kept_until_the_current_stream_has_waited():
+    class Late:
+        waited = False
+
+        def wait(self):
+            self.waited = True
+
+    update, ticket, gradient = PendingUpdate(None), Late(), torch.zeros(3)
+    alive = weakref.ref(gradient)
+    update.begin(ticket, [gradient])
+    del gradient
+    gc.collect()
+    assert alive() is not None
+    update.settle()
+    assert ticket.waited
+    gc.collect()
+    assert alive() is None
 
 
 def test_too_little_memory_is_said_with_the_numbers():

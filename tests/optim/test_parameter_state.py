@@ -1,6 +1,5 @@
 """Residuals are float32 masters in every way that a state is kept, written beside, saved and loaded."""
 
-import functools
 import itertools
 from unittest import mock
 
@@ -14,7 +13,7 @@ from float_masters import FloatMasters
 from hf_bmtrain.hf.optimizer_files import OptimizerFiles
 from hf_bmtrain.ops import adam_step
 from hf_bmtrain.ops.residual import split
-from hf_bmtrain.optim.parameter_state import adopt, shown
+from hf_bmtrain.optim.state import adopt, shown
 
 KINDS = (FloatMasters, bmt.optim.AdamOptimizer)
 
@@ -172,7 +171,6 @@ def trained_alike(**options):
     """On slices: clipping, accumulation, overflow, freezing, a load of the model."""
     with by_kernels():
         the_same(torch.bfloat16, bmt.optim.AdamOptimizer, **options)
-        the_same(torch.bfloat16, functools.partial(bmt.optim.AdamOptimizer, overlap_forward=True), **options)
 
 
 def trained_alike_with_a_short_exp_avg():

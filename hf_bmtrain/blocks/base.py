@@ -1,0 +1,75 @@
+"""The base of modules that hold sharded parameters, and the extension of a module's class in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..runtime.world import current_world
+from ..sharding.slots import Slot, hidden
+from ..sharding.state_dict import StateDict, copy_wholes
+
+
+class RefuseDataParallel:
+    """A collection that raises when it is iterated over, so that merely reading the attribute does no harm."""
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        raise RuntimeError(
+            "DistributedDataParallel around a model that hf_bmtrain has sharded: it would overwrite every rank's "
+            "shards with rank 0's. Leave it out, the model averages its gradients itself. Where Trainer or "
+            "Accelerator put it there, the installed accelerate is too old: pip install 'accelerate>=1.14'."
+        )
+
+
+class ShardedModule(torch.nn.Module):
+    """A module that holds sharded parameters and reduces their gradients itself.
+
+    Code that wraps modules is told so: `_is_accelerate_prepared` keeps Accelerate (and with it Trainer) from adding
+    DistributedDataParallel, which reads `_ddp_params_and_buffers_to_ignore` where it is added all the same.
+    """
+
+    _is_accelerate_prepared = True
+    _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
+
+    def _slots(self) -> Sequence[Slot]:
+        """Return the slots of the sharded parameters that this module gathers."""
+        raise NotImplementedError
+
+    def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
+        """Return the whole tensors, on the CPU, under the module's own keys; tied ones stay one. Collective."""
+        collect = functools.partial(super().state_dict, prefix=prefix, keep_vars=True)
+        if destination is not None:
+            copy_wholes(destination, self._slots(), lambda: collect(destination=destination))
+            return destination
+        current_world().assemble("state_dict")
+        result = StateDict()
+        copy_wholes(result, self._slots(), lambda: collect(destination=result))
+        return result.plain()
+
+    def _apply(self, fn, recurse: bool = True):
+        with hidden(self._slots(), fn):
+            return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError(
+            f"A sharded {type(self).__name__} cannot be deep-copied: copy the model before it is wrapped."
+        )
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise RuntimeError(
+            "torch.nn.DataParallel around a model that hf_bmtrain has sharded: it copies modules, and slices cannot "
+            "be copied. Start one process a GPU (torchrun --nproc-per-node N script.py), or show the process one GPU "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
+def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
+    """Return a class that extends `cls` by `base` and `methods` and cannot be told from it by its name.
+
+    Make one per `cls`, not one per module: torch.compile compiles once per class.
+    """
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (base, cls), {**names, **methods})

@@ -1,0 +1,157 @@
+"""A slice: this rank's part of one parameter."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..runtime.world import current_world
+from .buffer import ShardedBuffer
+
+
+class DistributedParameter(torch.nn.Parameter):
+    """This rank's 1-D slice of a parameter. `model.parameters()` yields slices, and optimizers update them.
+
+    `DistributedParameter(data)` shards `data` (of any shape, with rank 0's values) over the current world, as in
+    BMTrain. Read inside the forward of a `DistributedModule`, it is whole. The slice is a view of the flat shard of its
+    `ShardedBuffer`: writing to it writes the shard. It may be empty on a rank.
+
+    full_shape: shape of the whole parameter. init_method: fills a whole tensor, see `init_parameters`. group: a name
+    for `grouped_parameters`.
+
+    A backward sets `.grad` of every parameter of the blocks that it went through, and outside blocks of the model. If
+    no rank used the parameter itself, the gradient is zero, where plain torch would leave None (also under
+    `torch.autograd.grad` for inputs alone).
+    """
+
+    buffer: ShardedBuffer
+    index: int
+    init_method: Callable[[torch.Tensor], object] | None
+    group: str | None
+    _gradient_hooks: OrderedDict[int, Callable]
+
+    if TYPE_CHECKING:  # torch's metaclass hides what __new__ takes
+
+        def __init__(self, data, requires_grad: bool = True, init_method=None, group: str | None = None) -> None: ...
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None, group: str | None = None):
+        if data.is_meta:
+            raise ValueError(
+                "A DistributedParameter needs values to shard, and a meta tensor has none: create it on a real "
+                "device, with init_method= for values that init_parameters() fills in."
+            )
+        whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
+        world = current_world()
+        schedule = world.schedule
+        piece = ShardedBuffer(schedule, [whole], world.device, schedule.outside, cls).slices[0]
+        piece.init_method, piece.group = init_method, group
+        return piece
+
+    @property
+    def full_shape(self) -> torch.Size:
+        return self.buffer.wholes[self.index].shape
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """`full_shape`, under the name by which PEFT reads it of a sharded parameter."""
+        return self.full_shape
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.buffer.gradient.requires_grad[self.index]
+
+    @requires_grad.setter
+    def requires_grad(self, required: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, required)  # pyright: ignore[reportAttributeAccessIssue]
+        self.buffer.gradient.requires_grad[self.index] = required
+
+    def requires_grad_(self, requires_grad: bool = True) -> DistributedParameter:
+        self.requires_grad = requires_grad
+        return self
+
+    def detach_(self) -> DistributedParameter:
+        return self.requires_grad_(False)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The slice as a plain tensor. Writes to it count as writes to the weights."""
+        self.buffer.update.wait()
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Copy `values`, because a slice must keep its place in the flat shard."""
+        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            raise RuntimeError(
+                f"`.data` of a sharded parameter can only be set to what fits its slice ({tuple(self.shape)}, "
+                f"{self.dtype}, {self.device}), not {tuple(values.shape)}, {values.dtype}, {values.device}. Cast "
+                "before auto_wrap; to write a whole tensor use parameter.copy_(parameter.take(whole))."
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
+    def gather(self) -> torch.Tensor:
+        """Return the whole parameter, a new detached tensor of `full_shape` on this device. Collective."""
+        with self.buffer.whole_now():
+            return self.buffer.wholes[self.index].detach().clone()
+
+    def gather_gradient(self) -> torch.Tensor | None:
+        """Return the whole gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
+        return None if self.grad is None else self.buffer.gather_piecewise(self.index, self.grad)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a `whole` tensor of `full_shape`, as a 1-D view. Not collective."""
+        if whole.shape != self.full_shape:
+            raise ValueError(f"expected a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}")
+        self.buffer.update.wait()  # the part is about to be written
+        place = self.buffer.pieces[self.index]
+        return whole.reshape(-1)[place.tensor_start : place.tensor_stop]
+
+    def register_post_accumulate_grad_hook(self, hook):
+        """Call `hook(parameter)` when the gradient, averaged over the ranks, has been added to `.grad`."""
+        handle = RemovableHandle(self._gradient_hooks)
+        self._gradient_hooks[handle.id] = hook
+        return handle
+
+    def run_gradient_hooks(self) -> None:
+        for hook in list(self._gradient_hooks.values()):
+            hook(self)
+
+    def __reduce_ex__(self, protocol):
+        return self.data.clone().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return (
+            f"DistributedParameter(full_shape={tuple(self.full_shape)}, dtype={self.dtype}, device='{self.device}', "
+            f"requires_grad={self.requires_grad}, {self.numel()} elements on rank {self.buffer.rank})"
+        )
+
+    # -- refused ------------------------------------------------------------------------------------------------
+
+    def _refuse_product(self, *args):
+        raise RuntimeError(
+            f"A matrix product with a slice of a parameter of shape {tuple(self.full_shape)}: rank {self.buffer.rank} "
+            f"holds {self.numel()} of its elements in a row. Do it on whole parameters: before auto_wrap, with "
+            "parameter.gather(), or, where they are to change, `with bmt.gathered(model, modify=True): "
+            "model.merge_adapter()`, after which model.unload() takes the adapters out."
+        )
+
+    matmul = mm = mv = addmm = t = transpose = _refuse_product  # pyright: ignore[reportAssignmentType]
+    # An adapter's B @ A, a number for square layers, would be merged.
+    __matmul__ = __rmatmul__ = _refuse_product  # pyright: ignore[reportAssignmentType]
+    T = mT = property(_refuse_product)  # pyright: ignore[reportAssignmentType]
+
+    def register_hook(self, hook):
+        raise RuntimeError(
+            "A tensor hook on a sharded parameter would never fire: its gradient arrives from the reduction, not "
+            "from autograd. Use register_post_accumulate_grad_hook, which sees the averaged gradient in `.grad`."
+        )
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError(
+            "A sharded model cannot be deep-copied: copy the model before auto_wrap, or load state_dict() into another."
+        )

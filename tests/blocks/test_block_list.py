@@ -1,0 +1,127 @@
+"""TransformerBlockList called as in BMTrain: several hidden states, hidden states returned, options of each block."""
+
+import pytest
+import torch
+from torch import nn
+
+import hf_bmtrain as bmt
+from twins import WIDTH, Layer, check_gradients
+
+
+class Pair(nn.Module):
+    """Two hidden states in, two out; the keyword counts too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, y, scale, shift=0.0):
+        z = torch.tanh(self.linear(x)) * scale + shift
+        return x + z, y - z
+
+
+def made(cls, count=3):
+    torch.manual_seed(0)
+    return [cls() for _ in range(count)]
+
+
+def start(rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def compare(blocks, layers, ours, plain):
+    """Outputs on each rank, and the gradient of the mean over ranks."""
+    size = bmt.world_size()
+    model, twin = nn.ModuleList(blocks), nn.ModuleList(layers)
+    outputs = ours(start(bmt.rank()))
+    expected = [plain(start(rank)) for rank in range(size)]
+    torch.testing.assert_close(outputs, expected[bmt.rank()])
+    loss = sum(output.square().sum() for output in outputs)
+    loss.backward()
+    torch.stack([sum(o.square().sum() for o in outputs) for outputs in expected]).mean().backward()
+    check_gradients(model, twin)
+
+
+def several_hidden_states():
+    layers = made(Pair)
+    blocks = bmt.TransformerBlockList(made(Pair), num_hidden=2)
+
+    def plain(x):
+        x, y = x, 2 * x
+        seen = []
+        for layer in layers:
+            seen.append((x, y))
+            x, y = layer(x, y, 0.5, shift=0.1)
+        return x, y, *(torch.stack(states) for states in zip(*seen))
+
+    compare(blocks, layers, lambda x: blocks(x, 2 * x, 0.5, shift=0.1, return_hidden_states=True), plain)
+    with torch.no_grad():
+        x = start(0)
+        torch.testing.assert_close(blocks(x, 2 * x, 0.5, shift=0.1), plain(x)[:2])
+
+
+def hidden_states():
+    layers = made(Layer)
+    blocks = bmt.TransformerBlockList(made(Layer))
+
+    def plain(x):
+        seen = []
+        for layer in layers:
+            seen.append(x)
+            x = layer(x, shift=torch.ones(1))
+        return x, torch.stack(seen)
+
+    compare(blocks, layers, lambda x: blocks(x, shift=torch.ones(1), return_hidden_states=True), plain)
+    x = start(0)
+    torch.testing.assert_close(blocks(x, torch.ones(1)), plain(x)[0])
+    wrapped = bmt.auto_wrap(nn.Sequential(nn.ModuleList(made(Layer))))[0]
+    torch.testing.assert_close(wrapped(x, torch.ones(1)), plain(x)[0])
+
+
+def options_of_each_block():
+    """Levels and recomputation mixed in one list change no number, only what is recomputed and what stays whole."""
+    layers = made(Layer, 4)
+    options = [(2, True), (3, False), (2, False), (3, True)]
+    blocks = bmt.TransformerBlockList(
+        bmt.Block(layer, zero_level=level, use_checkpoint=recompute)
+        for layer, (level, recompute) in zip(made(Layer, 4), options)
+    )
+    calls = [0] * 4
+    for number, block in enumerate(blocks):
+        block.linear.register_forward_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+
+    def plain(x):
+        for layer in layers:
+            x = layer(x)
+        return (x,)
+
+    def ours(x):
+        x = blocks(x)
+        buffers = [block.linear.weight.buffer for block in blocks]
+        whole = [not buffer.sharded or buffer.is_whole for buffer in buffers]
+        assert whole == ([True] * 4 if bmt.world_size() == 1 else [True, False, True, True])  # the last one lingers
+        return (x,)
+
+    compare(blocks, layers, ours, plain)
+    assert calls == [2, 1, 1, 2]
+
+
+def refused():
+    x = start(0)
+    with pytest.raises(ValueError, match="num_hidden=2"):
+        bmt.TransformerBlockList(made(Pair))(x, x, 1.0)
+    with pytest.raises(ValueError, match="passes on 3 hidden states, got 2"):
+        bmt.TransformerBlockList(made(Pair), num_hidden=3)(x, x)
+    with pytest.raises(ValueError, match="num_hidden"):
+        bmt.TransformerBlockList([], num_hidden=0)
+    with pytest.raises(ValueError, match="zero_level must be 2"):
+        bmt.CheckpointBlock(Layer(), zero_level=1)
+
+
+CASES = [several_hidden_states, hidden_states, options_of_each_block, refused]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [1, 2])
+def test_block_list(world, size, case):
+    world(size)(case)

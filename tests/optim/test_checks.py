@@ -1,0 +1,235 @@
+"""Which optimizers may update slices, found out by trying them; and those from before the wrapping, which may not."""
+
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import optim
+
+import hf_bmtrain as bmt
+from hf_bmtrain.optim import checks
+from twins import Tower, ids
+
+ELEMENT_WISE = [
+    (optim.SGD, {"lr": 0.1}), (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (optim.Adam, {"amsgrad": True}), (optim.Adam, {"lr": torch.tensor(1e-3)}), (optim.AdamW, {"fused": True}),
+    (optim.AdamW, {"foreach": True, "lr": 0.0}), (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (optim.Adagrad, {}), (optim.Adadelta, {}), (optim.NAdam, {}), (optim.RAdam, {}), (optim.Adamax, {}),
+    (optim.Rprop, {}), (optim.ASGD, {}),
+]  # fmt: skip
+
+
+class Lamb(optim.Optimizer):
+    """Steps as long as the weights of a whole parameter: not the same on a part of it."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                direction = p.grad.as_subclass(torch.Tensor)
+                if p.numel():
+                    p.sub_(group["lr"] * direction * p.norm() / direction.norm().clamp_min(1e-9))
+
+
+class MatrixOnly(optim.SGD):
+    def step(self, closure=None):
+        assert all(p.dim() == 2 for group in self.param_groups for p in group["params"]), "matrices only"
+        return super().step(closure)
+
+
+class NeedsAGpu(optim.SGD):
+    def step(self, closure=None):
+        if all(type(p) is torch.nn.Parameter for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("no kernel for the CPU")
+        return super().step(closure)
+
+
+def step(model, optimizer):
+    model(ids(0, bmt.rank())).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(lambda: torch.zeros(()))
+    return any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def accepted(cls, options):
+    model = bmt.auto_wrap(Tower())
+    optimizer = cls(model.parameters(), **options)
+    state = set(optimizer.__dict__)
+    step(model, optimizer)
+    assert set(optimizer.__dict__) - state <= {"whole_state", "checked"}
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}  # nothing of the trial is left
+    assert all(group["lr"] == options.get("lr", group["lr"]) for group in optimizer.param_groups)
+
+
+def refused(make, match):
+    model = bmt.auto_wrap(Tower())
+    with pytest.raises((TypeError, ValueError), match=match):
+        step(model, make(model.parameters()))
+
+
+def lamb_in_one_of_two_groups():
+    """Every parameter group is tried with its own options."""
+
+    class Half(Lamb):
+        def __init__(self, params, lr=0.1, lamb=None):
+            super().__init__(params, lr)
+
+        def step(self, closure=None):
+            lamb, sgd = ([g for g in self.param_groups if g["lamb"] is on] for on in (True, False))
+            for group in sgd:
+                for p in group["params"]:
+                    p.data.sub_(p.grad.as_subclass(torch.Tensor))
+            kept, self.param_groups = self.param_groups, lamb
+            super().step(closure)
+            self.param_groups = kept
+
+    model = bmt.auto_wrap(Tower())
+    groups = [
+        {"params": list(model.layers.parameters()), "lamb": False},
+        {"params": list(model.head.parameters()), "lamb": True},
+    ]
+    with pytest.raises(TypeError, match="Half depends on the shapes"):
+        step(model, Half(groups))
+
+
+def unknown_is_let_through_with_a_warning():
+    import logging
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("hf_bmtrain").addHandler(handler)
+    model = bmt.auto_wrap(Tower())
+    assert step(model, NeedsAGpu(model.parameters(), lr=0.1))
+    logging.getLogger("hf_bmtrain").removeHandler(handler)
+    assert "NeedsAGpu could not be tried on a matrix (no kernel for the CPU)" in records[0].getMessage()
+
+
+def scheduled_optimizer():
+    """A scheduler wraps `step`; the trial does not go through it."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    assert step(model, optimizer)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def sgd(parameters):
+    return optim.SGD(list(parameters), lr=0.1)
+
+
+def wrapped_after_steps():
+    """An optimizer that has stepped, even alongside another wrapped model, does not train what is wrapped since."""
+    model, other = Tower(), bmt.auto_wrap(Tower())
+    alone, mixed = sgd(model.parameters()), sgd([*model.head.parameters(), *other.parameters()])
+    for _ in range(2):
+        for each in (model, other):
+            each(ids(0, bmt.rank())).backward()
+        alone.step()
+        mixed.step()
+    bmt.auto_wrap(model)
+    for optimizer, number in ((alone, "12 of 12"), (mixed, "2 of 14")):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"SGD holds {number} parameters from before"):
+                optimizer.step()
+
+
+def checked_once():
+    """What is per parameter is done in the first step, and again where groups have changed."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = sgd(model.parameters())
+    step(model, optimizer)
+    with mock.patch.object(checks, "check", wraps=checks.check) as check:
+        for _ in range(3):
+            step(model, optimizer)
+        assert not check.called
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        step(model, optimizer)
+        assert check.call_count == 1
+        optimizer.param_groups[0]["params"] = list(model.layers.parameters())
+        step(model, optimizer)
+        step(model, optimizer)
+        assert check.call_count == 2
+
+
+HOOKS = """
+import torch, hf_bmtrain as bmt
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+bmt.init_distributed()
+assert not hooks
+for _ in range(2):
+    bmt.auto_wrap(torch.nn.Linear(2, 2), blocks=[])
+    assert len(hooks) == 1
+"""
+
+
+def test_torch_is_left_alone_until_something_is_sharded():
+    """The hook before every optimizer's step comes with the first buffer, once."""
+    done = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("cls", "options"), ELEMENT_WISE)
+@pytest.mark.parametrize("size", [1, 2])
+def test_element_wise_ones_are_accepted(world, size, cls, options):
+    world(size)(accepted, cls, options)
+
+
+def factored(parameters):
+    return optim.Adafactor(parameters, lr=0.1)
+
+
+def hugging_face_adafactor(parameters):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=None, relative_step=True, scale_parameter=True, warmup_init=True)
+
+
+def hugging_face_adafactor_with_a_rate(parameters):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=0.1, relative_step=False, scale_parameter=False)
+
+
+def muon(parameters):
+    return optim.Muon(parameters, lr=0.1)
+
+
+def matrix_only(parameters):
+    return MatrixOnly(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (factored, "Adafactor depends on the shapes"), (hugging_face_adafactor, "Adafactor depends on the shapes"),
+        (hugging_face_adafactor_with_a_rate, "Adafactor depends on the shapes"), (Lamb, "Lamb depends on the shapes"),
+        (optim.LBFGS, "LBFGS depends on the shapes"),
+        (matrix_only, r"it fails on a flat piece \(matrices only\)"),
+        *([(muon, "2D|depends on the shapes")] if hasattr(optim, "Muon") else []),  # torch 2.9 brought it
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2])
+def test_shape_aware_ones_are_refused(world, size, make, match):
+    world(size)(refused, make, match)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lamb_in_one_of_two_groups, unknown_is_let_through_with_a_warning, scheduled_optimizer, wrapped_after_steps,
+        checked_once,
+    ],
+    ids=lambda case: case.__name__,
+)  # fmt: skip
+def test_trial(world, case):
+    world(1)(case)
+    world(2)(case)

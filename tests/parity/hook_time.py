@@ -1,0 +1,250 @@
+"""Host time of what stands around every block: `PYTHONPATH=.:tests python tests/hook_time.py [--profile]`.
+
+One process plays rank 0 of two with lanes that cost nothing, and runs the same layers plain and sharded in turn, so
+narrow that all of their time is the host's. Two numbers come of it, both medians over steps, per block:
+
+* in the hooks: the clock between entering a block's code and its layer's own forward, and within what autograd calls
+  back (gather, release, packing, the gradients of slices, and the torch operations in them);
+* in all: how much longer the sharded step takes than the plain one, which adds autograd's part in the two boundaries,
+  the deallocation of gradients and colder caches, and is noisier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import cProfile
+import gc
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import transformers
+
+import hf_bmtrain as bmt
+from hf_bmtrain.comm.collectives import CollectiveGather, SingleProcess
+from hf_bmtrain.comm.control import Control
+from hf_bmtrain.comm.reduce import CollectiveReduction
+from hf_bmtrain.comm.streams import DONE, Ticket
+from hf_bmtrain.runtime import world
+from hf_bmtrain.runtime.schedule import Schedule
+
+BLOCKS, STEPS, WIDTH = 12, 60, 16
+
+
+class Stopwatch:
+    """Adds up the seconds in some calls, less those in others."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable, sign: int = 1) -> Callable:
+        def timed(*args, **kwargs):
+            begin = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += sign * (time.thread_time() - begin)
+
+        return timed
+
+    def read(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class Clock(Stopwatch):
+    """Never stops."""
+
+    def read(self) -> float:
+        now = time.thread_time()
+        seconds, self.seconds = now + self.seconds, -now
+        return seconds
+
+
+class FreeLane(SingleProcess):
+    """Rank 0 of two, the other of which holds zeros. watch: told what filling took, to be left out."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.watch = Stopwatch()
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        begin = time.thread_time()
+        whole.zero_()  # what memory happens to hold may be slow to compute with
+        self.watch.seconds -= time.thread_time() - begin
+        return DONE
+
+    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        return DONE
+
+
+def pretend_two_ranks() -> FreeLane:
+    """This process becomes rank 0 of two, without the other."""
+    lane = FreeLane()
+    device = torch.device("cpu")
+    reduction = CollectiveReduction(lane, device)
+    schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction)
+    control = Control(1, timedelta(seconds=1))
+    world._world = world.World(0, 2, 0, device, lane, lane, schedule, control, 3, 2, 1024)
+    return lane
+
+
+class Llama(torch.nn.Module):
+    """Decoder layers of nine parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.LlamaConfig(
+            hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=BLOCKS, num_attention_heads=2,
+            num_key_value_heads=2, vocab_size=8, attn_implementation="sdpa",
+        )  # fmt: skip
+        model = transformers.LlamaModel(config)
+        self.layers, self._rotary = model.layers, model.rotary_emb
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1])[None]
+        rotary = self._rotary(x, positions)
+        for layer in self.layers:
+            x = layer(x, position_ids=positions, position_embeddings=rotary)
+            x = x[0] if isinstance(x, tuple) else x
+        return x
+
+
+class GPT2(torch.nn.Module):
+    """Blocks of twelve parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.GPT2Config(
+            n_embd=WIDTH, n_inner=WIDTH, n_layer=BLOCKS, n_head=2, n_positions=8, vocab_size=8,
+            bos_token_id=0, eos_token_id=0, attn_implementation="sdpa", attn_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+        self.layers = transformers.GPT2Model(config).h
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return x
+
+
+def sharded(tower: torch.nn.Module, use_checkpoint: bool = False) -> torch.nn.Module:
+    """`tower` with its layers as linked blocks."""
+    for layer in tower.layers:
+        bmt.CheckpointBlock(layer, use_checkpoint=use_checkpoint)
+    tower.layers = bmt.TransformerBlockList(tower.layers)
+    return tower
+
+
+def watched(tower: torch.nn.Module) -> Stopwatch:
+    """Starts and stops with the code of the blocks of `tower`."""
+    watch = Stopwatch()
+    for layer in tower.layers:
+        state = layer._bmt
+        state.own_forward = watch.around(super(type(layer), layer).forward, -1)
+        for name in ("forward", "before_backward", "after_backward", "flush_backward"):
+            setattr(state, name, watch.around(getattr(state, name)))
+    return watch
+
+
+def run(tower: torch.nn.Module, x: torch.Tensor, watch: Stopwatch) -> tuple[float, float]:
+    """What `watch` reads after a forward and after its backward."""
+    watch.read()
+    y = tower(x)
+    forward = watch.read()
+    y.backward(x)
+    backward = watch.read()
+    tower.zero_grad(set_to_none=True)
+    return forward, backward
+
+
+def measure(make: Callable[[], torch.nn.Module], lane: FreeLane) -> tuple[list[float], list[float]]:
+    """Microseconds a block in the hooks, and in all, as `per_block` gives them."""
+    plain = make()
+    ours, seen = sharded(copy.deepcopy(plain)), sharded(copy.deepcopy(plain))
+    watch = watched(seen)
+    x = torch.zeros(1, 4, WIDTH, requires_grad=True)
+    inside, added = [], []
+    gc.collect()
+    gc.disable()
+    for _ in range(STEPS):
+        lane.watch = Clock()
+        without, with_us = run(plain, x, lane.watch), run(ours, x, lane.watch)
+        added.append([mine - theirs for mine, theirs in zip(with_us, without)])
+        lane.watch = watch
+        inside.append(run(seen, x, watch))
+    gc.enable()
+    return per_block(inside), per_block(added)
+
+
+def per_block(steps: list) -> list[float]:
+    """Medians of forward and backward, and of their sum in the fastest step, which a busy machine disturbs least."""
+    medians = [statistics.median(each) for each in zip(*steps)]
+    return [1e6 / BLOCKS * seconds for seconds in (*medians, min(sum(step) for step in steps))]
+
+
+def added_calls(make: Callable[[], torch.nn.Module]) -> list[float]:
+    """Calls a block, of Python and of C functions, that being sharded adds to a forward and to a backward."""
+    plain = make()
+    ours = sharded(copy.deepcopy(plain))
+    x = torch.zeros(1, 4, WIDTH, requires_grad=True)
+    run(ours, x, Stopwatch())
+    run(plain, x, Stopwatch())
+    return [(mine - theirs) / BLOCKS for mine, theirs in zip(count_calls(ours, x), count_calls(plain, x))]
+
+
+def count_calls(tower: torch.nn.Module, x: torch.Tensor) -> list[int]:
+    """In a forward, and in its backward."""
+    counts = [0, 0]
+
+    def count(frame, event, function) -> None:
+        counts[phase] += event in ("call", "c_call")
+
+    y = x
+    gc.disable()  # its callbacks come when they come
+    for phase in (0, 1):
+        sys.setprofile(count)
+        try:
+            y = tower(x) if phase == 0 else y.backward(x)
+        finally:
+            sys.setprofile(None)
+    gc.enable()
+    tower.zero_grad(set_to_none=True)
+    return counts
+
+
+def profile(make: Callable[[], torch.nn.Module]) -> None:
+    tower, x = sharded(make()), torch.zeros(1, 4, WIDTH, requires_grad=True)
+    run(tower, x, Stopwatch())
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(STEPS):
+        run(tower, x, Stopwatch())
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats("hf_bmtrain|method|built-in", 45)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lane = pretend_two_ranks()
+    for make in (Llama, GPT2):
+        if options.profile:
+            profile(make)
+        (*inside, fastest), (*added, _) = measure(make, lane)
+        for name, (forward, backward) in ((f"in the hooks (fastest step: {fastest:.0f})", inside), ("in all", added)):
+            print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} µs a block {name}")
+        forward, backward = added_calls(make)
+        print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} calls a block")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Parameters outside blocks: whole only while their values are needed, and right whenever they are asked for."""
+
+import pytest
+import torch
+from torch import nn
+
+import hf_bmtrain as bmt
+from twins import WIDTH, Layer, check_gradients, check_twins, ids
+
+VOCABULARY = (1 << 20) // WIDTH + 1  # an embedding large enough for a buffer of its own
+
+
+class Language(nn.Module):
+    """Embedding, layers, norm, head; `words` reads the head's weight as a user's own code may."""
+
+    def __init__(self, tied: bool, words=None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.words = words
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        y = self.head(x) if self.words is None else self.words(self, x)
+        return y[..., :7].square().mean()
+
+
+def loss(model, step, rank):
+    return model(ids(step, rank))
+
+
+def whole(piece) -> bool:
+    return piece.buffer.is_whole
+
+
+class Trace:
+    """Which of the embedding and the head are whole when a layer's forward, and its backward, run."""
+
+    def __init__(self, model) -> None:
+        self.forward, self.backward = [], []
+        self.slices = model.embedding.weight, model.head.weight  # inside a forward these names are whole
+        for layer in model.layers:
+            layer.linear.register_forward_hook(lambda *_: self.note())
+            layer.linear.register_full_backward_hook(lambda *_: self.backward.append(self.state()))
+
+    def state(self):
+        return tuple(whole(piece) for piece in self.slices)
+
+    def note(self):
+        if torch._C._current_graph_task_id() == -1:
+            self.forward.append(self.state())
+
+
+def untied_are_whole_while_needed():
+    model = bmt.auto_wrap(Language(tied=False))
+    buffers = {p.buffer for p in (model.embedding.weight, model.norm.weight, model.head.weight)}
+    assert len(buffers) == 3 and model.norm.weight.buffer is model.norm.bias.buffer
+    trace = Trace(model)
+    output = model(ids(0, bmt.rank()))
+    assert not whole(model.embedding.weight) and whole(model.head.weight)
+    output.backward()
+    assert trace.forward == trace.backward == [(False, False)] * 3
+
+
+def tied_is_whole_until_the_head_is_done():
+    model = bmt.auto_wrap(Language(tied=True))
+    model(ids(0, bmt.rank())).backward()  # the first step learns who reads the weight
+    trace = Trace(model)
+    output = model(ids(1, bmt.rank()))
+    assert whole(model.head.weight)
+    output.backward()
+    assert trace.forward == [(True, True)] * 3
+    assert trace.backward == [(False, False)] * 3
+
+
+def in_the_parent(model, x):
+    return nn.functional.linear(x, model.head.weight)
+
+
+def detached_in_the_parent(model, x):
+    weight = model.head.weight
+    inner = nn.functional.linear(x, weight.detach())[..., :WIDTH]
+    return nn.functional.linear(x.tanh() + inner, weight)
+
+
+def read_in_the_parent_stays_whole():
+    """Nobody sees what the model's own forward saves of the weight: whole until the end."""
+    model = bmt.auto_wrap(Language(tied=True, words=in_the_parent))
+    trace = Trace(model)
+    model(ids(1, bmt.rank())).backward()
+    assert trace.backward == [(True, True)] * 3
+    assert not whole(model.head.weight)
+
+
+class Detached(nn.Linear):
+    """Saves the weight on a path that does not lead to its gradient."""
+
+    def forward(self, x):
+        return nn.functional.linear(x.tanh() + nn.functional.linear(x, self.weight.detach())[..., :WIDTH], self.weight)
+
+
+def with_detached_head(tied):
+    model = Language(tied)
+    head = Detached(WIDTH, VOCABULARY, bias=False)
+    head.weight = model.head.weight
+    model.head = head
+    return model
+
+
+def frozen_head(tied):
+    model = Language(tied)
+    model.head.weight.requires_grad_(False)
+    return model
+
+
+def equal_to_plain_torch(make, tied):
+    check_twins(lambda: make(tied), loss)
+
+
+def accumulated_and_interleaved(make, tied):
+    """Two forwards before the first backward, then a backward through both at once; others between free the weights."""
+    model, twin = bmt.auto_wrap(make(tied)), make(tied)
+    size, rank = bmt.world_size(), bmt.rank()
+    for together in (False, True):
+        losses = [loss(model, step, rank) for step in (0, 1)]
+        model(ids(5, rank)).item()
+        with torch.no_grad():
+            model(ids(6, rank))
+        for backward in [sum(losses)] if together else losses:
+            backward.backward()
+        (sum(loss(twin, step, other) for step in (0, 1) for other in range(size)) / size).backward()
+    check_gradients(model, twin)
+
+
+def backward_twice():
+    model, twin = bmt.auto_wrap(Language(True)), Language(True)
+    size, rank = bmt.world_size(), bmt.rank()
+    output = loss(model, 0, rank)
+    expected = torch.stack([loss(twin, 0, other) for other in range(size)]).mean()
+    for either in (output, expected):
+        either.backward(retain_graph=True)
+        either.backward()
+    check_gradients(model, twin)
+
+
+class InPlace(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).exp()
+        y.mul_(2)  # exp needs its result
+        return y
+
+
+def saved_activation_modified():
+    model = Language(False)
+    model.head = InPlace(WIDTH, 3)
+    output = bmt.auto_wrap(model)(ids(0, bmt.rank()))
+    with pytest.raises(RuntimeError, match="modified"):
+        output.backward()
+
+
+def read_in_the_parent(tied):
+    return Language(tied, detached_in_the_parent)
+
+
+MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
+CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
+CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
+CASES += [(backward_twice,), (saved_activation_modified,)]
+CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+@pytest.mark.parametrize("size", [2, 3])
+def test_reads(world, size, case):
+    world(size)(*case)

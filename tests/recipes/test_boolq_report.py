@@ -1,4 +1,4 @@
-"""Scores against values worked out by hand; a curve that waits for the device only now and then."""
+"""Scores against values computed by hand; a curve that is read every few steps."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The recipe from the command line to the folder it leaves, against the same job in plain torch."""
+"""The recipe from the command line to its output folder, compared with the same job in plain torch."""
 
 import json
 from importlib.metadata import version

@@ -1,4 +1,6 @@
-"""finetune_bert_boolq.py's job in a loop of Hugging Face Accelerate: the same options, rows, order and results.
+"""Fine-tune a BERT on BoolQ in a loop of Hugging Face Accelerate.
+
+Options, rows, their order and results are those of finetune_bert_boolq.py.
 
     python recipes/accelerate_boolq.py
     accelerate launch --multi_gpu --num_processes 2 recipes/accelerate_boolq.py --model MODEL_FOLDER --data DATA_FOLDER
@@ -30,7 +32,7 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         mixed_precision="fp16" if options.dtype == "float16" else "no",
-        dataloader_config=DataLoaderConfiguration(split_batches=True),  # loaders make the batches of all processes
+        dataloader_config=DataLoaderConfiguration(split_batches=True),  # each loader makes the batches of all processes
         step_scheduler_with_optimizer=True,
     )
     report = train(job, options, accelerator)
@@ -39,7 +41,7 @@ def main() -> None:
 
 
 def train(job: Job, options: argparse.Namespace, accelerator: Accelerator) -> Report:
-    """Train the job's model, which is wrapped in place; returns what was measured."""
+    """Wrap the job's model in place and train it. Return the measurements."""
     rows_a_step = options.batch_size * accelerator.num_processes
     batches, _ = training_batches(job.train_rows, job.tokenizer, rows_a_step, rank=0, world_size=1, seed=options.seed)
     evaluated = validation_batches(job.validation_rows, job.tokenizer, rows_a_step, rank=0, world_size=1)
@@ -76,7 +78,7 @@ def train(job: Job, options: argparse.Namespace, accelerator: Accelerator) -> Re
 
 
 class Linear:
-    """Of the highest learning rate: a rise over `warmup` steps, then a fall to 0 at `end`."""
+    """Factor of the learning rate: rises to 1 over `warmup` steps, then falls to 0 at `end`."""
 
     def __init__(self, warmup: int, end: int) -> None:
         self.warmup, self.end = warmup, end
@@ -89,7 +91,7 @@ class Linear:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, batches: DataLoader, accelerator: Accelerator) -> dict[str, float]:
-    """Score all validation rows, each once."""
+    """Return the scores over all validation rows, each counted once. Collective."""
     model.eval()
     predictions, labels = [], []
     for batch in batches:
@@ -101,7 +103,7 @@ def evaluate(model: torch.nn.Module, batches: DataLoader, accelerator: Accelerat
 
 
 def save(job: Job, report: Report, options: argparse.Namespace, accelerator: Accelerator) -> None:
-    """Write the model, its tokenizer and the report; `AutoModel...from_pretrained` opens the folder."""
+    """Write the model, its tokenizer and the report into a folder that `from_pretrained` opens. Collective."""
     state = accelerator.get_state_dict(job.model)  # whole tensors, gathered from all ranks
     if accelerator.is_main_process:
         job.model.save_pretrained(options.output, state_dict=state)

@@ -1,10 +1,10 @@
-"""Train a language model for a few steps with one engine and say how fast it was, and where the time went.
+"""Measure the training step of one engine on a language model, and where its time goes.
 
     torchrun --nproc-per-node 4 recipes/benchmark.py --engine ours --model gpt-13b --batch 8 --seq 512
 
 Every run adds a JSON file to `--output`; the table at the end shows all runs of the same job found there, with their
-losses side by side, so that a wrong engine shows. Times of different machines or days do not belong in one folder.
-`--cells FILE` measures one line of options after another in the same processes, with the memory freed between.
+losses next to each other, so that a wrong engine is visible. Do not mix machines or days in one folder. `--cells FILE`
+measures one line of options after another in the same processes and frees the memory between them.
 """
 
 import json
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def run(cell: Cell, gather: str, device: torch.device, output: Path) -> bool:
-    """Measure a cell, write its report and show the table of its job; False where it failed. Collective."""
+    """Measure a cell, write its report and print the table of its job. Return False if it failed. Collective."""
     name, job = cell.name(gather), cell.job(bmt.world_size())
     missing = why_missing(cell.engine)
     if missing is not None:
@@ -69,13 +69,13 @@ def run(cell: Cell, gather: str, device: torch.device, output: Path) -> bool:
         bmt.print_rank(f"{job}: {name} failed: {problem}", flush=True)
     held = free_memory()
     if held > LEFT_GB:
-        bmt.print_rank(f"{name} left {held:.2f} GB behind: later peaks in this run include them", flush=True)
+        bmt.print_rank(f"{name} left {held:.2f} GB allocated: later peaks in this run include them", flush=True)
     bmt.print_rank(f"{job}\n{table(read_reports(output, job))}", flush=True)
     return not failed
 
 
 def attempt_search(cell: Cell, name: str, device: torch.device, output: Path) -> str | None:
-    """Why a search failed; its trials agree among themselves."""
+    """Search the largest batch. Return why the search failed, or None."""
     if device.type != "cuda":
         return "--largest-batch needs GPUs: the host's memory has no limit that is found without harm"
     try:
@@ -88,7 +88,7 @@ def attempt_search(cell: Cell, name: str, device: torch.device, output: Path) ->
 
 
 def write(report: dict, folder: Path) -> None:
-    """On rank 0."""
+    """Write a report into `folder`, on rank 0."""
     if bmt.rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{report['job']} {report['engine']}".replace(" ", "_").replace("/", "_")

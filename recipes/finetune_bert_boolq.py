@@ -3,8 +3,8 @@
     python recipes/finetune_bert_boolq.py
     torchrun --nproc-per-node 2 recipes/finetune_bert_boolq.py --model MODEL_FOLDER --data DATA_FOLDER
 
-Every use of hf_bmtrain is a call of `bmt`; what is left is a training loop of plain torch. The modules beside
-this file read the questions, get the model and write the results.
+Every use of hf_bmtrain is a call of `bmt`; the rest is a training loop of plain torch. The modules in `boolq/` read the
+questions, load the model and write the results.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report:
-    """Train the job's model, which is wrapped in place; returns what was measured."""
+    """Wrap the job's model in place and train it. Return the measurements."""
     rank, world_size = bmt.rank(), bmt.world_size()
     batches, sampler = training_batches(
         job.train_rows, job.tokenizer, options.batch_size, rank=rank, world_size=world_size, seed=options.seed
@@ -52,7 +52,7 @@ def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report
 
 
 def make_manager(model: torch.nn.Module, options: argparse.Namespace, steps: int) -> bmt.optim.OptimManager:
-    """AdamW with a linear warm-up and decline over `steps` steps; a loss scale for fp16."""
+    """Return AdamW with linear warm-up and decay over `steps` steps, and a loss scale for fp16."""
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr, weight_decay=WEIGHT_DECAY)
     scheduler = bmt.lr_scheduler.Linear(
         optimizer, start_lr=options.lr, warmup_iter=round(WARMUP_SHARE * steps), end_iter=steps
@@ -70,7 +70,7 @@ def train_epoch(
     epoch: int,
     device: torch.device,
 ) -> None:
-    """One pass over this rank's batches."""
+    """Train on all of this rank's batches once."""
     (optimizer,), (scheduler,) = manager.optimizers, manager.schedulers
     loss_function = bmt.loss.FusedCrossEntropy()
     model.train()
@@ -91,7 +91,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(job: Job, batch_size: int, device: torch.device) -> dict[str, float]:
-    """Score all validation rows, each once."""
+    """Return the scores over all validation rows, each counted once. Collective."""
     model, rows, world_size = job.model, job.validation_rows, bmt.world_size()
     batches = validation_batches(rows, job.tokenizer, batch_size, rank=bmt.rank(), world_size=world_size)
     model.eval()
@@ -105,7 +105,7 @@ def evaluate(job: Job, batch_size: int, device: torch.device) -> dict[str, float
 
 
 def save(job: Job, report: Report, options: argparse.Namespace) -> None:
-    """Write the model, its tokenizer and the report; `AutoModel...from_pretrained` opens the folder."""
+    """Write the model, its tokenizer and the report into a folder that `from_pretrained` opens. Collective."""
     state = job.model.state_dict()  # whole tensors, gathered from all ranks
     if bmt.rank() == 0:
         job.model.save_pretrained(options.output, state_dict=state)

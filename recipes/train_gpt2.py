@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 recipes/train_gpt2.py --data BOOK.txt --fp16 --num-layers 8 --vocab-size 10240 \
         --dim-model 2560 --dim-head 80 --num-heads 32 --dim-ff 8192 --length 512
 
-It is BMTrain's GPT example from beginning to end; the modules beside this file hold layers, data and results.
+It is BMTrain's GPT example from beginning to end. The modules in `gpt2/` hold layers, model, data and report.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from gpt2.options import parse_options
 from gpt2.report import write_report
 
 EVALUATIONS = 5
-ROWS_A_STEP = 16  # of all processes together, so that the default result does not depend on their number
+ROWS_A_STEP = 16  # of all processes together, so that the default does not depend on their number
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
     device = bmt.current_world().device
     if device.type == "cpu" and options.dim_model <= 256:
-        torch.set_num_threads(1)  # steps this small lose more by waiting for a busy core than a second one gains
+        torch.set_num_threads(1)  # for steps this small, waiting for a busy core costs more than a second core gains
     choose_dtype(options, device)
     options.batch_size = options.batch_size or max(1, ROWS_A_STEP // bmt.world_size())
     with one_line_errors():
@@ -62,6 +62,7 @@ def main() -> None:
 
 
 def make_model(options: argparse.Namespace) -> GPT:
+    """Build the model, and load its weights if `options.load` is given."""
     model = GPT(
         num_layers=options.num_layers,
         vocab_size=options.vocab_size,
@@ -85,6 +86,7 @@ def make_model(options: argparse.Namespace) -> GPT:
 
 
 def count(model: GPT) -> int:
+    """Return the number of parameters, summed over the ranks' slices. Collective."""
     everyone = bmt.gather_result(torch.tensor([sum(parameter.numel() for parameter in model.parameters())]))
     return int(everyone.sum())
 
@@ -103,7 +105,10 @@ def train(
     batches,
     options: argparse.Namespace,
 ) -> tuple[Curve, list[dict]]:
-    """Returns the training curve and the loss on held-out rows at a few steps."""
+    """Train for `options.steps` steps. Return the curve, and the loss on held-out rows at a few steps.
+
+    chosen: row numbers of the first batch. batches: those of the next ones.
+    """
     device = bmt.current_world().device
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), weight_decay=options.weight_decay)
     scheduler = bmt.lr_scheduler.Noam(optimizer, options.lr, warmup_iter=options.warmup, end_iter=options.steps)
@@ -128,7 +133,7 @@ def train(
 
 
 def loss_of(model: GPT, inputs: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over the real targets of this rank's rows."""
+    """Return the mean loss over the targets of this rank's rows, padding excluded."""
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     logits = model(inputs, positions, positions < lengths[:, None])
     return bmt.loss.FusedCrossEntropy(ignore_index=-100)(logits.flatten(0, 1), targets.flatten())
@@ -136,7 +141,7 @@ def loss_of(model: GPT, inputs: torch.Tensor, lengths: torch.Tensor, targets: to
 
 @torch.no_grad()
 def evaluate(model: GPT, rows: Rows, options: argparse.Namespace) -> float:
-    """The mean loss over as many held-out rows as the ranks can share evenly, at most 8 batches each."""
+    """Return the mean loss over held-out rows, equally many on each rank, at most 8 batches each. Collective."""
     rank, size, device = bmt.rank(), bmt.world_size(), bmt.current_world().device
     each = max(1, min(8 * options.batch_size, len(rows) // size))
     losses = []
@@ -149,7 +154,7 @@ def evaluate(model: GPT, rows: Rows, options: argparse.Namespace) -> float:
 
 @torch.no_grad()
 def continue_text(model: GPT, tokens: list[int], length: int) -> list[int]:
-    """`tokens` and the likeliest ones after them, up to `length`. Every rank calls it, with the same tokens."""
+    """Extend `tokens` greedily to `length` tokens. Collective: every rank passes the same tokens."""
     device = bmt.current_world().device
     while len(tokens) < length:
         inputs = torch.tensor([tokens], device=device)

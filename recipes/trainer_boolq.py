@@ -1,4 +1,6 @@
-"""finetune_bert_boolq.py's job with an unmodified Hugging Face Trainer: the same options, rows, order and results.
+"""Fine-tune a BERT on BoolQ with an unmodified Hugging Face Trainer.
+
+Options, rows, their order and results are those of finetune_bert_boolq.py.
 
     python recipes/trainer_boolq.py
     torchrun --nproc-per-node 2 recipes/trainer_boolq.py --model MODEL_FOLDER --data DATA_FOLDER
@@ -42,7 +44,7 @@ def main() -> None:
 
 
 def make_trainer(job: Job, options: argparse.Namespace, report: Report) -> Trainer:
-    """Wrap the job's model in place, and everything into a Trainer."""
+    """Wrap the job's model in place and return a Trainer for it."""
     weights: Any = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
     model = bmt.auto_wrap(
         job.model.to(weights), zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint
@@ -73,8 +75,8 @@ def training_arguments(options: argparse.Namespace, warmup: int) -> TrainingArgu
         lr_scheduler_type="linear",
         warmup_steps=warmup,
         max_grad_norm=MAX_GRAD_NORM,
-        # BERT's loss is a mean over its rows, whatever the tokens of other ranks: multiplied by the number of ranks,
-        # as this argument otherwise asks, it would be wrong.
+        # BERT's loss is a mean over its rows and does not depend on other ranks' tokens. By default Trainer would
+        # multiply it by the number of ranks.
         average_tokens_across_devices=False,
         fp16=options.dtype == "float16",
         use_cpu=bmt.current_world().device.type == "cpu",
@@ -94,7 +96,7 @@ def compute_scores(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class Record(TrainerCallback):
-    """Notes every step and epoch in the recipe's report."""
+    """Add every step and epoch to the report."""
 
     def __init__(self, report: Report) -> None:
         self.report = report

@@ -31,6 +31,32 @@ MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", 
 MUTATORS |= {"discard", "clear", "appendleft", "popleft", "set", "sort", "reverse"}
 FUNCTION_LINES = 60
 
+INNER_PLACES = {
+    ("support/inner.py", "_bmt"): "blocks are layers of users' classes: their state hangs on one attribute of ours",
+    ("parity/hook_time.py", "_world"): "a world of two ranks cannot be joined by one process",
+    ("gpu/test_gpu_early.py", "_gradient_hooks"): "goes with the rewriting of optim",
+    ("gpu/test_gpu_early.py", "_step_runs"): "goes with the rewriting of optim",
+    ("gpu/test_gpu_early.py", "_ticket"): "goes with the rewriting of optim",
+    ("gpu/test_gpu_offload.py", "_chunks"): "goes with the rewriting of optim",
+    ("gpu/test_gpu_offload.py", "_mover"): "goes with the rewriting of optim",
+    ("gpu/test_gpu_offload.py", "_places"): "goes with the rewriting of optim",
+    ("optim/test_announced_updates.py", "_meetings"): "goes with the rewriting of optim",
+    ("optim/test_announced_updates.py", "_publish"): "goes with the rewriting of optim",
+    ("optim/test_claim.py", "_note"): "goes with the rewriting of optim",
+    ("optim/test_claim.py", "_shared"): "goes with the rewriting of optim",
+    ("optim/test_delta.py", "_PIECE"): "goes with the rewriting of optim",
+    ("optim/test_in_backward.py", "_gradient_hooks"): "goes with the rewriting of optim",
+    ("optim/test_in_backward.py", "_step_runs"): "goes with the rewriting of optim",
+    ("optim/test_offload.py", "_chunks"): "goes with the rewriting of optim",
+    ("optim/test_offload.py", "_states"): "goes with the rewriting of optim",
+    ("optim/test_update_stream.py", "_ticket"): "goes with the rewriting of optim",
+}
+"""Where tests look at what is private to the package: (file in tests, name), and why they must."""
+MOST_INNER_PLACES = 18
+TORCH_PRIVATE = set("_C _foreach_norm _modules _parameters _replicate_for_data_parallel _version".split())
+"""Names of torch's that the package defines too, on its subclasses or in ops.torch_internals."""
+NAMING_CALL = re.compile(r"(patch|object|multiple|[gs]etattr|hasattr|delattr)$")
+
 Sources = dict[str, str]
 """Sources by dotted module name; a package's `__init__` has the name of the package followed by `.__init__`."""
 
@@ -205,6 +231,61 @@ def check_state(sources: Sources) -> list[str]:
     return errors
 
 
+def bound_names(tree: ast.AST, owners: Iterable[str] = ()) -> set[str]:
+    """Private names that `tree` defines: functions, classes, variables of modules and classes, attributes assigned to.
+
+    owners: names of objects whose attributes count ("self", say); empty for any object.
+    """
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if not owners or (isinstance(node.value, ast.Name) and node.value.id in owners):
+                names.add(node.attr)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            names |= stored_names([n for n in node.body if isinstance(n, ast.Assign | ast.AnnAssign)])
+    return {name for name in names if re.fullmatch(r"_[A-Za-z0-9]\w*", name)}
+
+
+def inner_places(tests: Sources, package: Sources) -> list[tuple[str, str]]:
+    """(file of the tests, name) for every private name of the package that the file uses.
+
+    A use is an attribute (`buffer._full`), an imported name, or an argument of a call that takes names of attributes
+    (`getattr(buffer, "_full")`, `mock.patch("hf_bmtrain.sharding.buffer._full")`, `mock.patch.multiple(buffer,
+    _full=1)`). Names that the file defines itself, by `self._full = ...` among others, are its own. Names of torch and
+    transformers do not count: the package does not define them, but for those in TORCH_PRIVATE.
+    """
+    private = {name for source in package.values() for name in bound_names(ast.parse(source))}
+    found = set()
+    for file, source in tests.items():
+        tree = ast.parse(source)
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        used |= {name.split(".")[-1] for _, name in imported_names(file, tree, package="")}
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and NAMING_CALL.search(ast.unparse(call.func)):
+                strings = [str(each.value) for each in call.args if isinstance(each, ast.Constant)]
+                used |= {text.split(".")[-1] for text in strings} | {str(keyword.arg) for keyword in call.keywords}
+        found |= {(file, name) for name in used & private - TORCH_PRIVATE - bound_names(tree, ("self", "cls"))}
+    return sorted(found)
+
+
+def check_no_test_is_imported(tests: Sources) -> list[str]:
+    """Imports of test files: what two of them share belongs in tests/support."""
+    return [
+        f"{file}:{line}: imports {name}"
+        for file, source in tests.items()
+        for line, name in imported_names(file, ast.parse(source), package="")
+        if is_test_file(name)
+    ]
+
+
+def is_test_file(name: str) -> bool:
+    """Whether a dotted name goes through a module test_*: all parts but the last are modules, unless it is alone."""
+    parts = name.split(".")
+    return any(part.startswith("test_") for part in parts[:-1] or parts)
+
+
 CHECKS = [check_order, find_circles, check_devices, check_hugging_face, check_functions, check_state]
 
 
@@ -225,6 +306,62 @@ def test_the_scripts_have_short_functions_and_no_circles(folder):
 def test_the_cuda_sources_are_no_python_package():
     """Hugging Face has a package `kernels`: importable, ours breaks `import transformers` beside it."""
     assert [str(p.relative_to(ROOT)) for p in (ROOT / "kernels").rglob("__init__.py")] == []
+
+
+def read_tests() -> Sources:
+    """Sources by path relative to tests, without this file, which plants violations in strings."""
+    folder = ROOT / "tests"
+    paths = sorted(path for path in folder.rglob("*.py") if path != Path(__file__).resolve())
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def test_no_test_imports_another():
+    assert check_no_test_is_imported(read_tests()) == []
+
+
+def test_tests_look_into_the_package_in_few_places():
+    """Each with its reason in INNER_PLACES, which one that is gone leaves."""
+    assert inner_places(read_tests(), read_sources(ROOT / PACKAGE)) == sorted(INNER_PLACES)
+    assert len(INNER_PLACES) <= MOST_INNER_PLACES
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        ("import test_block", True),
+        ("def f():\n  from test_block import CASES", True),
+        ("from tests.blocks.test_block import CASES", True),
+        ("import importlib\nimportlib.import_module('test_block')", True),
+        ("from twins import test_rows", False),
+        ("import latest_block", False),
+    ],
+)
+def test_planted_imports_of_tests_are_seen(source, seen):
+    assert bool(check_no_test_is_imported({"blocks/test_new.py": source})) == seen
+
+
+INNER = "_LARGE = 1\ndef _read(b):\n  return b\nclass B:\n  def __init__(self):\n    self._full = 0\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(buffer):\n  return buffer._full.allocated", ["_full"]),
+        ("mock.patch.object(buffer, '_full', 1)", ["_full"]),
+        ("mock.patch.multiple(buffer, _full=1, _other=2)", ["_full"]),
+        ("getattr(buffer, '_full').allocated", ["_full"]),
+        ("mock.patch('hf_bmtrain.sharding.buffer._LARGE', 1)", ["_LARGE"]),
+        ("from hf_bmtrain.sharding.buffer import _LARGE, _read", ["_LARGE", "_read"]),
+        ("monkeypatch.setattr(buffer, '_read', None)", ["_read"]),
+        ("buffer._full = None", ["_full"]),
+        ("del buffer._full", ["_full"]),
+        ("'Reads _full, as it is.'\nbuffer.full, '_full'", []),
+        ("class Mine:\n  def __init__(self):\n    self._full = 1\n  def get(self):\n    return self._full", []),
+        ("model._parameters['weight'], tensor._version, buffer.__class__", []),
+    ],
+)
+def test_planted_looks_inside_are_seen(source, found):
+    assert inner_places({"a.py": source}, {"sharding.buffer": INNER}) == [("a.py", name) for name in found]
 
 
 NAMES = "__init__ comm.__init__ comm.layout comm.nccl comm.collectives comm.peer_gather runtime.world "

@@ -1,7 +1,5 @@
 """linear_cross_entropy against float64 on CPU, and with a sharded head against one process of plain torch."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,7 @@ import hf_bmtrain.wrap.outside
 import linear_loss_checks as checks
 from hf_bmtrain.linear_loss import chunk_rows
 from hf_bmtrain.loss import linear_cross_entropy
+from language_model import CLASSES, Language, batch, buffers, head_loss
 from twins import WIDTH, Layer, check_gradients, check_twins
 
 CPU = torch.device("cpu")
@@ -44,61 +43,6 @@ def test_chunks_are_even_and_within_the_budget(rows, row_bytes, budget, expected
 
 
 # -- a sharded head ---------------------------------------------------------------------------------------------
-
-CLASSES = 11
-
-
-@contextlib.contextmanager
-def buffers(own: bool):
-    """Whether embedding and head, large as they mostly are, get buffers of their own, or share one."""
-    limit = hf_bmtrain.wrap.outside._LARGE
-    hf_bmtrain.wrap.outside._LARGE = CLASSES * WIDTH if own else limit
-    try:
-        yield
-    finally:
-        hf_bmtrain.wrap.outside._LARGE = limit
-
-
-class Language(nn.Module):
-    """Embedding, layers, norm, head: hidden states, or with targets the loss, computed inside the forward."""
-
-    def __init__(self, tied: bool = False, bias: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(CLASSES, WIDTH)
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None, **options) -> torch.Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        x = self.norm(x)
-        return x if targets is None else head_loss(self, x, targets, **options)
-
-
-def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    ids, targets = (torch.randint(CLASSES, (4, 3), generator=generator) for _ in range(2))
-    targets[rank % 4] = -100
-    return ids, targets
-
-
-def head_loss(model, hidden, targets, reduction="mean"):
-    """What is tested for a sharded model, plain torch for its twin."""
-    if is_sharded(model):
-        chunk = 5 * model.head.out_features * 4
-        return linear_cross_entropy(
-            hidden, model.head.weight, targets, model.head.bias, reduction=reduction, chunk_bytes=chunk
-        )
-    return F.cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten(), reduction=reduction)
-
-
-def is_sharded(model) -> bool:
-    return isinstance(model, bmt.DistributedModule)
 
 
 def inside(model, step, rank):

@@ -11,8 +11,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..blocks.block import CheckpointBlock
 from ..optim import AdamOptimizer
-from ..wrap.adapters import holds_additions
 from ..wrap.auto_wrap import auto_wrap
+from ..wrap.check import holds_additions
 from .arguments import check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .optimizer_files import OptimizerFiles
 from .speed import Speedometer, count_parameters

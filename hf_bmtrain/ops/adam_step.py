@@ -30,6 +30,12 @@ class Elements:
     exp_avg: torch.Tensor
     index_base: int
 
+    @property
+    def master_and_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The arguments of `adam_update`, which has no weight to round where the master is the weight."""
+        stored, weight = self.master.stored, self.master.weight
+        return (weight, None) if stored is None else (stored, weight)
+
 
 class KernelSteps:
     """By `adam_prepare` and `adam_update`: kernels on CUDA, their references on CPU.
@@ -87,7 +93,7 @@ class KernelSteps:
 
     def update(self, run: int, elements: Elements) -> None:
         """Update elements of run number `run` in place."""
-        e, (master, weight) = elements, elements.master.kernel_arguments
+        e, (master, weight) = elements, elements.master_and_weight
         adam_update(e.grad, master, e.exp_avg, e.master.exp_avg_sq, weight, self._records[run], e.index_base)
 
     def _on_device(self, value: float | torch.Tensor) -> bool:
@@ -115,7 +121,7 @@ class TorchSteps:
             self.counts[list(runs)] += 1
 
     def update(self, run: int, elements: Elements) -> None:
-        e, (master, weight) = elements, elements.master.kernel_arguments
+        e, (master, weight) = elements, elements.master_and_weight
         if self._skip or master.numel() == 0:
             return
         lr, beta1, beta2, eps, weight_decay, hold_steps = self._rows[run]

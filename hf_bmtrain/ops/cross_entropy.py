@@ -159,7 +159,7 @@ class CrossEntropy(RowLoss):
             blocks = logits.shape[0] * parts
             kernel(chosen, "cross_entropy_gradient", logits.device)(blocks, 256, *arguments)
 
-    def _plan(self, logits: torch.Tensor) -> Plan:
+    def plan(self, logits: torch.Tensor) -> Plan:
         clusters = torch.cuda.get_device_capability(logits.device)[0] >= 9
         return plan(logits.shape[1] * logits.element_size(), clusters, shared_memory_limit(logits.device))
 
@@ -183,7 +183,7 @@ class CrossEntropy(RowLoss):
     ) -> None:
         if logits.shape[0] == 0:
             return
-        cluster, threads, stage = self._plan(logits)
+        cluster, threads, stage = self.plan(logits)
         chosen = rows_variant(logits.dtype, self._general(class_weight), class_weight is not None, cluster)
         arguments = (*self._arguments(logits, targets, class_weight), stage, *rest)
         launch = kernel(chosen, name, logits.device)

@@ -13,10 +13,12 @@ from .launch import import_cupy
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 _GROUP = Path("/sys/fs/cgroup")
-_CONTROL_GROUPS = (  # the limit, what is used of it, and what of that is files' cache, which gives way
+CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),
     (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
+"""Files of a control group: the limit, what is used of it, and the field of memory.stat that counts the files' cache,
+which gives way."""
 
 
 def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
@@ -37,7 +39,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type == "cuda":
         try:
-            _register(tensor.data_ptr(), nbytes, device)
+            register(tensor.data_ptr(), nbytes, device)
         except Exception as error:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             locked = "no limit" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.1f} GiB"
@@ -45,14 +47,14 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
             reason = f"CUDA refused to lock it ({error}; ulimit -l allows {locked}, {free})"
             raise RuntimeError(_shortage(nbytes, purpose, reason)) from error
         # The storage of `tensor` and of its views holds `memory`, so this runs after the last of them.
-        weakref.finalize(memory, _unregister, tensor.data_ptr(), device).atexit = False
+        weakref.finalize(memory, unregister, tensor.data_ptr(), device).atexit = False
     return tensor
 
 
 def available_bytes() -> int:
     """Host memory that this process may still take: what the system has, within what its control group may use."""
     free = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    for limit, usage, cached in _CONTROL_GROUPS:
+    for limit, usage, cached in CONTROL_GROUPS:
         if limit.is_file() and limit.read_text().strip() != "max":
             used = int(usage.read_text()) - _fields(usage.parent / "memory.stat").get(cached, 0)
             free = min(free, int(limit.read_text()) - used)
@@ -72,13 +74,15 @@ def _shortage(nbytes: int, purpose: str, reason: str) -> str:
     )
 
 
-def _register(pointer: int, nbytes: int, device: torch.device) -> None:
+def register(pointer: int, nbytes: int, device: torch.device) -> None:
+    """Lock host memory into its pages, so that `device` reads and writes it directly."""
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)
     runtime.hostRegister(pointer, nbytes, _PORTABLE)
 
 
-def _unregister(pointer: int, device: torch.device) -> None:
+def unregister(pointer: int, device: torch.device) -> None:
+    """Undo `register`, after all copies of the device."""
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)
     runtime.deviceSynchronize()  # copies from or to it may be under way

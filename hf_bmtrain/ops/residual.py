@@ -46,11 +46,6 @@ class Master:
     def is_residual(self) -> bool:
         return self.stored is not None and self.stored.dtype == torch.int16
 
-    @property
-    def kernel_arguments(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`master` and `weight` of `adam_update`, which has no weight to round where the master is the weight."""
-        return (self.weight, None) if self.stored is None else (self.stored, self.weight)
-
     def part(self, part: slice, device: torch.device) -> Master:
         """The masters of the elements in `part`, on `device`: views where they are there already."""
         stored = None if self.stored is None else self.stored[part].to(device)

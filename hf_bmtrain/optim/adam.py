@@ -9,8 +9,7 @@ import torch
 
 from ..ops.adam_step import Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..ops.residual import Master
-from .runs import Run, index_bases, neighbours
-from .state import RunState, adopt, new_state, shown
+from .runs import Run, RunState, adopt, index_bases, neighbours, new_state, shown
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -118,7 +117,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         states = [self._states[number] for number in numbers]
         # 1. No earlier update of these buffers is under way, and masters follow what was written to the weights.
         for state in states:
-            if state.run.buffer is not None:
+            if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
             if state.is_stale:
                 self._finish()
@@ -146,7 +145,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def wait(self) -> None:
         """Make the current stream wait until the last update has written the weights. The host does not wait."""
         for state in self._states:
-            if state.run.buffer is not None:
+            if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
 
     _finish = wait  # before state is read or moved

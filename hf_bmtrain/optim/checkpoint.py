@@ -79,10 +79,12 @@ class WholeState:
     file to every rank, so slices of rank 0 would reach all. Then `state_dict()` is collective: every rank calls it, as
     `accelerator.save_state` does. Without an Accelerator it gives this rank's slices. Either can be loaded: a tensor
     with as many elements as the whole parameter is sliced before the next step.
+
+    loaded: True from a load to `slice_loaded`, which the check before the next step calls.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._local, self._loaded = False, True
+        self._local, self.loaded = False, True
         optimizer.register_state_dict_post_hook(self._make_whole)
         optimizer.register_load_state_dict_post_hook(self._note_load)
 
@@ -97,16 +99,14 @@ class WholeState:
 
     def slice_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace whole tensors in the state by this rank's slices, once after a load."""
-        if not self._loaded:
-            return
-        self._loaded = False
+        self.loaded = False
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
                 for name, value in state.items():
                     state[name] = _slice(parameter, name, value)
 
     def _note_load(self, optimizer: torch.optim.Optimizer) -> None:
-        self._loaded = True
+        self.loaded = True
 
     def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._local or not state_dict["state"] or not accelerator_is_running():

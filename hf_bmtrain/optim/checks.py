@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..runtime.world import buffers_made
+from ..runtime.world import current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from .checkpoint import WholeState
@@ -51,14 +51,15 @@ class _Checked:
     """The parameter groups that `check` has seen, and how many buffers there were then."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._buffers_made = buffers_made()
+        self._schedule = current_world().schedule
+        self._buffers_made = self._schedule.buffers_made
         self._groups = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
 
     def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the groups are still these, and nothing has been sharded since."""
         groups = optimizer.param_groups
         return (
-            self._buffers_made == buffers_made()
+            self._buffers_made == self._schedule.buffers_made
             and len(groups) == len(self._groups)
             and all(group["params"] is seen and len(seen) == n for group, (seen, n) in zip(groups, self._groups))
         )
@@ -70,7 +71,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         check(optimizer)
         optimizer.checked = _Checked(optimizer)
     whole_state = getattr(optimizer, "whole_state", None)
-    if whole_state is not None:
+    if whole_state is not None and whole_state.loaded:
         whole_state.slice_loaded(optimizer)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..ops.adam_step import Hyper
 from ..runtime.world import current_world
-from .state import RunState
+from .runs import RunState
 
 _PIECE = 1 << 20  # elements at once, so that intermediate results take little memory
 

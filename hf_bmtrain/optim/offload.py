@@ -18,9 +18,8 @@ from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
 from .delta import DeltaRecord
 from .device_update import DeviceUpdate
-from .runs import Run, index_bases
+from .runs import Run, RunState, by_owner, index_bases
 from .slabs import Chunk, ChunkUpdate, Place, allocate_slabs, cut
-from .state import RunState, by_owner
 
 _log = logging.getLogger("hf_bmtrain")
 

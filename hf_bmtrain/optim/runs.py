@@ -1,4 +1,4 @@
-"""Runs: ranges of neighbouring parameters, updated in one launch and measured in one pass."""
+"""Runs: ranges of neighbouring parameters, updated in one launch and measured in one pass, and their AdamW state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..ops.adam_step import Elements
+from ..ops.residual import Master
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 
@@ -112,3 +114,103 @@ def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
             bases[owner] = end
             end += parameter.buffer.layout.extent if sliced else parameter.numel()
     return bases
+
+
+# -- state ----------------------------------------------------------------------------------------------------------
+
+ParameterState = dict[str, torch.Tensor]
+"""step; exp_avg and exp_avg_sq, (n,); for half-precision weights the float32 "master", (n,), or for bfloat16 ones the
+int16 "residual" in its place, and then exp_avg_sq carries marks (ops/residual.py)."""
+
+
+@dataclass(eq=False)
+class RunState:
+    """What AdamW keeps of one run of n elements.
+
+    master: the float32 masters as they are stored, with exp_avg_sq, (n,) float32. exp_avg: (n,) float32 or bfloat16.
+    step: float32 (), the steps taken. index_base: the number of element 0 among all of the optimizer's, the same for
+    any number of ranks. version: that of the weights when the optimizer last wrote them, -1 before.
+    """
+
+    run: Run
+    master: Master
+    exp_avg: torch.Tensor
+    step: torch.Tensor
+    index_base: int
+    version: int = -1
+
+    @property
+    def is_stale(self) -> bool:
+        """True if someone else has written the weights of float32 masters (a load, an average) since the last step.
+
+        Residuals follow the weights by themselves."""
+        apart = self.master.stored is not None and not self.master.is_residual
+        return apart and self.version not in (-1, self.run.weights._version)
+
+    def elements(self) -> Elements:
+        """All of the run, for one step with its current gradient."""
+        return Elements(self.run.gradient(), self.master, self.exp_avg, self.index_base)
+
+    def views(self, parameter: torch.nn.Parameter) -> ParameterState:
+        """One parameter's part, under the names of torch's AdamW."""
+        begin = self.run.begin(parameter)
+        part, stored = slice(begin, begin + parameter.numel()), self.master.stored
+        views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
+        if stored is None:
+            return views
+        return {**views, "residual" if self.master.is_residual else "master": stored[part]}
+
+
+def new_state(run: Run, master: torch.dtype | None, exp_avg: torch.dtype) -> tuple[Master, torch.Tensor]:
+    """Allocate the masters and exp_avg of a run before its first step, on the device of its weights.
+
+    master: the dtype in which masters are stored, None where the weights are their own.
+    """
+    weights = run.weights
+    stored = None if master is None else torch.empty_like(weights, dtype=master)
+    masters = Master(weights, stored, torch.zeros_like(weights, dtype=torch.float32))
+    masters.reset()
+    return masters, torch.zeros_like(weights, dtype=exp_avg)
+
+
+def by_owner(
+    states: Sequence[RunState], numbers: Sequence[int]
+) -> dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]]:
+    """Group the states with these numbers by buffer (or ordinary parameter), in the order of their elements."""
+    owners: dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]] = {}
+    for number in sorted(numbers, key=lambda number: states[number].index_base):
+        owners.setdefault(states[number].run.owner, {})[number] = states[number]
+    return owners
+
+
+def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
+    """Return what a state dict has of the state `held`: float32 masters of the weights as they are now, and no marks.
+
+    loaded: the state comes from a file and is in no run yet, so its master wins over the weights.
+    A master and exp_avg_sq joined from residuals are new and in host memory, wherever the residuals are: on the device
+    they would take 8 bytes more per element. All other tensors are the optimizer's own.
+    """
+    weights = parameter.detach().view(-1)
+    if "residual" in held:
+        master, exp_avg_sq = Master(weights, held["residual"], held["exp_avg_sq"]).read(torch.device("cpu"))
+        return {"step": held["step"], "exp_avg": held["exp_avg"], "exp_avg_sq": exp_avg_sq, "master": master}
+    if "master" in held and not loaded:
+        Master(weights, held["master"], held["exp_avg_sq"]).follow_weight()
+    return held
+
+
+def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
+    """Move the state that a parameter had `earlier` into `views`, its place in the flat tensors of a run.
+
+    loaded: `earlier` comes from a file; otherwise it is that of another run, and what was written to the weights since
+    counts. Where a float32 master becomes a residual the weights are written: with the bits that they have, unless
+    the file is of other weights.
+    """
+    if not ("residual" in earlier and "residual" in views):
+        earlier = shown(parameter, earlier, loaded)
+    for name, view in views.items():
+        if name in earlier and name != "master":
+            view.copy_(earlier[name].reshape(view.shape))
+    stored = views.get("residual", views.get("master"))
+    if stored is not None and "master" in earlier:
+        Master(parameter.detach().view(-1), stored, views["exp_avg_sq"]).write(earlier["master"])

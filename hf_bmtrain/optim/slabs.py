@@ -10,8 +10,7 @@ import torch
 from ..ops.adam_step import Elements
 from ..ops.pinned import pinned_bytes
 from ..ops.residual import Master
-from .runs import Run
-from .state import RunState
+from .runs import Run, RunState
 
 SLAB_ELEMENTS = 1 << 28
 """A run with more gets a slab of its own."""

@@ -51,6 +51,7 @@ class Owner(Protocol):
 class AutoCheckpoint:
     """Recomputes a block or keeps its activations, as the planner's plan says.
 
+    planner: decides for all blocks.
     kept: whether the plan keeps the block's activations.
     calls: the most forwards measured ahead of one backward.
 
@@ -59,7 +60,7 @@ class AutoCheckpoint:
     """
 
     def __init__(self, planner: Owner, block: Block) -> None:
-        self._planner, self.block = planner, block
+        self.planner, self.block = planner, block
         self.kept = False
         self.calls = self._most = 0
         self._measured: list[Shapes] = []
@@ -80,7 +81,7 @@ class AutoCheckpoint:
     @property
     def recorder(self) -> AutoCheckpoint | None:
         """This object while its planner measures the pass, otherwise None."""
-        return self if self._planner.measuring else None
+        return self if self.planner.measuring else None
 
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the training forward that is about to begin is recomputed in backward.
@@ -91,12 +92,12 @@ class AutoCheckpoint:
         True as well under saved-tensor hooks of others (a checkpoint or offloading around the block), which decide
         themselves what is kept.
         """
-        self._planner.begin_forward()
-        if self._planner.in_backward or top_saved_tensors_hooks(True) is not None:
+        self.planner.begin_forward()
+        if self.planner.in_backward or top_saved_tensors_hooks(True) is not None:
             return True
         if not self._fits(_shapes(args, kwargs)):
-            self._planner.measure()
-        return self._planner.measuring or not self.kept or pending >= self.calls
+            self.planner.measure()
+        return self.planner.measuring or not self.kept or pending >= self.calls
 
     def _fits(self, shapes: Shapes) -> bool:
         if shapes not in self._fitting and any(_within(shapes, measured) for measured in self._measured):
@@ -106,7 +107,7 @@ class AutoCheckpoint:
     @contextmanager
     def count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
         """Under `with`, count the bytes that autograd saves in the block's first forward."""
-        if self._planner.in_backward:
+        if self.planner.in_backward:
             yield
             return
         held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -114,11 +115,11 @@ class AutoCheckpoint:
         saved = SavedBytes(held)
         with saved.counting():
             yield
-        self._planner.add(self, Measurement(_shapes(args, kwargs), saved.nbytes, pending + 1))
+        self.planner.add(self, Measurement(_shapes(args, kwargs), saved.nbytes, pending + 1))
 
     def mark(self, recomputed: bool) -> None:
         """Mark the start of the block's backward or, with `recomputed`, the start of its recomputation."""
-        self._planner.mark(recomputed)
+        self.planner.mark(recomputed)
 
     def learn(self, measurement: Measurement) -> None:
         """Accept a measurement whose backward has ended."""

@@ -60,9 +60,10 @@ class Planner:
     @property
     def outlived(self) -> bool:
         """True if all blocks that were planned for are gone."""
-        return bool(self._blocks) and not self._present()
+        return bool(self._blocks) and not self.present()
 
-    def _present(self) -> list[AutoCheckpoint]:
+    def present(self) -> list[AutoCheckpoint]:
+        """The policies of the blocks that exist, in the order of their first forwards."""
         return [block for block in (reference() for reference in self._blocks) if block is not None]
 
     # -- a pass -------------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class Planner:
         """Begin a pass if this training forward of a block is the first since the last backward."""
         if self._world.schedule.backwards != self._backwards and not self.in_backward:
             self._backwards = self._world.schedule.backwards
-            self._begin_pass(self._present())
+            self._begin_pass(self.present())
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
         for block in blocks:
@@ -116,7 +117,7 @@ class Planner:
     def flush_backward(self) -> None:
         """Accept the measurements of the pass: a measured backward has ended."""
         self._take_peak(recomputed=False)
-        known = self._present()
+        known = self.present()
         for (block, _), measurement in self._fresh.items():
             block.learn(measurement)
             if block not in known:

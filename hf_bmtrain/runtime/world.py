@@ -83,11 +83,6 @@ def current_world() -> World:
     return _world
 
 
-def buffers_made() -> int:
-    """Return how many flat buffers this process has made; 0 before `init_distributed`."""
-    return 0 if _world is None else _world.schedule.buffers_made
-
-
 def init_distributed(
     seed: int = 0,
     zero_level: int = 3,

@@ -21,12 +21,6 @@ from .patches import keep_cache_out, keep_ranks_together
 _log = logging.getLogger("hf_bmtrain")
 
 
-def holds_additions(model: torch.nn.Module) -> bool:
-    """Whether `model` has blocks, and parameters that are not sharded."""
-    wrapped = any(isinstance(module, CheckpointBlock) for module in model.modules())
-    return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())
-
-
 def adopt(model: torch.nn.Module, world: World) -> torch.nn.Module:
     """Shard what is new in `model`, each parameter with the block it lies in. Collective."""
     blocks = [module for module in model.modules() if isinstance(module, CheckpointBlock)]

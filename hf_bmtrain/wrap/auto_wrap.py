@@ -12,8 +12,8 @@ from ..blocks.block_list import TransformerBlockList
 from ..recompute.policy import UseCheckpoint
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.slots import Place, find_places, shard_places
-from .adapters import adopt, holds_additions
-from .check import admit
+from .adapters import adopt
+from .check import admit, holds_additions
 from .compile import compile_blocks
 from .find import choose_chains
 from .outside import place_buffers, shard_outside, shared_parameters

@@ -54,3 +54,9 @@ def _admit_parameter(name: str, parameter: torch.nn.Parameter) -> None:
             f"auto_wrap: '{name}' is a {type(parameter).__name__}, a Parameter with a behaviour of its own that would "
             "be lost (quantized weights, say): load the model in an ordinary dtype."
         )
+
+
+def holds_additions(model: torch.nn.Module) -> bool:
+    """Return whether `model` has blocks, and parameters that are not sharded."""
+    wrapped = any(isinstance(module, CheckpointBlock) for module in model.modules())
+    return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())

@@ -10,7 +10,7 @@ from ..blocks.module import distribute
 from ..runtime.world import World
 from ..sharding.slots import Place, find_places, shard_places
 
-_LARGE = 1 << 20
+OWN_BUFFER_NUMEL = 1 << 20
 """Elements from which a parameter outside blocks gets a flat buffer of its own, whole only while it is needed."""
 
 
@@ -27,10 +27,10 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 
 def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
     """Shard the parameters of `places`; they, and the modules `outside`, read as DistributedModules. Collective."""
-    small = [place for place in places if place[2].numel() < _LARGE]
+    small = [place for place in places if place[2].numel() < OWN_BUFFER_NUMEL]
     large: dict[int, list[Place]] = {}
     for place in places:
-        if place[2].numel() >= _LARGE:
+        if place[2].numel() >= OWN_BUFFER_NUMEL:
             large.setdefault(id(place[2]), []).append(place)
     for group in (small, *large.values()):
         shard_places(world, group, world.schedule.outside)

@@ -1,12 +1,11 @@
-"""Times the kernels on one GPU beside torch's pieces, against the speed of a device copy in the same run.
+"""Measure the kernels and torch's equivalents on one GPU, relative to the speed of a device copy in the same run.
 
-    PYTHONPATH=. python3 kernels/bench.py [part ...] [--json FILE]
+    python kernels/bench/all.py [part ...] [--json FILE]
 
-Parts: norm, adam, step, offload, exposed (a training step of 1.5 B parameters with the update on the GPU and
-offloaded, after the backward, beside the next forward and during the backward), cross_entropy, and sweep (the ways to
-share a row out; not run unless named). A part that fails prints why and the others go on. About two minutes, most of
-them torch.compile. GB/s count the bytes the operation has to move (README.md beside this file): "of copy" is the share
-of what memory can do.
+Parts: norm, adam, step, offload, exposed (a training step of 1.5 B parameters with the update on the GPU, offloaded,
+and offloaded during the backward), cross_entropy, and sweep (launch shapes of cross-entropy; runs only if named). If a
+part fails, its error is printed and the next part runs. Takes about two minutes, most of them torch.compile. GB/s count
+the bytes that the operation must move, see kernels/README.md; "of copy" is their share of the copy's speed.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Times a linear layer with its cross-entropy, forward and backward, on one GPU, beside torch's and others'.
+"""Measure a linear layer with its cross-entropy, forward and backward in bfloat16, on one GPU.
 
-    PYTHONPATH=. python3 kernels/bench_linear_loss.py [--rows N --width H --classes V] [--json FILE]
+    python kernels/bench/linear_loss.py [--rows N --width H --classes V] [--json FILE]
 
-bfloat16. TFLOP/s count three matrix products (6 N H V); memory is the peak beyond the inputs, the gradients of
-both included; errors are of the gradients of some rows and classes against float32, relative to their norm.
-Then the cross-entropy alone, on logits that are there. Liger and cut-cross-entropy where they are installed. What
-fails prints why and the others go on; nothing new is begun after 80 seconds.
+Compared are hf_bmtrain, torch and, where installed, Liger and cut-cross-entropy. TFLOP/s count three matrix products
+(6 N H V). Memory is the peak in addition to the inputs; it includes both gradients. Errors are those of the gradients
+of some rows and classes against float32, relative to their norm. Then the cross-entropy alone is measured, on given
+logits. If a case fails, its error is printed and the next one runs; no case is started after 80 seconds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LogitLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Result(NamedTuple):
-    """One way to compute the loss of the linear layer. gb: peak memory; the errors are relative."""
+    """The measurement of one implementation. gb: peak memory. The errors are relative."""
 
     name: str
     ms: float
@@ -38,7 +38,7 @@ class Result(NamedTuple):
 
 
 class Problem:
-    """Inputs, and gradients in float32 of the first rows and classes to compare with."""
+    """Inputs, and reference gradients in float32 of the first rows and classes."""
 
     def __init__(self, rows: int, width: int, classes: int) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Problem:
         self.hidden = torch.randn(rows, width, device="cuda").bfloat16().requires_grad_()
         self.weight = (torch.randn(classes, width, device="cuda") * width**-0.5).bfloat16().requires_grad_()
         self.targets = torch.randint(classes, (rows,), device="cuda")
-        self.targets[::3] = self.targets[::3] % 100  # some classes are often right, as words are
+        self.targets[::3] = self.targets[::3] % 100  # some classes are frequent, as some words are
         self.some = min(256, rows, classes)
         self.weight_gradient, self.hidden_gradient = self._exact()
 
@@ -67,7 +67,7 @@ class Problem:
         def step() -> None:
             loss(self.hidden, self.weight, self.targets).backward()
 
-        step()  # compiles, and loads workspaces
+        step()  # compiles, and allocates workspaces
         self.forget()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -89,7 +89,7 @@ class Problem:
 
 
 def products(problem: Problem) -> Result:
-    """The three matrix products alone, in whole: what the machine could do."""
+    """Measure the three matrix products alone."""
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
 
     def step() -> None:
@@ -103,7 +103,7 @@ def products(problem: Problem) -> Result:
 
 
 def linear_losses() -> Iterator[tuple[str, Callable[[], Loss]]]:
-    """Names, and how to make each; making one may raise ImportError."""
+    """Yield the name of each implementation and a function that returns it or raises ImportError."""
     for mib in (1024, 512, 2048):
         yield (
             f"linear_cross_entropy, {mib} MiB of logits",
@@ -157,7 +157,7 @@ class Logits(torch.autograd.Function):
 
 
 def time_logits(shape: tuple[int, int], loss: LogitLoss) -> float:
-    """Milliseconds of forward and backward, on the same logits each time."""
+    """Return the milliseconds of forward and backward, on the same logits each time."""
     torch.manual_seed(0)
     fresh = torch.randn(shape, device="cuda").bfloat16() * 2
     logits, targets = fresh.clone(), torch.randint(shape[1], shape[:1], device="cuda")
@@ -166,7 +166,7 @@ def time_logits(shape: tuple[int, int], loss: LogitLoss) -> float:
 
 
 class Clock:
-    """Runs what may fail; begins nothing after its time."""
+    """Run functions that may fail, and none after SECONDS seconds."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -196,7 +196,7 @@ def bench_linear(clock: Clock, problem: Problem) -> list[Result]:
 
 
 def bench_logits(clock: Clock) -> list[tuple[str, float, float]]:
-    """(what, milliseconds, times ours in place)"""
+    """Return (name, milliseconds, ratio to ours in place)."""
     lines = []
     for shape in SHAPES:
         ours = float("nan")

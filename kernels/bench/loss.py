@@ -1,4 +1,4 @@
-"""Parts of bench.py: cross-entropy, beside torch's and others'."""
+"""Cross-entropy, compared with torch's and Liger's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SHAPES = ((8192, 32000), (4096, 128256), (2048, 256000), (8192, 50257))
 
 
 class Rows:
-    """Logits of one shape; `fresh` is what each run begins with."""
+    """Logits of one shape. fresh: the values before each repetition."""
 
     def __init__(self, shape: tuple[int, int]):
         self.shape = shape
@@ -67,7 +67,7 @@ def rivals() -> dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Ten
 
 
 def time_rival(rows: Rows, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """Forward and backward, the gradient not zeroed but made anew."""
+    """Return the milliseconds of forward and backward, with the gradient allocated anew."""
     logits = rows.logits.detach().requires_grad_()
 
     def reset() -> None:
@@ -95,11 +95,11 @@ def bench_cross_entropy() -> list[Line]:
 
 @dataclass(frozen=True)
 class Planned(CrossEntropy):
-    """The plain loss, rows shared out as told."""
+    """The plain loss with a given plan."""
 
     chosen: Plan = Plan(1, 256, 0)
 
-    def _plan(self, logits: torch.Tensor) -> Plan:
+    def plan(self, logits: torch.Tensor) -> Plan:
         return self.chosen
 
 
@@ -120,6 +120,6 @@ def sweep_shape(rows: Rows, limit: int) -> list[Line]:
 
 
 def bench_sweep() -> list[Line]:
-    """The fused kernel over (cluster, threads, stage): all that fits staged, or nothing."""
+    """Measure the fused kernel for each (cluster, threads, stage), with as much staged as fits, or nothing."""
     limit = cross_entropy.shared_memory_limit(torch.device("cuda", 0))
     return [line for shape in SHAPES for line in sweep_shape(Rows(shape), limit)]

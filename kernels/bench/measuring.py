@@ -1,4 +1,4 @@
-"""Timing on one GPU, and how measurements are shown."""
+"""Timing on one GPU, and the table of measurements."""
 
 import statistics
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 
 
 class Line(NamedTuple):
-    """One measurement. `least` is what the project asks for, in the unit of the column it names."""
+    """One measurement. moved: bytes. least: the project's requirement and the column it applies to."""
 
     name: str
     ms: float
@@ -17,7 +17,11 @@ class Line(NamedTuple):
 
 
 def measure(function: Callable[[], object], setup: Callable[[], object] = lambda: None, repeats: int = 15) -> float:
-    """Median milliseconds on the device. A sleep before lets the host run ahead: its time does not count."""
+    """Return the median milliseconds on the device.
+
+    setup: called before each repetition, not timed. A sleep of the device lets the host run ahead, so that the host's
+    time does not count.
+    """
     times = []
     for _ in range(repeats + 3):
         setup()
@@ -35,13 +39,14 @@ COPY_BYTES = 1 << 30
 
 
 def copy_speed() -> float:
-    """GB/s of a device-to-device copy of COPY_BYTES, reads and writes counted."""
+    """Return the GB/s of a device-to-device copy of COPY_BYTES, counting reads and writes."""
     source = torch.empty(COPY_BYTES // 4, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / measure(lambda: target.copy_(source)) / 1e6
 
 
 def show(lines: list[Line], copy: float) -> None:
+    """Print the lines. copy: GB/s of the device copy."""
     print(f"{'':58} {'ms':>8} {'GB/s':>7} {'of copy':>7}  at least")
     for line in lines:
         speed = line.moved / line.ms / 1e6

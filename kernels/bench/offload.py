@@ -1,4 +1,4 @@
-"""Parts of bench.py: AdamOffloadOptimizer against the PCIe rate and the CPU, and what a training step waits for it."""
+"""AdamOffloadOptimizer compared with the PCIe rate and the CPU, and the time that it adds to a training step."""
 
 import gc
 import time
@@ -14,13 +14,13 @@ from hf_bmtrain.ops.pinned import pinned_bytes
 
 ELEMENTS = 1 << 28
 KINDS = {10: (torch.bfloat16, torch.float32), 8: (torch.bfloat16, torch.bfloat16), 12: (torch.float16, torch.float32)}
-"""Weights and exp_avg by the bytes of state an element that travel each way."""
+"""dtypes of weights and exp_avg, by the bytes of state per element that are transferred each way."""
 WIDTH, LAYERS, VOCABULARY = 2048, 28, 32000  # 1.48 B parameters; with the head 1.54 B
 BATCH, LENGTH = 4, 1024
 
 
 def duplex_speed() -> float:
-    """GB/s each way of copies between page-locked memory and the device, both ways at once."""
+    """Return the GB/s in each direction of simultaneous copies between page-locked memory and the device."""
     size = 1 << 30
     device = torch.device("cuda", torch.cuda.current_device())
     hosts = [pinned_bytes(size, device, "the bench") for _ in range(2)]
@@ -42,7 +42,7 @@ def duplex_speed() -> float:
 
 
 def time_offload(weight: torch.dtype, exp_avg: torch.dtype) -> float:
-    """Milliseconds of a step over ELEMENTS weights until the last of them is written, on the host's clock."""
+    """Return the milliseconds of a step over ELEMENTS weights until the last is written, by the host's clock."""
     parameter = torch.nn.Parameter(torch.randn(ELEMENTS, device="cuda").to(weight))
     parameter.grad = torch.randn_like(parameter)
     optimizer = bmt.optim.AdamOffloadOptimizer([parameter], lr=1e-4, weight_decay=0.1, exp_avg_dtype=exp_avg)
@@ -50,7 +50,7 @@ def time_offload(weight: torch.dtype, exp_avg: torch.dtype) -> float:
 
 
 def torch_adamw(master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    """torch's fused AdamW in float32, on all cores of the CPU."""
+    """Run torch's fused AdamW in float32 on all cores of the CPU."""
     torch._fused_adamw_(
         [master], [grad], [exp_avg], [exp_avg_sq], [], [torch.ones(())], lr=1e-4, beta1=0.9, beta2=0.95,
         weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
@@ -58,13 +58,13 @@ def torch_adamw(master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor,
 
 
 def time_torch_on_cpu() -> float:
-    """The same elements; nothing travels."""
+    """Return the milliseconds of torch's AdamW on ELEMENTS weights in host memory, without copies."""
     tensors = [torch.zeros(ELEMENTS).uniform_(0, 1) for _ in range(4)]
     return best(lambda: torch_adamw(*tensors), 3)
 
 
 def time_torch_with_copies() -> float:
-    """The same from and to a device: a bfloat16 gradient comes down, a bfloat16 weight goes up, by pinned memory."""
+    """The same, including the copies of bfloat16 gradients from the device and of bfloat16 weights to it."""
     master, wide, exp_avg, exp_avg_sq = (torch.zeros(ELEMENTS).uniform_(0, 1) for _ in range(4))
     gradient, weight = (torch.randn(ELEMENTS, device="cuda").bfloat16() for _ in range(2))
     down, up = (torch.empty(ELEMENTS, dtype=torch.bfloat16, pin_memory=True) for _ in range(2))
@@ -80,7 +80,7 @@ def time_torch_with_copies() -> float:
 
 
 def best(function: Callable[[], object], repeats: int) -> float:
-    """Least milliseconds of the host until the device has done what `function` queues; one more call before."""
+    """Return the minimum milliseconds, by the host's clock, until the device has done what `function` queues."""
     times = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
@@ -92,7 +92,10 @@ def best(function: Callable[[], object], repeats: int) -> float:
 
 
 def bench_offload() -> list[Line]:
-    """GB/s count both ways. "Times": of ours with bfloat16 weights, then with a bfloat16 exp_avg as well."""
+    """Measure the offloaded update. GB/s count both directions.
+
+    "Times" are relative to ours with bfloat16 weights, and with a bfloat16 exp_avg as well.
+    """
     duplex, lines, streamed = duplex_speed(), [], {}
     for size, kind in KINDS.items():
         streamed[size] = time_offload(*kind)
@@ -112,7 +115,7 @@ def bench_offload() -> list[Line]:
 
 
 class Model(torch.nn.Module):
-    """Pre-norm transformer layers between an embedding and a head; the loss of random tokens."""
+    """Pre-norm transformer layers between an embedding and a head. forward returns the loss."""
 
     def __init__(self, width: int, layers: int, vocabulary: int) -> None:
         super().__init__()
@@ -132,7 +135,7 @@ class Model(torch.nn.Module):
 
 @contextmanager
 def training(make: Callable, width: int, layers: int, vocabulary: int, device: str) -> Iterator[tuple]:
-    """A sharded bfloat16 model, its optimizer and manager; gone afterwards."""
+    """Yield a sharded bfloat16 model, its optimizer and manager, and free them afterwards."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Model(width, layers, vocabulary).bfloat16()
@@ -146,7 +149,7 @@ def training(make: Callable, width: int, layers: int, vocabulary: int, device: s
 
 
 def without_update(model, optimizer, manager, ids: torch.Tensor) -> None:
-    """Forward, backward and norm."""
+    """Run forward, backward and clipping."""
     manager.zero_grad()
     manager.backward(model(ids))
     manager.clip_grad_norm(optimizer.param_groups, 1.0)
@@ -158,7 +161,7 @@ def clipped(model, optimizer, manager, ids: torch.Tensor) -> None:
 
 
 def in_backward(model, optimizer, manager, ids: torch.Tensor) -> None:
-    """Updated as the gradients come; the norm is taken all the same, to see whether it is finite."""
+    """Update during the backward, without clipping; the norm is still computed, to check that it is finite."""
     manager.zero_grad()
     with optimizer.update_in_backward():
         manager.backward(model(ids))
@@ -166,7 +169,7 @@ def in_backward(model, optimizer, manager, ids: torch.Tensor) -> None:
 
 
 def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) -> float:
-    """Milliseconds a step, one after another."""
+    """Return the milliseconds per step over consecutive steps."""
     for number in range(steps + 3):
         if number == 3:
             bmt.synchronize()
@@ -177,7 +180,7 @@ def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) ->
 
 
 def exposed(sizes: tuple[int, int, int], shape: tuple[int, int], device: str, steps: int = 10) -> list[Line]:
-    """A step without the update and with it in several ways; the rest is what each exposes."""
+    """Measure a step without the update and with each kind of update; the difference is exposed."""
     adam, offload = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
     ways = {
         "with the resident update": (adam, clipped),

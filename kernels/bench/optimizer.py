@@ -1,4 +1,4 @@
-"""Parts of bench.py: gradient norm, AdamW, a whole optimizer step; beside torch's pieces."""
+"""Gradient norm, AdamW and a whole optimizer step, compared with torch's."""
 
 import torch
 from measuring import COPY_BYTES, Line, measure
@@ -9,7 +9,7 @@ ELEMENTS = 1 << 28
 
 
 def bench_norm() -> list[Line]:
-    """Of a buffer as large as the one that is copied."""
+    """Measure the norm of a buffer as large as the copied one."""
     moved = COPY_BYTES
     flat, wide = torch.randn(moved // 2, device="cuda").bfloat16(), torch.randn(moved // 4, device="cuda")
     out = torch.zeros(2, dtype=torch.float64, device="cuda")
@@ -28,7 +28,7 @@ def bench_norm() -> list[Line]:
 
 
 class Step:
-    """A flat parameter's tensors, our whole optimizer step, and torch's, which needs a float32 master."""
+    """The tensors of a flat parameter, our optimizer step, and torch's, which needs a float32 master."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Step:
     def whole(self) -> None:
         self.squares.zero_()
         grad_norm.accumulate_squared_norm(self.grad, self.squares)
-        self.grad_scale.copy_((self.squares[:1].sqrt() + 1e-6).clamp(min=1.0))  # the largest norm allowed is 1
+        self.grad_scale.copy_((self.squares[:1].sqrt() + 1e-6).clamp(min=1.0))  # the maximum norm is 1
         self.found_inf.copy_(self.squares[1:])
         self.prepare()
         self.update()
@@ -93,6 +93,7 @@ class Step:
 
 
 def bench_adam() -> list[Line]:
+    """Measure the update for several dtypes."""
     lines = []
     half, full = torch.bfloat16, torch.float32
     for name, dtypes, moved, least in (
@@ -112,7 +113,7 @@ def bench_adam() -> list[Line]:
 
 
 def bench_step() -> list[Line]:
-    """Every line against the bytes that ours moves."""
+    """Measure a whole step. All lines count the bytes that ours moves."""
     half, full, moved = torch.bfloat16, torch.float32, 28 * ELEMENTS
     ours = measure(Step(half, full, half, torch.int16).whole)
     pieces = measure(Step(half, full, half).torch_whole)

@@ -1,4 +1,4 @@
-"""One cell of the benchmark: one engine on one job."""
+"""A cell of the benchmark: data only."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cell:
-    """batch: rows a process. seq: tokens a row. The other fields are the options of the same names."""
+    """One engine on one job.
+
+    batch: rows per process. seq: tokens per row. The other fields are the options of the same names.
+    """
 
     engine: str
     model: str
@@ -24,7 +27,7 @@ class Cell:
     profile: Path | None
 
     def name(self, gather: str) -> str:
-        """The engine with all that was chosen for it, as the table shows it."""
+        """Return the engine and its options, as the table shows them. gather: the option of that name."""
         recompute = "" if self.recompute == "none" else f"recompute={self.recompute}"
         chosen = {
             gather: self.engine == "ours" and gather != "auto", "tuned": self.tuned, "compiled": self.compile,
@@ -33,6 +36,6 @@ class Cell:
         return " ".join([self.engine, *(word for word, said in chosen.items() if said)])
 
     def job(self, ranks: int) -> str:
-        """What has to be equal for two runs to be compared."""
+        """Return the job's name: runs are compared if theirs is equal."""
         size = f"largest batch x{self.seq}" if self.largest_batch else f"{self.batch}x{self.seq}"
         return f"{self.model} {size} {ranks} ranks"

@@ -1,4 +1,4 @@
-"""Times of steps, and of a matrix product to compare them with."""
+"""Timing of steps, and of a matrix product to compare them with."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 
 
 def timed(step: Callable[[dict], torch.Tensor], batches: list[dict]) -> tuple[list[torch.Tensor], list[float]]:
-    """Losses of the steps on `batches`, scalars on the device, and seconds of each step."""
+    """Run a step per batch. Return the losses, scalars on the device, and the seconds of each step."""
     device = batches[0]["input_ids"].device
     losses, marks = [], []
     for batch in batches:
@@ -19,7 +19,7 @@ def timed(step: Callable[[dict], torch.Tensor], batches: list[dict]) -> tuple[li
 
 
 def mark(device: torch.device):
-    """A point in time on the device, which the host does not wait for."""
+    """Record a point in time on the device without waiting for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -28,17 +28,18 @@ def mark(device: torch.device):
 
 
 def between(begin, end) -> float:
-    """Seconds from `begin` to `end`, once the device has come there."""
+    """Return the seconds from `begin` to `end`. The device must have reached both, see `finish`."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
 
 
 def finish(device: torch.device) -> None:
+    """Wait until the device has done all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def gemm_speed(device: torch.device, size: int = 8192, repeats: int = 20) -> float:
-    """TFLOP/s of a square bf16 product of random numbers: the ceiling of this machine, now."""
+    """Return the TFLOP/s of a square bf16 matrix product of random numbers."""
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     for _ in range(3):
         torch.mm(a, b)

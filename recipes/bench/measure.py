@@ -1,4 +1,4 @@
-"""One cell measured: its steps, their times, losses and memory, and where the milliseconds went."""
+"""Measure one cell: times, losses, memory, and milliseconds by kind of work."""
 
 import contextlib
 import statistics
@@ -16,7 +16,7 @@ from bench.trace import profile_step
 
 
 def measure(cell: Cell, name: str, device: torch.device) -> dict:
-    """The report of a cell. Collective; raises what the engine raises."""
+    """Return the report of a cell. Collective; propagates the engine's errors."""
     config = make_config(cell.model, cell.seq)
     watch = Stopwatch(device)
     engine = ENGINES[cell.engine](cell, config, device)
@@ -45,13 +45,16 @@ def measure(cell: Cell, name: str, device: torch.device) -> dict:
             report |= profiled(lambda: engine.step(batches[-1]), cell)
             watch.lap("profile")
     finally:
-        with contextlib.suppress(Exception):  # the engine's own failure is the one to tell
+        with contextlib.suppress(Exception):  # or it would hide the engine's own error
             engine.close()
     return report | {"seconds": watch.laps}
 
 
 def speed(seconds: list[float], tokens: int, flops_a_token: float) -> dict:
-    """seconds: of each step. tokens: of a step on one rank. TFLOPs are the model's, a GPU."""
+    """Return the median step and its speed.
+
+    seconds: of each step. tokens: of a step on one rank. TFLOPs: the model's, per GPU.
+    """
     median = statistics.median(seconds)
     return {
         "ms": 1e3 * median,
@@ -62,7 +65,7 @@ def speed(seconds: list[float], tokens: int, flops_a_token: float) -> dict:
 
 
 def profiled(step, cell: Cell) -> dict:
-    """One more step, on rank 0 under the profiler."""
+    """Run one more step, on rank 0 under the profiler. Return the account of the trace there, {} elsewhere."""
     if bmt.rank() == 0:
         return profile_step(step, cell.profile)
     step()
@@ -71,7 +74,7 @@ def profiled(step, cell: Cell) -> dict:
 
 
 class Stopwatch:
-    """Seconds of what was done one after another, so that a slow start shows."""
+    """Seconds of consecutive phases. laps: by name."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._last = device, time.perf_counter()

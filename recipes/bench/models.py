@@ -1,4 +1,4 @@
-"""What the benchmark trains: named sizes or any language model; every engine gets the same weights and batches."""
+"""The benchmark's models and batches, the same for every engine."""
 
 import zlib
 
@@ -16,12 +16,12 @@ from transformers.configuration_utils import PreTrainedConfig
 
 NAMED = ("tiny", "bert-base", "gpt2-small", "gpt-1.5b", "gpt-13b", "llama-8b")
 MASKED = ("bert", "roberta", "distilbert", "electra", "modernbert", "deberta-v2")
-"""Model types that learn masked words, seeing both sides; all others learn the next word."""
+"""Model types that predict masked tokens; all others predict the next token."""
 IGNORED = -100
 
 
 def make_config(name: str, length: int) -> PreTrainedConfig:
-    """The config of a name in NAMED, or of a folder or hub name; dropout is off."""
+    """Return the config of a name in NAMED, without dropout, or of a folder or Hub name."""
     if name == "tiny":
         return gpt(layers=4, width=64, heads=4, length=length, vocabulary=512)
     if name == "bert-base":
@@ -50,7 +50,7 @@ def gpt(layers: int, width: int, heads: int, length: int, vocabulary: int, tied:
 
 
 def make_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model on `device`; its weights depend on their names alone, but for rounding to `dtype`."""
+    """Build the model on `device`. Its weights depend on their names only, apart from rounding to `dtype`."""
     kind = AutoModelForMaskedLM if config.model_type in MASKED else AutoModelForCausalLM
     with device:
         model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -61,7 +61,10 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devic
 
 @torch.no_grad()
 def fill(name: str, parameter: torch.Tensor) -> None:
-    """Matrices normal with 0.02, norms one, biases zero. Drawn in float32, so that every dtype has the same draws."""
+    """Fill matrices from N(0, 0.02²), norms with 1, biases with 0.
+
+    Numbers are drawn in float32, so that they are equal in every dtype.
+    """
     if parameter.dim() > 1:
         generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
         drawn = parameter if parameter.dtype == torch.float32 else torch.empty_like(parameter, dtype=torch.float32)
@@ -71,7 +74,7 @@ def fill(name: str, parameter: torch.Tensor) -> None:
 
 
 def make_batch(config: PreTrainedConfig, rows: int, length: int, seed: int, device: torch.device) -> dict:
-    """`input_ids` and `labels`, each (rows, length), random; a masked model gets 15 % of the tokens to guess."""
+    """Return random `input_ids` and `labels`, each (rows, length). For a masked model 15 % of the tokens are masked."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
     if config.model_type not in MASKED:
@@ -84,15 +87,15 @@ def make_batch(config: PreTrainedConfig, rows: int, length: int, seed: int, devi
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's layers: the items of the longest ModuleList."""
+    """Return the model's layers: the items of its longest ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return list(max(lists, key=len))
 
 
 def flops_a_token(model: PreTrainedModel, length: int) -> float:
-    """Multiply-adds counted twice, forward and backward, no recomputation (PaLM, appendix B).
+    """Return the FLOPs per token of forward and backward, without recomputation (PaLM, appendix B).
 
-    A causal layer is taken to compute the lower half of its attention scores only.
+    A multiply-add counts as two. Causal attention counts the lower half of its scores only.
     """
     inside = sum(p.numel() for layer in layers_of(model) for p in layer.parameters())
     output = model.get_output_embeddings()

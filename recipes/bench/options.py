@@ -1,4 +1,4 @@
-"""The benchmark's command line, and the lines of a file of cells."""
+"""The benchmark's command line, and the file of cells."""
 
 import argparse
 import shlex
@@ -17,7 +17,7 @@ OF_THE_PROCESS = ("gather", "output", "plot", "plot_recorded", "cells")
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[list[Cell], argparse.Namespace]:
-    """The cells to measure, and the options that hold for all of them."""
+    """Return the cells to measure, and the options, of which those in OF_THE_PROCESS apply to all cells."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.cells is None:
@@ -37,7 +37,7 @@ def make_cell(options: argparse.Namespace) -> Cell:
 
 
 def _cell_of_line(parser, words: list[str], options: argparse.Namespace, place: str) -> Cell:
-    """The line's options; what it does not say is as on the command line."""
+    """Parse one line of a file of cells. The command line's `options` are its defaults."""
     try:
         told = parser.parse_args(words, argparse.Namespace(**vars(options)))
     except SystemExit:
@@ -54,17 +54,17 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--engine", choices=ENGINES, default="ours")
     add("--model", default="tiny", help=f"{', '.join(NAMED)}, or a folder or hub name (%(default)s)")
-    add("--batch", type=at_least(1), default=8, help="rows a process (%(default)s)")
-    add("--seq", type=at_least(1), default=512, help="tokens a row (%(default)s)")
-    add("--recompute", choices=RECOMPUTE, default="none", help="layers whose forward runs again (%(default)s)")
+    add("--batch", type=at_least(1), default=8, help="rows per process (%(default)s)")
+    add("--seq", type=at_least(1), default=512, help="tokens per row (%(default)s)")
+    add("--recompute", choices=RECOMPUTE, default="none", help="layers to recompute (%(default)s)")
     add("--compile", action="store_true", help="torch.compile every layer")
     add("--offload", action="store_true", help="optimizer state in host memory (fsdp2: the weights too)")
-    add("--tuned", action="store_true", help="the engine's own knobs turned, see benchmark_<engine>.py")
-    add("--linear-loss", action="store_true", help="ours: a loss that never makes the logits whole")
+    add("--tuned", action="store_true", help="the engine's own settings, see bench/engines/<engine>.py")
+    add("--linear-loss", action="store_true", help="ours: a loss without whole logits")
     add("--lr", type=positive, default=1e-4, help="learning rate (%(default)s)")
     add("--warmup", type=at_least(1), default=3, help="steps that are not timed (%(default)s)")
     add("--steps", type=at_least(1), default=8, help="steps that are timed (%(default)s)")
-    add("--largest-batch", action="store_true", help="search the largest batch that fits, from --batch on")
+    add("--largest-batch", action="store_true", help="search the largest batch that fits, starting at --batch")
     add("--profile", type=Path, help="write a Chrome trace of one step there")
     add("--gather", choices=("auto", "collective", "peer"), default="auto", help="how ours gathers (%(default)s)")
     add("--cells", type=Path, help="file of option lines: one cell after another in one process group")

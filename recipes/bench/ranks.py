@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: how they start, agree on what happened, and come back to empty memory."""
+"""The benchmark's ranks: start, agreement on failures, freeing of memory, end."""
 
 import gc
 import os
@@ -17,11 +17,11 @@ from bench.engines.registry import OWN_GROUP
 Result = TypeVar("Result")
 OUT_OF_MEMORY = "out of memory"
 PATIENCE = 60.0
-"""Seconds that a rank which has failed, or is done, waits for the others."""
+"""Seconds that a rank which has failed or finished waits for the others."""
 
 
 def start(engines: Iterable[str], gather: str) -> torch.device:
-    """Join the world: torch's own process group for those that need it, beside the lanes of hf_bmtrain."""
+    """Initialize hf_bmtrain, and torch's process group first if one of the engines needs it. Return the device."""
     if set(engines) - set(OWN_GROUP) and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -30,18 +30,19 @@ def start(engines: Iterable[str], gather: str) -> torch.device:
 
 
 class RanksApart(RuntimeError):
-    """Ranks stopped at different places: no collective can follow in these processes."""
+    """The ranks stopped at different points: no further collective is possible in these processes."""
 
 
 def attempt(action: Callable[[], Result], patience: float = PATIENCE) -> tuple[Result | None, str | None]:
-    """(what `action` returns, None), or (None, why it failed) where it failed on every rank. Collective.
+    """Return (result of `action`, None), or (None, reason) if it failed on every rank. Collective.
 
-    RanksApart where ranks failed in different ways, or some did not, or wait in the middle of it: nobody hangs.
+    Raises RanksApart if the ranks failed in different ways, only some failed, or one does not return within `patience`
+    seconds.
     """
     result, problem, kind = None, None, "fine"
     try:
         result = action()
-    except Exception as error:  # whatever an engine throws
+    except Exception as error:  # engines raise errors of many types
         kind = OUT_OF_MEMORY if ran_out_of_memory(error) else type(error).__name__
         problem = kind if kind == OUT_OF_MEMORY else f"{kind}: {_one_line(error)}"
         if kind != OUT_OF_MEMORY and bmt.rank() == 0:
@@ -58,9 +59,9 @@ def attempt(action: Callable[[], Result], patience: float = PATIENCE) -> tuple[R
 
 
 def meet(value, patience: float = PATIENCE) -> list:
-    """Every rank's value; RanksApart where one does not come within `patience` seconds. Collective."""
+    """Return every rank's value. Raises RanksApart if a rank does not call within `patience` seconds. Collective."""
     values: list = []
-    # In a thread, because torch's barrier with a time limit keeps to it on rank 0 alone.
+    # In a thread, because torch's barrier honours its time limit on rank 0 only.
     waiter = threading.Thread(target=lambda: values.extend(bmt.current_world().gather_objects(value)), daemon=True)
     waiter.start()
     waiter.join(patience)
@@ -70,7 +71,7 @@ def meet(value, patience: float = PATIENCE) -> list:
 
 
 def drain(patience: float) -> None:
-    """Wait for the device. What still waits for a rank that has stopped would wait for ever: RanksApart."""
+    """Wait for the device. Raises RanksApart if a queued collective waits for a rank that never entered it."""
     device = bmt.current_world().device
     stuck = False
     if device.type == "cuda":
@@ -83,15 +84,15 @@ def drain(patience: float) -> None:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Also where a library says so in its own error."""
+    """Return whether `error` reports a lack of memory, whatever its type: libraries raise errors of their own."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 def free_memory() -> float:
-    """Drop what the last engine has left behind; the GB that are still held on this device. Collective."""
+    """Free the memory of the last engine. Return the GB still allocated on this device. Collective."""
     world = bmt.current_world()
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # or the next shape would be compiled as a dynamic one
+        torch._dynamo.reset()  # else the next shape would be compiled as a dynamic one
     world.schedule.discard_failed_backward()
     gc.collect()
     bmt.synchronize()
@@ -103,23 +104,23 @@ def free_memory() -> float:
 
 
 def held_bytes() -> int:
-    """Bytes of tensors on the device, those that other ranks have mapped included."""
+    """Return the bytes of tensors on the device, including those that other ranks have mapped."""
     return torch.cuda.memory_allocated() + mapped_bytes()
 
 
 def mapped_bytes() -> int:
-    """Bytes of shards outside of torch's allocator."""
+    """Return the bytes of shards outside torch's allocator."""
     return bmt.current_world().schedule.mapped_bytes
 
 
 def end_together(status: int) -> NoReturn:
-    """End all ranks' processes at once: threads and communicators of so many libraries do not end well. Collective."""
+    """End all ranks' processes at once: the clean-up of some libraries' threads and communicators hangs. Collective."""
     meet(status)
     end_alone(status)
 
 
 def end_alone(status: int) -> NoReturn:
-    """End this process without waiting for anyone; after a failure the launcher ends the others."""
+    """End this process without waiting for other ranks. After a failure the launcher ends the others."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

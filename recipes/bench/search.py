@@ -1,4 +1,4 @@
-"""The largest batch at which a step fits."""
+"""Search for the largest batch whose step fits into memory."""
 
 import dataclasses
 import gc
@@ -16,11 +16,11 @@ from bench.models import make_batch, make_config
 from bench.ranks import OUT_OF_MEMORY, attempt, free_memory, mapped_bytes, meet
 
 RESERVE = 1 << 29
-"""Bytes a GPU left to those who allocate beside torch, such as NCCL."""
+"""Bytes per GPU that stay free for allocations outside torch, such as NCCL's."""
 
 
 def largest_batch(fits: Callable[[int], bool], first: int) -> int:
-    """The largest batch for which `fits`, to a multiple of 4 from 4 on; 0 where not even one row fits."""
+    """Return the largest batch for which `fits`, from 4 on a multiple of 4; 0 if one row does not fit."""
     good, bad = 0, first
     while fits(bad):
         good, bad = bad, 2 * bad
@@ -36,7 +36,7 @@ def largest_batch(fits: Callable[[int], bool], first: int) -> int:
 
 
 def search(cell: Cell, name: str, device: torch.device, keep: Callable[[dict], object]) -> dict:
-    """The report of a search; `keep` gets it after every trial. Collective."""
+    """Return the report of a search. `keep` is called with it after every trial. Collective."""
     trials = Trials(cell, device)
     report = {"engine": name, "job": cell.job(bmt.world_size()), "largest_batch": 0, "trials": trials.done}
 
@@ -55,10 +55,10 @@ def search(cell: Cell, name: str, device: torch.device, keep: Callable[[dict], o
 
 
 class Trials:
-    """Steps at one batch size after another. done: what came of each. limit: bytes that torch may allocate.
+    """Trial steps, one batch size after another. done: their results. limit: bytes that torch may allocate.
 
-    The engine is kept as long as its steps fit, with torch's cache emptied before each trial; a step that failed
-    leaves an engine in the middle, so the next trial builds another one.
+    The engine is kept as long as its steps fit; torch's cache is emptied before each trial. A failed step leaves the
+    engine in the middle of a step, so the next trial builds a new one.
     """
 
     def __init__(self, cell: Cell, device: torch.device) -> None:
@@ -69,8 +69,9 @@ class Trials:
         self.limit = 0
 
     def fits(self, batch: int) -> bool:
+        """Return whether a step of `batch` rows fits. Raises RuntimeError if it fails for another reason."""
         if self._cell.recompute == "auto":
-            self.drop()  # it has planned for another batch
+            self.drop()  # its plan is that of another batch
         result, problem = (None, None) if self._engine is not None else attempt(self._build)
         if problem is None:
             self._limit()
@@ -84,11 +85,12 @@ class Trials:
         return problem is None
 
     def _build(self) -> None:
-        """An engine that has taken one small step: what is made once is there."""
+        """Build an engine and run one small step, which allocates what is allocated once."""
         self._engine = ENGINES[self._cell.engine](dataclasses.replace(self._cell, batch=1), self._config, self._device)
         timed(self._engine.step, [self._batch(1)])
 
     def _try(self, batch: int) -> dict:
+        """Run two steps. Return the second's speed and the peak memory."""
         engine = self._engine
         assert engine is not None
         gc.collect()
@@ -103,7 +105,7 @@ class Trials:
         return result
 
     def _limit(self) -> None:
-        """Give torch the same number of bytes on every rank, so that all run out of memory at the same place."""
+        """Limit torch to the same number of bytes on every rank, so that all run out of memory at the same point."""
         if self._device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self._device)
@@ -114,6 +116,7 @@ class Trials:
         return make_batch(self._config, rows, self._cell.seq, bmt.rank(), self._device)
 
     def drop(self) -> None:
+        """Close the engine and free its memory. Collective."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None

@@ -1,4 +1,4 @@
-"""The runs of one job side by side: a table, and a bar chart."""
+"""The runs of one job as a table and as a bar chart."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,11 @@ QUOTED: dict[str, dict[str, tuple[float, float, float]]] = {
         "bmtrain 1.0.1 recompute=full": (966, 329, 57),
     },
 }
-"""By job and engine: milliseconds of a step, model TFLOP/s a GPU, peak GB."""
+"""By job and engine: milliseconds per step, model TFLOP/s per GPU, peak GB; measured in another run."""
 
 
 def read_reports(folder: Path, job: str) -> list[dict]:
-    """What was measured of `job` in `folder` and what is quoted of it, the best first."""
+    """Return the reports of `job` in `folder` and the quoted ones, best first."""
     reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     reports = [report for report in reports if report["job"] == job]
     reports += quoted_reports(job, [report["engine"] for report in reports])
@@ -22,7 +22,7 @@ def read_reports(folder: Path, job: str) -> list[dict]:
 
 
 def quoted_reports(job: str, measured: list[str]) -> list[dict]:
-    """Reports of `job` in the benchmark's form, as far as these numbers go; not of engines that were `measured`."""
+    """Return the reports in QUOTED of `job`, except for engines that were `measured`."""
     there = {name.split()[0] for name in measured}
     return [
         {"engine": engine, "job": job, "ms": ms, "TFLOPs": tflops, "peak_GB": peak, "other run": True}
@@ -32,7 +32,7 @@ def quoted_reports(job: str, measured: list[str]) -> list[dict]:
 
 
 def table(reports: list[dict]) -> str:
-    """A line a run, with its losses, and below it where the milliseconds went."""
+    """Return one line per run with its losses, followed by its milliseconds by kind of work."""
     width = max([len("engine"), *(len(report["engine"]) for report in reports)]) + 1
     head = ("rows", "ms", "spread", "tokens/s", "TFLOP/s", "of GEMM", "peak GB")
     lines = [f"{'engine':{width}s}" + _columns(head) + "  losses"]
@@ -48,7 +48,7 @@ def _columns(values: tuple[str, ...]) -> str:
 
 
 def _values(report: dict) -> tuple[str, ...]:
-    """Rows only of a search; empty what a report does not have."""
+    """Return the columns of a report, empty where it has no value. `rows` is a search's result."""
     share = f"{report['TFLOPs'] / report['gemm_TFLOPs']:.0%}" if "gemm_TFLOPs" in report else ""
     spread = "other run" if report.get("other run") else "{:.1f}-{:.1f}".format(*report.get("spread_ms", (0, 0)))
     return (
@@ -67,7 +67,7 @@ def _losses(report: dict) -> str:
 
 
 def plot(reports: list[dict], job: str, file: Path) -> None:
-    """Milliseconds a step, the best on top; what was measured in another run is hatched."""
+    """Draw the milliseconds per step into `file`, best on top. Runs quoted from elsewhere are hatched."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -79,7 +79,7 @@ def plot(reports: list[dict], job: str, file: Path) -> None:
         bar.set_hatch("//" if report.get("other run") else "")
     axes.bar_label(bars, [f"{r['ms']:.0f}" + (" (other run)" if r.get("other run") else "") for r in reports])
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a step")
+    axes.set_xlabel("milliseconds per step")
     axes.set_title(job)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

@@ -1,4 +1,4 @@
-"""Where the milliseconds of one step went, read off torch's profiler."""
+"""Milliseconds of one step by kind of work and stream, from torch's profiler."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import torch
 
 KINDS = (
     ("GEMM", r"^triton_tem_"),  # Triton's own products
-    ("element-wise", r"^triton_"),  # named after what they fuse, be it an attention's neighbour
+    ("element-wise", r"^triton_"),  # named after what they fuse, which may be an attention's neighbour
     ("gather", r"AllGather|Broadcast"),
     ("reduce", r"ReduceScatter|AllReduce"),
     ("optimizer", r"[Aa]dam|squared_norm|piece_squares|segment_squares|lpnorm|LpNorm"),
@@ -21,7 +21,7 @@ KINDS = (
     ("gather", r"Memcpy PtoP"),
     ("packing", r"CopyFunctor|foreach_copy|CatArray|split_with_sizes|chunk_cat|Memcpy|Memset"),
 )
-"""The first pattern that is found in a name says what a kernel, copy or fill does."""
+"""(kind, pattern): the first pattern found in the name of a kernel, copy or fill gives its kind."""
 TRAVELLING = ("gather", "reduce", "offload")
 PEER_REDUCE = r"^peer_"
 PULLS = ("Memcpy PtoP", "Memcpy DtoD")
@@ -30,7 +30,7 @@ Interval = tuple[float, float]
 
 
 class Work(NamedTuple):
-    """Something that ran on the device: name, stream, microseconds."""
+    """A kernel, copy or fill on the device. begin, end: microseconds."""
 
     name: str
     stream: int
@@ -39,9 +39,12 @@ class Work(NamedTuple):
 
 
 def profile_step(step: Callable[[], object], trace: Path | None) -> dict:
-    """One step under the profiler, see `account`; a Chrome trace, with the host's side, if `trace` is given."""
+    """Run one step under the profiler and return its `account`.
+
+    trace: also write a Chrome trace there, which includes the host's side.
+    """
     activity = torch.profiler.ProfilerActivity
-    wanted = [activity.CUDA, *([activity.CPU] if trace else [])]  # the host's side costs the host time
+    wanted = [activity.CUDA, *([activity.CPU] if trace else [])]  # recording the host's side slows the host down
     with tempfile.TemporaryDirectory() as folder:
         path = trace or Path(folder) / "trace.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,11 +56,11 @@ def profile_step(step: Callable[[], object], trace: Path | None) -> dict:
 
 
 def account(events: Iterable[dict]) -> dict:
-    """What the device did, by kind and by stream.
+    """Return the device's time by kind and by stream.
 
-    milliseconds: device time of each kind, what of gathers, reductions and offloading no computation covers
-    (exposed), and idle time. streams: beside the compute stream, by what they mostly do: when one was busy, and when
-    it was and the compute stream was not. longest element-wise: the kernels that no pattern knows.
+    milliseconds: device time of each kind; of gathers, reductions and offloading also the part that no computation
+    covers (exposed); idle time. streams: side streams, by their main kind: milliseconds in which one was busy, and in
+    which it was busy and the compute stream was not (exposed). longest element-wise: kernels that match no pattern.
     """
     work = [work_of(event) for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not work:
@@ -82,7 +85,7 @@ def kind_of(name: str) -> str:
 
 
 def kind_on(item: Work, compute: int, reducing: set[int]) -> str:
-    """Copies beside the compute stream are pulled weights, or pulled gradients."""
+    """Return the kind of `item`. Copies on side streams pull weights, or gradients if their stream is in `reducing`."""
     if item.stream in reducing:
         return "reduce"
     if item.stream != compute and item.name.startswith(PULLS):
@@ -91,7 +94,7 @@ def kind_on(item: Work, compute: int, reducing: set[int]) -> str:
 
 
 def compute_stream(work: list[Work]) -> int:
-    """The stream that computes longest."""
+    """Return the stream with the most computation."""
     spent: dict[int, float] = {}
     for item in work:
         if kind_of(item.name) not in TRAVELLING:
@@ -100,9 +103,9 @@ def compute_stream(work: list[Work]) -> int:
 
 
 def reduce_streams(work: list[Work], compute: int) -> set[int]:
-    """The side streams on which pulled gradients are summed, and those that pull them.
+    """Return the side streams that pull gradients and sum them.
 
-    Weights are pulled from the beginning of the forward on, gradients shortly before they are summed.
+    Weights are pulled from the start of the forward on, gradients shortly before they are summed.
     """
     summed = [item for item in work if item.stream != compute and re.search(PEER_REDUCE, item.name)]
     if not summed:
@@ -116,12 +119,13 @@ def reduce_streams(work: list[Work], compute: int) -> set[int]:
 
 
 def milliseconds(work: list[Work], kinds: list[str]) -> dict[str, float]:
+    """Return the milliseconds of each kind, the exposed ones of TRAVELLING, and the idle ones."""
     found: dict[str, list[Interval]] = {kind: [] for kind, _ in KINDS}
     for item, kind in zip(work, kinds):
         found[kind].append((item.begin, item.end))
     result = {kind: length(own) for kind, own in found.items()}
     covered = merge(interval for kind, own in found.items() if kind not in TRAVELLING for interval in own)
-    for kind in TRAVELLING:  # what two of them leave uncovered counts for the first
+    for kind in TRAVELLING:  # time that two of them share counts for the first
         more = merge([*covered, *found[kind]])
         result[f"exposed {kind}"] = length(more) - length(covered)
         covered = more
@@ -130,7 +134,7 @@ def milliseconds(work: list[Work], kinds: list[str]) -> dict[str, float]:
 
 
 def by_stream(work: list[Work], kinds: list[str], compute: int) -> dict[str, dict[str, float]]:
-    """Busy and exposed milliseconds of the streams beside the compute stream, those of one role together."""
+    """Return busy and exposed milliseconds of all streams, those with the same main kind together."""
     spent: dict[int, dict[str, float]] = {}
     for item, kind in zip(work, kinds):
         own = spent.setdefault(item.stream, {})
@@ -148,7 +152,7 @@ def by_stream(work: list[Work], kinds: list[str], compute: int) -> dict[str, dic
 
 
 def longest(work: Iterable[Work]) -> dict[str, float]:
-    """Milliseconds of the names that took most."""
+    """Return the milliseconds of the LONGEST names that took most."""
     spent: dict[str, float] = {}
     for item in work:
         spent[item.name] = spent.get(item.name, 0.0) + item.end - item.begin
@@ -157,7 +161,7 @@ def longest(work: Iterable[Work]) -> dict[str, float]:
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union, as disjoint intervals in order."""
+    """Return the union as disjoint intervals in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:

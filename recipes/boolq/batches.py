@@ -1,4 +1,4 @@
-"""From questions to batches: encoded as pairs, dealt to the ranks, and put back in order afterwards."""
+"""Tokenized rows, their distribution over the ranks, and the original order of gathered results."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from boolq.data import Example
 
 
 class Rows(Dataset):
-    """Encoded pairs: of each what the tokenizer has made of it, and "labels", 0 or 1."""
+    """Dataset of tokenized pairs: the tokenizer's columns and "labels", 0 or 1."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
@@ -22,15 +22,14 @@ class Rows(Dataset):
         return self.rows[index]
 
     def labels(self) -> torch.Tensor:
-        """All labels, int64 of shape (rows,)."""
+        """Return all labels, int64 of shape (rows,)."""
         return torch.tensor([row["labels"] for row in self.rows])
 
 
 def encode(examples: list[Example], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Rows:
-    """Encode (question, passage) pairs of at most `max_length` tokens; only the passage is cut.
+    """Tokenize (question, passage) pairs to at most `max_length` tokens; only the passage is cut.
 
-    Raises ValueError when a
-    question leaves no room for one token of its passage.
+    Raises ValueError if a question leaves no room for one token of its passage.
     """
     questions = [example.question for example in examples]
     check_question_lengths(questions, tokenizer, max_length)
@@ -59,11 +58,11 @@ def check_question_lengths(questions: list[str], tokenizer: PreTrainedTokenizerB
 def training_batches(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, batch_size: int, *, rank: int, world_size: int, seed: int
 ) -> tuple[DataLoader, DistributedSampler]:
-    """Shuffled batches of `batch_size` rows for one rank; the sampler is told each epoch's number.
+    """Return shuffled batches of `batch_size` rows for one rank, and their sampler.
 
-    Together the ranks see, step by step, the very rows that one process with batch size
-    `world_size * batch_size` sees: the sampler deals one common permutation like a deck of cards.
-    Rows that do not fill a step of all ranks are left out.
+    Call the sampler's `set_epoch` before each epoch. In each step the ranks together see the rows that one process with
+    batch size `world_size * batch_size` sees: the sampler distributes one permutation round robin. Rows that do not
+    fill a step of all ranks are dropped.
     """
     sampler = DistributedSampler(rows, world_size, rank, shuffle=True, seed=seed, drop_last=True)
     return DataLoader(
@@ -74,14 +73,14 @@ def training_batches(
 def validation_batches(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, batch_size: int, *, rank: int, world_size: int
 ) -> DataLoader:
-    """Every row at least once, in order; the sampler repeats some so that all ranks have as many."""
+    """Return batches of every row in order. The sampler repeats rows so that all ranks have the same number."""
     sampler = DistributedSampler(rows, world_size, rank, shuffle=False)
     return DataLoader(rows, batch_size, sampler=sampler, collate_fn=DataCollatorWithPadding(tokenizer))
 
 
 def in_order(gathered: torch.Tensor, world_size: int, rows: int) -> torch.Tensor:
-    """Undo the dealing: ranks' results one after the other, shape (world_size * n,), to shape (rows,).
+    """Reorder gathered results, shape (world_size * n,), to the order of the rows, shape (rows,).
 
-    Rank r holds rows r, r + world_size, ...; what lies beyond `rows` are the sampler's repetitions.
+    Rank r holds rows r, r + world_size, ...; the sampler's repetitions are dropped.
     """
     return gathered.view(world_size, -1).t().reshape(-1)[:rows]

@@ -1,4 +1,4 @@
-"""Yes/no reading questions: read from a folder or from the hub, and checked before anything is trained."""
+"""Yes/no reading questions, read from a folder or from the Hub and checked before training."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from common.hub import check_hub, first_line, is_hub_name
 
-# The validation file says which of the two published layouts a folder has, and so the key of its labels.
+# The name of the validation file determines the layout of a folder, and thus the key of its labels.
 LABEL_KEYS = {"val.jsonl": "label", "dev.jsonl": "answer"}
 # BoolQ's published name -> (repository, configuration) on the hub
 HUB_REPOSITORIES = {"super_glue/boolq": ("aps/super_glue", "boolq")}
@@ -16,7 +16,7 @@ HUB_REPOSITORIES = {"super_glue/boolq": ("aps/super_glue", "boolq")}
 
 @dataclass(frozen=True)
 class Example:
-    """A question, the passage that answers it, and whether that answer is yes."""
+    """A question, the passage that answers it, and the answer: True for yes."""
 
     question: str
     passage: str
@@ -25,7 +25,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Questions:
-    """The two splits of a data set, and where they come from in words."""
+    """The two splits of a data set. origin: their source, for messages."""
 
     train: list[Example]
     validation: list[Example]
@@ -33,10 +33,10 @@ class Questions:
 
 
 def read_questions(data: str) -> Questions:
-    """Read a folder, or a data set of the hub if `data` has the form of a hub name and is no folder.
+    """Read a folder, or a data set of the Hub if `data` has the form of a Hub name and is not a folder.
 
-    Raises FileNotFoundError for a path that does not exist and ValueError for content that cannot be
-    trained on; both name the file, the line and the way out.
+    Raises FileNotFoundError for a path that does not exist and ValueError for invalid content; the messages give the
+    file, the line and the way out.
     """
     path = Path(data).expanduser()
     if path.is_dir():
@@ -68,7 +68,7 @@ def read_folder(folder: Path) -> Questions:
 
 
 def read_file(file: Path, label_key: str) -> list[Example]:
-    """Read one JSON object a line, with a boolean under `label_key`; blank lines are left out."""
+    """Read one JSON object per line, with a boolean under `label_key`; blank lines are skipped."""
     examples = [to_example(parse_line(line, place), label_key, place) for place, line in numbered_lines(file)]
     if not examples:
         raise ValueError(f"{file} is empty: it needs one JSON object a line")
@@ -98,7 +98,7 @@ def parse_line(line: bytes, place: str) -> dict[str, Any]:
 
 
 def to_example(row: Mapping[str, Any], label_key: str, place: str) -> Example:
-    """Check one row: two texts that are not blank, and a boolean label."""
+    """Convert one row. Raises ValueError unless it has two texts that are not blank and a boolean label."""
     absent = [key for key in ("question", "passage", label_key) if key not in row]
     if absent:
         raise ValueError(
@@ -119,7 +119,7 @@ def shortened(value: Any) -> str:
 
 
 def download(name: str) -> Questions:
-    """Load `name` from the hub, or from its local cache; the only user of the package `datasets`."""
+    """Load `name` from the Hub or its local cache. Only this function imports `datasets`."""
     check_hub(f"--data {name}")
     repository, configuration = HUB_REPOSITORIES.get(name, (name, None))
     try:
@@ -137,7 +137,7 @@ def download(name: str) -> Questions:
 
 
 def from_hub_splits(splits: Mapping[str, Iterable[Mapping[str, Any]]], name: str) -> Questions:
-    """Take the splits `train` and `validation`; class numbers 0 and 1 count as labels there."""
+    """Convert the splits `train` and `validation`, whose labels may be the class numbers 0 and 1."""
     absent = [split for split in ("train", "validation") if split not in splits]
     if absent:
         raise ValueError(f"{name} has no split {' and no '.join(absent)} (found {', '.join(splits)})")

@@ -1,4 +1,4 @@
-"""What a run trains on what: a pretrained model on BoolQ, or a small BERT on generated questions."""
+"""The model and the data of a run: a pretrained model on BoolQ, or a small BERT on generated questions."""
 
 import argparse
 import tempfile
@@ -15,7 +15,7 @@ from boolq.questions import reading_questions
 from boolq.small_bert import train_tokenizer
 
 DEFAULT_MODEL, DEFAULT_DATA = "bert-base-uncased", "super_glue/boolq"
-ROWS_A_STEP = 32  # of all processes together, so that the default result does not depend on their number
+ROWS_A_STEP = 32  # of all processes together, so that the default does not depend on their number
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Job:
         )
 
     def fingerprint(self) -> int:
-        """A number of all token ids and labels: ranks that differ in it would train on different data."""
+        """Return a checksum of all token ids and labels, to compare between ranks."""
         return zlib.crc32(repr((self.train_rows.rows, self.validation_rows.rows)).encode())
 
 
 def prepare(options: argparse.Namespace, world_size: int, *, embedded: bool) -> Job:
-    """Get the questions, checked and encoded, and the model; fill in what `options` leaves open.
+    """Load the questions and the model, and set the options that were not given.
 
-    Mistakes come out before anything is downloaded: ValueError or OSError that names the way out.
+    Raises ValueError or OSError, with the way out, for wrong input; paths and names are checked before any download.
     """
     check_output(options.output)
     if embedded:
@@ -73,7 +73,7 @@ def fill_in(options: argparse.Namespace, world_size: int, *, epochs: int, lr: fl
 
 
 def check_output(folder: Path) -> None:
-    """Make `folder` and try to write there: raise before training what would fail after it."""
+    """Create `folder` and raise ValueError if it cannot be written to, before training instead of after it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

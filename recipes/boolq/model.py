@@ -20,14 +20,14 @@ LABELS = {0: "False", 1: "True"}
 
 
 def quiet_transformers(*, terminal: bool) -> None:
-    """Show the progress bars and reports of loading and saving in a terminal only."""
+    """Turn off transformers' progress bars and reports unless `terminal`."""
     if not terminal:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
 
 
 def check_model_name(name: str) -> None:
-    """Raise FileNotFoundError or ValueError unless `name` is a model's folder or a name the hub can be asked for."""
+    """Raise FileNotFoundError or ValueError unless `name` is a model's folder or the Hub can be asked for it."""
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {name} has no config.json: give the folder of a saved model")
@@ -48,7 +48,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(name: str, seed: int, dropout: float | None) -> PreTrainedModel:
-    """Load `name` in float32 on the CPU; `seed` draws the classifier, which is new."""
+    """Load `name` in float32 on the CPU. seed: of the classifier's new weights."""
     config = from_pretrained(AutoConfig, name)
     adapt(config, dropout)
     torch.manual_seed(seed)
@@ -57,7 +57,7 @@ def load_model(name: str, seed: int, dropout: float | None) -> PreTrainedModel:
         name,
         config=config,
         dtype=torch.float32,
-        ignore_mismatched_sizes=True,  # a classifier that was trained for other labels
+        ignore_mismatched_sizes=True,  # its classifier may have other labels
     )
 
 
@@ -69,7 +69,7 @@ def new_small_bert(vocabulary_size: int, seed: int, dropout: float | None) -> Pr
 
 
 def from_pretrained(auto_class, name: str, **options):
-    """`auto_class.from_pretrained`, whose page-long complaints become one line with the way out."""
+    """Call `auto_class.from_pretrained` and turn its long error messages into one line with the way out."""
     folder = Path(name).expanduser()
     try:
         return auto_class.from_pretrained(folder if folder.is_dir() else name, **options)
@@ -81,7 +81,7 @@ def from_pretrained(auto_class, name: str, **options):
 
 
 def adapt(config: PreTrainedConfig, dropout: float | None) -> None:
-    """Set two labels, and `dropout` for every kind of dropout the configuration knows; None leaves them."""
+    """Set two labels and, unless `dropout` is None, every dropout of the configuration."""
     config.id2label = dict(LABELS)
     config.label2id = {label: number for number, label in LABELS.items()}
     config.problem_type = "single_label_classification"

@@ -1,4 +1,4 @@
-"""The command line of the BoolQ recipe, and the constants that are not worth an option."""
+"""The command line of the BoolQ recipes, and their constants."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ FIRST_LOSS_SCALE = 2.0**15  # fp16 only
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; `lr`, `epochs`, `batch_size` and `dtype` stay None where nothing was given."""
+    """Parse the command line. `lr`, `epochs`, `batch_size` and `dtype` are None if not given."""
     parser = argparse.ArgumentParser(
         description="Fine-tune a BERT to answer the yes/no questions of BoolQ. With no arguments: "
         "bert-base-uncased on super_glue/boolq where there is a GPU and a hub, else a small BERT on "
@@ -22,7 +22,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", help="hub name or folder (bert-base-uncased)")
     add("--data", help="hub name, or folder with train.jsonl and val.jsonl or dev.jsonl (super_glue/boolq)")
     add("--epochs", type=at_least(1), help="passes over the training rows (5; small BERT: 3)")
-    add("--batch-size", type=at_least(1), help="rows a process a step (32 / number of processes)")
+    add("--batch-size", type=at_least(1), help="rows per process and step (32 / number of processes)")
     add("--lr", type=positive, help="highest learning rate (2e-5; small BERT: 1e-3)")
     add("--max-length", type=at_least(8), default=256, help="tokens of a pair (%(default)s)")
     add_engine_options(parser)

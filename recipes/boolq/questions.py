@@ -1,12 +1,12 @@
-"""Generated yes/no reading questions: the data set of a run that has neither a folder nor a hub.
+"""Generated yes/no reading questions: the data set of a run without a folder and without the Hub.
 
-A passage states two facts about two people: what one has, or has no longer. The question asks for one of
-them. To answer it a reader must find the fact of that person and thing, and know what its verb means:
+A passage states two facts about two people: that each has a thing, or no longer has it. The question asks about one of
+them. To answer it a reader must find the fact of that person and thing, and know the meaning of its verb:
 
-- The question alone tells nothing: every question comes twice, with a passage that makes it true and
-  with the same facts turned round.
-- The passage alone tells little: in three of four passages one fact is true and one is not, and which
-  of them is asked is left to chance. Guessing from passages scores 0.625 at best.
+- The question alone does not determine the answer: every question occurs twice, with a passage that makes it true and
+  with the same facts inverted.
+- The passage alone hardly helps: in three of four passages one fact is true and one is not, and the fact that is asked
+  about is random. Guessing from passages scores 0.625 at best.
 - People of the validation split do not occur in the training split; their first and family names do.
 """
 
@@ -29,7 +29,7 @@ Person = tuple[str, str]
 
 @dataclass(frozen=True)
 class Fact:
-    """Whether `person` still has `thing`, and what else the passage says about it."""
+    """A statement that `person` still has `thing` (true) or no longer has it."""
 
     person: Person
     thing: str
@@ -59,7 +59,7 @@ def reading_questions(seed: int) -> Questions:
 
 
 def generate(people: list[Person], questions: int, rng: random.Random) -> list[Example]:
-    """Two examples a question, one true and one false."""
+    """Return two examples per question, one true and one false."""
     examples = []
     for _ in range(questions):
         facts = two_facts(people, rng)
@@ -71,7 +71,7 @@ def generate(people: list[Person], questions: int, rng: random.Random) -> list[E
 
 
 def two_facts(people: list[Person], rng: random.Random) -> list[Fact]:
-    """Facts about two people with nothing in common; in three of four cases just one of them is true."""
+    """Return facts about two people with nothing in common; in three of four cases exactly one is true."""
     first = rng.choice(people)
     second = rng.choice([person for person in people if not set(person) & set(first)])
     true = rng.random() < 0.5

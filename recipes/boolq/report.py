@@ -1,4 +1,4 @@
-"""What a run has measured: the curve of its steps and the scores of its epochs, written and drawn."""
+"""The report of a run: the curve of its steps and the scores of its epochs."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def score(predictions: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
 
 
 class Report:
-    """Everything a run leaves behind besides the model."""
+    """Measurements of a run, written to metrics.json and curves.png."""
 
     def __init__(self, options: argparse.Namespace, job: str, device: torch.device, world_size: int) -> None:
         self.curve = Curve()
@@ -41,12 +41,12 @@ class Report:
         self._last = time.perf_counter()
 
     def seconds(self) -> float:
-        """Seconds since the last call, or since the beginning."""
+        """Return the seconds since the last call, or since the report was made."""
         before, self._last = self._last, time.perf_counter()
         return self._last - before
 
     def add_epoch(self, epoch: int, scores: dict[str, float], training: float, evaluation: float) -> str:
-        """Note one epoch's scores and seconds; returns them as one line of text."""
+        """Add one epoch's scores and seconds. Return them as one line of text."""
         loss = self.curve.mean_loss(epoch)
         seconds = {"training_seconds": training, "evaluation_seconds": evaluation}
         self.epochs.append({"epoch": epoch, "loss": loss} | scores | seconds)
@@ -57,7 +57,7 @@ class Report:
         )
 
     def write(self, folder: Path) -> str:
-        """Write metrics.json and curves.png; returns what was written as one line of text."""
+        """Write metrics.json and curves.png. Return their names as one line of text."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics = self._run | {
             "seconds": sum(epoch["training_seconds"] + epoch["evaluation_seconds"] for epoch in self.epochs),

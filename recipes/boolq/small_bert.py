@@ -1,4 +1,4 @@
-"""A small BERT for the generated questions: its vocabulary trained on the spot, its weights new."""
+"""A small new BERT for the generated questions, and its vocabulary."""
 
 import string
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ HIDDEN_SIZE = 128
 def train_tokenizer(texts: Iterator[str]) -> BertTokenizer:
     """Train a lower-casing WordPiece vocabulary on `texts`; equal texts give equal vocabularies.
 
-    The trainer numbers the letters inside of words in the order of a hash table, and settles ties between
-    pieces by those numbers: two runs would differ. Tokens named beforehand keep their place, so the letters are.
+    The trainer numbers the letters inside of words in the order of a hash table and breaks ties between pieces by those
+    numbers, so two runs would differ. Special tokens keep their place, therefore the letters are passed as such.
     """
     first: list[str | AddedToken] = [
         "[PAD]",
@@ -34,10 +34,10 @@ def train_tokenizer(texts: Iterator[str]) -> BertTokenizer:
 
 
 def small_bert_config(vocabulary_size: int) -> BertConfig:
-    """Two layers of width 128, without dropout.
+    """Return a configuration of two layers of width 128, without dropout.
 
-    New weights are wide (BERT draws them with 0.02) and heads are many: attention then tells words apart from
-    the first step, and the plateau before the model relates question and passage stays short.
+    The standard deviation of new weights is large (BERT's is 0.02) and heads are many: attention then distinguishes
+    words from the first step, and the plateau before the model relates question and passage is short.
     """
     return BertConfig(
         vocab_size=vocabulary_size,

@@ -1,4 +1,4 @@
-"""How every form of the BoolQ recipe begins, on all ranks: the job is chosen, read, checked and announced."""
+"""The start of the BoolQ recipes: choose, read, check and announce the job on all ranks."""
 
 import argparse
 import sys
@@ -13,7 +13,10 @@ from common.hub import why_unavailable
 
 
 def prepare_on_all_ranks(options: argparse.Namespace) -> Job:
-    """The job, the same on every rank; fills in what `options` leaves open. Ends with status 2 on a mistake."""
+    """Return the job, the same on every rank, and set the options that were not given.
+
+    Exits with status 2 on wrong input. Collective.
+    """
     device = bmt.current_world().device
     quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
     with one_line_errors():
@@ -21,20 +24,20 @@ def prepare_on_all_ranks(options: argparse.Namespace) -> Job:
         job = prepare(options, bmt.world_size(), embedded=embedded)
         check_equal_on_all_ranks(job)
     if embedded:
-        torch.set_num_threads(1)  # steps this small lose more by waiting for a busy core than a second one gains
+        torch.set_num_threads(1)  # for steps this small, waiting for a busy core costs more than a second core gains
     choose_dtype(options, device)
     bmt.print_rank(f"{job.describe()}, {options.dtype}, {bmt.world_size()} x {device.type}")
     return job
 
 
 def use_embedded(options: argparse.Namespace, device: torch.device) -> bool:
-    """Whether to train the embedded default: nothing is asked for, and there is no GPU or no hub."""
+    """Return whether to train the embedded default: no model and no data are given, and there is no GPU or no Hub."""
     if options.model or options.data:
         return False
     reason = None
     if bmt.rank() == 0:
         reason = why_unavailable(DEFAULT_MODEL) if device.type == "cuda" else "no GPU"
-    # What rank 0 finds holds for all
+    # Rank 0 decides for all
     embedded = bool(bmt.gather_result(torch.tensor([reason is not None], dtype=torch.uint8))[0])
     if embedded:
         bmt.print_rank(f"No --model, no --data, and {reason}: a small new BERT learns generated questions.")

@@ -1,4 +1,4 @@
-"""What the recipes' command lines have in common: the engine's options, checks of values, mistakes told in a line."""
+"""Parts of the recipes' command lines: engine options, checks of values, one-line errors."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ import torch
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """How the model is sharded, and in which precision; `dtype` stays None where nothing is given."""
+    """Add the options for sharding and precision. `dtype` is None if none of its options is given."""
     parser.add_argument(
         "--zero-level", type=int, choices=(2, 3), default=3, help="3 also shards the weights (%(default)s)"
     )
@@ -20,22 +20,24 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_dtype(options: argparse.Namespace, device: torch.device) -> None:
-    """Set `options.dtype` where the command line left it open: bfloat16 on a GPU, else float32."""
+    """Set `options.dtype` if it was not given: bfloat16 on a GPU, else float32."""
     options.dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn a mistake in what the user has given into one line on stderr and exit status 2."""
+    """Turn ValueError and OSError, raised for wrong input, into one line on stderr and exit status 2."""
     try:
         yield
     except (ValueError, OSError) as error:
         line = " ".join(str(error).split())
-        sys.stderr.write(f"error: {line}\n")  # in one piece, or the lines of several ranks run into each other
+        sys.stderr.write(f"error: {line}\n")  # one write, so that lines of several ranks do not mix
         sys.exit(2)
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
+    """Return an argparse type: an integer not below `lowest`."""
+
     def integer(text: str) -> int:
         value = int(text)
         if value < lowest:

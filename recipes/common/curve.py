@@ -1,4 +1,4 @@
-"""The curve of a run's steps, and the versions it was made with."""
+"""The curve of a run, and the versions of its packages."""
 
 import math
 import platform
@@ -7,18 +7,21 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate", "tokenizers", "datasets")
-READ_EVERY = 10  # steps; reading a number waits for the device
+READ_EVERY = 10  # steps; reading waits for the device
 
 
 class Curve:
-    """Loss, learning rate and gradient norm of every step, read from the device every `READ_EVERY` steps."""
+    """Loss, learning rate and gradient norm of every step.
+
+    They are read from the device every `READ_EVERY` steps. steps: those read so far.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict] = []
         self._unread: list[tuple[dict, torch.Tensor, torch.Tensor]] = []
 
     def add(self, epoch: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> bool:
-        """Note one step; `loss` and `grad_norm` are scalars on any device. True if it is in `steps` now."""
+        """Add one step. `loss` and `grad_norm` are scalars on any device. Return whether `steps` was updated."""
         step = {"step": len(self.steps) + len(self._unread) + 1, "epoch": epoch, "lr": lr}
         self._unread.append((step, loss.detach(), grad_norm.detach()))
         if len(self._unread) < READ_EVERY:
@@ -27,7 +30,7 @@ class Curve:
         return True
 
     def read(self) -> None:
-        """Bring `steps` up to date. What is not finite, as where fp16 overflows, becomes None."""
+        """Update `steps`. Numbers that are not finite, as after an fp16 overflow, become None."""
         if not self._unread:
             return
         steps, losses, norms = zip(*self._unread, strict=True)
@@ -37,7 +40,7 @@ class Curve:
         self._unread.clear()
 
     def mean_loss(self, epoch: int) -> float | None:
-        """The mean over one epoch's steps, None if none of them is finite."""
+        """Return the mean over the finite losses of one epoch, or None if there are none."""
         losses = [step["loss"] for step in self.steps if step["epoch"] == epoch and step["loss"] is not None]
         return sum(losses) / len(losses) if losses else None
 
@@ -47,7 +50,7 @@ def finite(number: float) -> float | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what a result depends on; None for a package that is not installed."""
+    """Return the versions of Python, CUDA and PACKAGES; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:

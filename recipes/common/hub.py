@@ -1,4 +1,4 @@
-"""The Hugging Face hub, as far as a recipe must know before it uses it: names, and whether it answers."""
+"""Checks of the Hugging Face Hub: valid names, and whether it answers."""
 
 import queue
 import threading
@@ -11,14 +11,14 @@ SECONDS = 3.0  # to wait for an answer
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` can name a repository on the hub: `name` or `owner/name`, unlike a path."""
+    """Return whether `name` has the form of a repository on the Hub, `name` or `owner/name`, rather than of a path."""
     parts = name.split("/")
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
 def check_hub(name: str) -> None:
-    """Raise ValueError if the hub, which is to give `name`, is silent; nothing is asked of it when offline."""
-    if constants.HF_HUB_OFFLINE:  # the local cache is what counts
+    """Raise ValueError if the Hub does not answer. name: for the message. Does nothing when HF_HUB_OFFLINE is set."""
+    if constants.HF_HUB_OFFLINE:  # only the local cache is used then
         return
     answer = ask(constants.ENDPOINT)
     if isinstance(answer, str):
@@ -29,7 +29,7 @@ def check_hub(name: str) -> None:
 
 
 def why_unavailable(model: str) -> str | None:
-    """Why `model` cannot be had from the hub now; None if it can."""
+    """Return why `model` cannot be loaded from the Hub, or None."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     answer = ask(f"{constants.ENDPOINT}/{model}/resolve/main/config.json")
@@ -39,9 +39,9 @@ def why_unavailable(model: str) -> str | None:
 
 
 def ask(url: str) -> int | str:
-    """Ask for the header of `url`; returns the HTTP status, or in words why there is none. Takes 6 s at most."""
+    """Send a HEAD request. Return the HTTP status, or a text with the reason for a failure, after at most 6 s."""
     answers: queue.Queue[int | str] = queue.Queue()
-    # A thread of its own, because no timeout covers the look-up of the host's name
+    # In a thread, because no timeout covers the look-up of the host's name
     threading.Thread(target=lambda: answers.put(status(url)), daemon=True).start()
     try:
         return answers.get(timeout=2 * SECONDS)

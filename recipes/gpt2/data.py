@@ -1,4 +1,4 @@
-"""Text for the GPT recipe: from files or generated, cut into rows of tokens that are dealt to the ranks."""
+"""Text from files or generated, cut into rows of tokens, distributed over the ranks."""
 
 import random
 import zlib
@@ -18,7 +18,7 @@ THINGS = ("berry", "feather", "stone", "acorn", "ribbon", "shell", "candle", "be
 
 
 def generate_text(seed: int, stories: int = 3000) -> str:
-    """Short stories in which the last sentence can be told from the first: who has what, and who gets it where."""
+    """Return short stories whose last sentence follows from the first ones."""
     random_ = random.Random(seed)
     return "\n".join(_story(random_) for _ in range(stories))
 
@@ -33,7 +33,7 @@ def _story(random_: random.Random) -> str:
 
 
 def read_text(files: Sequence[Path]) -> str:
-    """The files' contents one after another; ValueError or OSError names the file that cannot be used."""
+    """Return the concatenated contents of the files. Raises ValueError or OSError with the name of an unusable file."""
     texts = []
     for file in files:
         try:
@@ -44,7 +44,7 @@ def read_text(files: Sequence[Path]) -> str:
 
 
 def train_tokenizer(text: str, vocab_size: int) -> ByteLevelBPETokenizer:
-    """A byte-pair encoding of at most `vocab_size` tokens, learnt from `text`; any text can be encoded with it."""
+    """Learn a byte-pair encoding of at most `vocab_size` tokens from `text`. It can encode any text."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text.splitlines(), vocab_size=vocab_size, min_frequency=2, show_progress=False)
     return tokenizer
@@ -52,7 +52,11 @@ def train_tokenizer(text: str, vocab_size: int) -> ByteLevelBPETokenizer:
 
 @dataclass(frozen=True)
 class Rows:
-    """tokens: int64 (rows, length + 1), each row followed by what comes next; lengths: int64 (rows,), real targets."""
+    """Rows of tokens.
+
+    tokens: int64 (rows, length + 1), each row with the token that follows it. lengths: int64 (rows,), number of targets
+    that are not padding.
+    """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -64,14 +68,14 @@ class Rows:
         return zlib.crc32(self.tokens.numpy().tobytes())
 
     def batch(self, chosen: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs (batch, length), lengths (batch,) and targets (batch, length) of the chosen rows."""
+        """Return inputs (batch, length), lengths (batch,) and targets (batch, length) of the chosen rows."""
         tokens, lengths = self.tokens[chosen].to(device), self.lengths[chosen].to(device)
         beyond = torch.arange(tokens.shape[1] - 1, device=device) >= lengths[:, None]
         return tokens[:, :-1].contiguous(), lengths, tokens[:, 1:].masked_fill(beyond, IGNORED)
 
 
 def cut(text: str, tokenizer: ByteLevelBPETokenizer, length: int) -> tuple[Rows, Rows]:
-    """Rows to train on and, from the end of the text, rows held out."""
+    """Cut the text into rows. Return the training rows and, from the end of the text, the held-out rows."""
     numbers = torch.tensor(tokenizer.encode(text).ids)
     tokens, lengths = _rows(numbers, length)
     held_out = max(1, round(HELD_OUT_SHARE * len(tokens)))
@@ -83,7 +87,7 @@ def cut(text: str, tokenizer: ByteLevelBPETokenizer, length: int) -> tuple[Rows,
 
 
 def _rows(numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows overlap by one token, the target of one and the input of the next; the last one may be padded."""
+    """Return tokens and lengths of rows that overlap by one token; the last row may be padded."""
     count = max(1, -(-(len(numbers) - 1) // length))
     padded = torch.zeros(count * length + 1, dtype=torch.int64)
     padded[: len(numbers)] = numbers
@@ -93,7 +97,10 @@ def _rows(numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def endless_batches(rows: Rows, batch_size: int, rank: int, world_size: int, seed: int) -> Iterator[torch.Tensor]:
-    """This rank's row numbers, (batch_size,) each: N ranks of b rows see together what one rank of N·b rows sees."""
+    """Yield this rank's row numbers, each of shape (batch_size,), forever.
+
+    N ranks with b rows each see together the rows of one rank with N·b rows.
+    """
     generator = torch.Generator().manual_seed(seed)
     at_once = batch_size * world_size
     if at_once > len(rows):

@@ -1,6 +1,6 @@
 """The layers of a GPT, built from bmt.DistributedModule and bmt.DistributedParameter.
 
-Every parameter is sharded from the moment it is made and filled by `bmt.init_parameters`.
+Every parameter is sharded when it is created; `bmt.init_parameters` fills it.
 """
 
 import math
@@ -12,13 +12,13 @@ import hf_bmtrain as bmt
 
 
 def filled(function, *shape: int, dtype: torch.dtype | None, **arguments) -> bmt.DistributedParameter:
-    """A parameter of `shape` that `init_parameters` fills with `function(tensor, **arguments)`."""
+    """Return a parameter of `shape` that `init_parameters` fills with `function(tensor, **arguments)`."""
     initializer = bmt.ParameterInitializer(function, **arguments)
     return bmt.DistributedParameter(torch.empty(shape, dtype=dtype), init_method=initializer)
 
 
 class Linear(bmt.DistributedModule):
-    """x (..., dim_in) to (..., dim_out); weights from N(0, std²)."""
+    """Linear layer, (..., dim_in) to (..., dim_out), with weights from N(0, std²)."""
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool, std: float, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Linear(bmt.DistributedModule):
 
 
 class Embedding(bmt.DistributedModule):
-    """Indices (...) to vectors (..., dim); `project` turns vectors back into scores of all indices."""
+    """Embedding of indices (...) as vectors (..., dim)."""
 
     def __init__(self, size: int, dim: int, std: float, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -40,11 +40,12 @@ class Embedding(bmt.DistributedModule):
         return F.embedding(indices, self.weight)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scores (..., size) of all indices for vectors (..., dim)."""
         return F.linear(x, self.weight)
 
 
 class LayerNorm(bmt.DistributedModule):
-    """Over the last dimension, in float32 inside."""
+    """Layer normalization over the last dimension, computed in float32."""
 
     def __init__(self, dim: int, bias: bool, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -56,7 +57,10 @@ class LayerNorm(bmt.DistributedModule):
 
 
 class Attention(bmt.DistributedModule):
-    """Multi-head self-attention: x (batch, length, dim) and a mask (batch, 1, length, length), True where to look."""
+    """Multi-head self-attention.
+
+    x: (batch, length, dim). mask: (batch, 1, length, length), True where a query attends to a key.
+    """
 
     def __init__(
         self, dim_model: int, dim_head: int, num_heads: int, bias: bool, std: float, dtype: torch.dtype | None
@@ -75,6 +79,8 @@ class Attention(bmt.DistributedModule):
 
 
 class FeedForward(bmt.DistributedModule):
+    """Two linear layers with GELU between them."""
+
     def __init__(self, dim_model: int, dim_ff: int, bias: bool, std: float, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.up = Linear(dim_model, dim_ff, bias, 0.02, dtype)
@@ -85,7 +91,7 @@ class FeedForward(bmt.DistributedModule):
 
 
 class TransformerBlock(bmt.DistributedModule):
-    """Attention and feed-forward, each behind a LayerNorm and added to x (Radford et al. 2019, section 2.3)."""
+    """Pre-norm attention and feed-forward with residual connections (Radford et al. 2019, section 2.3)."""
 
     def __init__(
         self,
@@ -98,7 +104,7 @@ class TransformerBlock(bmt.DistributedModule):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        std = 0.02 / math.sqrt(2 * num_layers)  # of what is added to x, so that the sum does not grow with depth
+        std = 0.02 / math.sqrt(2 * num_layers)  # of what is added to x: keeps the sum from growing with depth
         self.attention_norm = LayerNorm(dim_model, bias, dtype)
         self.attention = Attention(dim_model, dim_head, num_heads, bias, std, dtype)
         self.feed_forward_norm = LayerNorm(dim_model, bias, dtype)

@@ -1,4 +1,4 @@
-"""A GPT whose parameters are sharded: embeddings outside, a TransformerBlockList of recomputed blocks inside."""
+"""A sharded GPT: embeddings and a TransformerBlockList of blocks."""
 
 import torch
 
@@ -7,9 +7,9 @@ from gpt2.layers import Embedding, LayerNorm, TransformerBlock
 
 
 class GPT(bmt.DistributedModule):
-    """Scores of the next token (Radford et al. 2019); the embedding of tokens also makes the scores.
+    """GPT-2 (Radford et al. 2019); the output layer is tied to the embedding of tokens.
 
-    num_layers, dim_model, dim_head, num_heads, dim_ff: of the blocks. max_distance: positions there are.
+    num_layers, dim_model, dim_head, num_heads, dim_ff: sizes of the blocks. max_distance: number of positions.
     use_checkpoint: recompute each block in backward instead of keeping its activations.
     """
 
@@ -39,9 +39,9 @@ class GPT(bmt.DistributedModule):
         self.norm = LayerNorm(dim_model, bias, dtype)
 
     def forward(self, inputs: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Scores (batch, length, vocab_size) for token numbers and positions, both (batch, length).
+        """Return the next token's scores (batch, length, vocab_size).
 
-        mask: (batch, length), True where there is a token; a token sees itself and those before it.
+        inputs, positions: int64 (batch, length). mask: (batch, length), False for padding. Attention is causal.
         """
         length = inputs.shape[1]
         if length > self.max_distance:

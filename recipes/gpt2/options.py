@@ -7,6 +7,7 @@ from common.command_line import add_engine_options, at_least, positive
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. `batch_size` and `dtype` are None if not given."""
     parser = argparse.ArgumentParser(
         description="Train a GPT from scratch. With no arguments: a small one on generated stories.",
     )
@@ -20,7 +21,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dim-head", type=at_least(1), default=16, help="width of a head (%(default)s)")
     add("--dim-ff", type=at_least(1), default=256, help="inner width of the feed-forward (%(default)s)")
     add("--steps", type=at_least(1), default=200, help="optimizer steps (%(default)s)")
-    add("--batch-size", type=at_least(1), help="rows a process a step (16 / number of processes)")
+    add("--batch-size", type=at_least(1), help="rows per process and step (16 / number of processes)")
     add("--lr", type=positive, default=0.02, help="start_lr of Noam: peaks at lr / sqrt(warmup) (%(default)s)")
     add("--warmup", type=at_least(1), default=40, help="steps of warm-up (%(default)s)")
     add("--weight-decay", type=float, default=1e-2, help="decoupled (%(default)s)")

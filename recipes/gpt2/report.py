@@ -1,4 +1,4 @@
-"""What a run of the GPT recipe leaves behind: metrics.json and loss.png."""
+"""The report of a run of the GPT recipe: metrics.json and loss.png."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from common.curve import Curve
 
 
 def write_report(folder: Path, run: dict, curve: Curve, held_out: list[dict]) -> str:
-    """Write both files; returns what was written as one line of text.
+    """Write both files. Return their names as one line of text.
 
     run: the facts of the run. held_out: {"step", "loss"} of every evaluation.
     """
@@ -24,7 +24,7 @@ def write_report(folder: Path, run: dict, curve: Curve, held_out: list[dict]) ->
     steps = [step for step in curve.steps if step["loss"] is not None]
     axes.plot([step["step"] for step in steps], [step["loss"] for step in steps], linewidth=0.9, label="training")
     axes.plot([point["step"] for point in held_out], [point["loss"] for point in held_out], "o-", label="held out")
-    axes.set(xlabel="step", ylabel="cross-entropy, nats a token", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="cross-entropy, nats per token", ylim=(0, None))
     axes.legend()
     figure.savefig(folder / "loss.png", dpi=120)
     return f"{folder}: metrics.json, loss.png"

@@ -446,12 +446,22 @@ CASES = [
     weight_modified_in_forward, weight_cast_in_forward, weights_written_between_forwards,
     kwargs_with_gradients, tied_over_blocks, autocast_outside, block_keeps_its_identity,
 ]  # fmt: skip
+WRITES = [weights_changed_before_backward, weights_changed_under_one_block, weights_written_between_forwards]
+"""Refused where ranks copy each other's weights: write_after_a_forward in tests/comm/test_peer.py."""
 
-
-@pytest.mark.parametrize(
+each_option = pytest.mark.parametrize(
     "options", OPTIONS, ids=lambda o: f"zero{o['zero_level']}-{'re' if o['use_checkpoint'] else 'keep'}"
 )
+
+
+@each_option
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("size", SIZES)
 def test_block(world, size, case, options):
     world(size)(case, options)
+
+
+@each_option
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WRITES], ids=lambda case: case.__name__)
+def test_block_by_copies(peers, case, options):
+    peers(2)(case, options)

@@ -1,4 +1,4 @@
-"""GPT-2 of 1.5 B parameters in bf16: losses and memory, for `torchrun --nproc-per-node N tests/gpu/gpt2_memory.py`.
+"""GPT-2 of 1.5 B parameters in bf16: losses and memory, for `torchrun --nproc-per-node N tests gpt2_memory`.
 
 Prints one JSON line: the losses of 20 steps over the same global batches for any N; bytes a parameter allocated
 between steps; and the peak of a step on a batch so small that activations do not count, above that.
@@ -80,7 +80,3 @@ def train_step(model, manager, optimizer, step: int, rows: int, length: int, mic
     manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
     manager.step()
     return bmt.sum_loss(total).item()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """LoRA on a GPT-2 of 1.5 B parameters in bf16: memory and step time, sharded or under plain DDP with PEFT.
 
-    torchrun --nproc-per-node 2 tests/gpu/lora_memory.py --engine bmt
-    torchrun --nproc-per-node 2 tests/gpu/lora_memory.py --engine ddp
+    torchrun --nproc-per-node 2 tests lora_memory --engine bmt
+    torchrun --nproc-per-node 2 tests lora_memory --engine ddp
 
 Both train the same adapters on the same batches with torch's AdamW and print one JSON line: losses, milliseconds a
 step (the median), bytes allocated between steps and at the peak. --no-recompute keeps activations in both. Needs PEFT.
@@ -113,7 +113,3 @@ def memory(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-
-
-if __name__ == "__main__":
-    main()

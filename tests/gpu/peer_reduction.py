@@ -1,4 +1,4 @@
-"""Reductions by copies between GPUs against NCCL's, for `torchrun --nproc-per-node 2 tests/gpu/peer_reduction.py`.
+"""Reductions by copies between GPUs against NCCL's, for `torchrun --nproc-per-node 2 tests peer_reduction`.
 
 Trains a small GPT-2 by collectives, by copies, and by copies again while every stream sleeps at random, with what is
 unfilled or freed poisoned: losses, gradients and weights must be close to the collectives', and the runs by copies
@@ -11,9 +11,8 @@ import argparse
 import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from hf_bmtrain.comm import streams
 from hf_bmtrain.comm.peer_reduce import PeerReduction
 
 STEPS = 4
@@ -50,7 +50,7 @@ def main() -> int:
     with collectives(step):
         expected = train(options)
     copied = [train(options), train(options)]
-    with sleeping(step.blocks):
+    with sleeping():
         copied.append(train(options, lag=True))
     wrong = compare(expected, copied)
     step.poison = False
@@ -70,21 +70,15 @@ def collectives(step: Any) -> Iterator[None]:
 
 
 @contextmanager
-def sleeping(peers: Any) -> Iterator[None]:
-    """The reduction's streams sleep before what they do, for different times on each rank."""
-    chance = random.Random(bmt.rank())
+def sleeping() -> Iterator[None]:
+    """Work streams sleep before what they do, for different times on each rank."""
+    chance, run = random.Random(bmt.rank()), streams.WorkStream.run
 
-    def lagging(run: Callable) -> Callable:
-        def call(function):
-            run(lambda: sleep(chance))
-            run(function)
+    def lagging(stream, function):
+        run(stream, lambda: sleep(chance))
+        run(stream, function)
 
-        return call
-
-    with (
-        mock.patch.object(peers._pushing, "run", lagging(peers._pushing.run)),
-        mock.patch.object(peers._adding, "run", lagging(peers._adding.run)),
-    ):
+    with mock.patch.object(streams.WorkStream, "run", lagging):
         yield
 
 
@@ -173,7 +167,3 @@ def milliseconds(options: argparse.Namespace, steps: int = 10) -> float:
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - begin) / steps)
     return 1e3 * statistics.median(seconds[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

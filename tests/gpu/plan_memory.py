@@ -1,6 +1,6 @@
 """Measure the plan, memory and time of use_checkpoint="auto" for GPT-2 of 1.5 B parameters, against True and False.
 
-`torchrun --nproc-per-node N tests/gpu/plan_memory.py --recompute auto`, then the same with `full` and `none`. Prints
+`torchrun --nproc-per-node N tests plan_memory --recompute auto`, then the same with `full` and `none`. Prints
 the plan (rank 0's log) and one JSON line: ms per step, the peak in GiB, the number of blocks that keep their
 activations, the losses (equal for the three but for rounding), or that memory ran out. `--grow` makes the sixth batch
 half as large again; `--squeeze GIB` allocates that much outside torch after the fourth step.
@@ -18,6 +18,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from inner import state_of
 
 VOCABULARY = 50257
 USE_CHECKPOINT = {"none": False, "full": True, "auto": "auto"}
@@ -82,7 +83,7 @@ def train(options) -> dict:
         "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "device GiB": round(torch.cuda.mem_get_info()[1] / 2**30, 2),
         "keep": kept,
-        "whole": sum(block._bmt.zero_level == 2 for block in model.transformer.h),
+        "whole": sum(state_of(block).zero_level == 2 for block in model.transformer.h),
         "losses": [round(float(loss), 4) for loss in losses],
     }
 
@@ -96,7 +97,7 @@ def take(gib: float):
 
 def count_kept(model) -> int:
     """Count the blocks that keep their activations, by the plan or because use_checkpoint is False."""
-    policies = [block._bmt.policy for block in model.transformer.h]
+    policies = [state_of(block).policy for block in model.transformer.h]
     return sum(getattr(policy, "kept", policy.use_checkpoint is False) for policy in policies)
 
 
@@ -113,7 +114,3 @@ def train_step(model, manager, optimizer, step: int, rows: int, length: int) -> 
     manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
     manager.step()
     return bmt.sum_loss(loss.detach())
-
-
-if __name__ == "__main__":
-    main()

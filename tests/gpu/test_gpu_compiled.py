@@ -1,7 +1,8 @@
 """Blocks through Inductor on one and two GPUs: equal to those that are not compiled, and compiled once."""
 
 import pytest
-from test_compile import check, compiled_once
+
+from compile_checks import check, compiled_once
 
 pytestmark = pytest.mark.gpu
 

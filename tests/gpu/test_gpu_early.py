@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_gpu_offload import DTYPES, lagging, small_chunks
 
 import hf_bmtrain as bmt
+from lagging import DTYPES, lagging, small_chunks
 from ranks import Ranks
 from twenty_steps import OPTIONS, groups
 from twins import Tower, ids

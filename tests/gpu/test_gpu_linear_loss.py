@@ -6,8 +6,8 @@ import torch
 import hf_bmtrain as bmt
 import linear_loss_checks as checks
 from hf_bmtrain.loss import linear_cross_entropy
+from language_model import Language, batch, head_loss
 from ranks import Ranks
-from test_linear_loss import Language, batch, head_loss
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

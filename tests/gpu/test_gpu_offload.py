@@ -1,7 +1,6 @@
 """AdamOffloadOptimizer on one GPU: AdamOptimizer's bits, without waiting, whatever lags."""
 
 import gc
-import random
 from unittest import mock
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.comm import streams
 from hf_bmtrain.ops import pinned
-from hf_bmtrain.optim import slabs
+from lagging import DTYPES, lagging, small_chunks
 from ranks import Ranks
 from trainee import Trainee
 from twenty_steps import OPTIONS, groups, train
 from twins import Tower
 
 pytestmark = pytest.mark.gpu
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Wide(Trainee):
@@ -41,24 +39,6 @@ class Wide(Trainee):
         state = self.optimizer.state_dict()["state"]
         held = [value.cpu() for values in state.values() for _, value in sorted(values.items())]
         return [*self.model.state_dict().values(), *held]
-
-
-def small_chunks():
-    return mock.patch.multiple(slabs, CHUNK_ELEMENTS=1 << 16, SLAB_ELEMENTS=1 << 19)
-
-
-def lagging(seed):
-    """Every piece of work on the optimizer's streams begins some random time late, and so does the current stream."""
-    chance, original = random.Random(seed), streams.WorkStream.run
-
-    def run(self, function):
-        def late():
-            torch.cuda._sleep(chance.choice((0, 0, 100_000, 1_000_000)))
-            function()
-
-        original(self, late)
-
-    return mock.patch.object(streams.WorkStream, "run", run)
 
 
 def the_same(dtype, exp_avg_dtype, seed):
@@ -191,7 +171,7 @@ def the_next_forward_begins_early():
 
 def memory_is_unlocked():
     gc.collect()
-    with mock.patch.object(pinned, "_unregister", wraps=pinned._unregister) as unregister:
+    with mock.patch.object(pinned, "unregister", wraps=pinned.unregister) as unregister:
         parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
         parameter.grad = torch.ones_like(parameter)
         optimizer = bmt.optim.AdamOffloadOptimizer([parameter])

@@ -1,9 +1,9 @@
 """Hugging Face's Trainer around a sharded GPT-2: killed and resumed, or its speed beside Trainer's own FSDP.
 
-    torchrun --nproc-per-node 2 tests/gpu/trainer_resume.py resume --dtype bf16 --offload --folder OUT --phase whole
-    torchrun --nproc-per-node 2 tests/gpu/trainer_resume.py resume --dtype bf16 --offload --folder OUT --phase killed
-    torchrun --nproc-per-node 2 tests/gpu/trainer_resume.py resume --dtype bf16 --offload --folder OUT --phase resumed
-    torchrun --nproc-per-node 2 tests/gpu/trainer_resume.py speed --engine ours|fsdp [--offload]
+    torchrun --nproc-per-node 2 tests trainer_resume resume --dtype bf16 --offload --folder OUT --phase whole
+    torchrun --nproc-per-node 2 tests trainer_resume resume --dtype bf16 --offload --folder OUT --phase killed
+    torchrun --nproc-per-node 2 tests trainer_resume resume --dtype bf16 --offload --folder OUT --phase resumed
+    torchrun --nproc-per-node 2 tests trainer_resume speed --engine ours|fsdp [--offload]
 
 `killed` ends every process by SIGKILL at update 6, after the checkpoint of update 4; `resumed` goes on from it and
 prints by how much its losses, gradient norms and final weights differ from those of `whole`. With dropout,
@@ -180,7 +180,3 @@ def speed(options: argparse.Namespace) -> None:
     }
     if args.process_index == 0:
         print(json.dumps(numbers), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Ten families in bf16 on several GPUs against one: `torchrun --nproc-per-node 2 tests/gpu/zoo_bf16.py`.
+"""Ten families in bf16 on several GPUs against one: `torchrun --nproc-per-node 2 tests zoo_bf16`.
 
-Run with PYTHONPATH=.:tests. Prints a line a family: the losses of three steps of SGD, sharded over all GPUs with
+Prints a line a family: the losses of three steps of SGD, sharded over all GPUs with
 ZeRO-3 and recomputation, those of the plain model on rank 0's GPU over the same batches, and the largest relative
 difference. Exit code 1 where one is above what rounding in that dtype explains (2e-2; 1e-4 with --dtype float32).
 `--stand-in` runs it on the CPU with gloo.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 import torch
 
@@ -67,7 +66,3 @@ def train(bmt, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
             plain[step] = twin.step([step * size + other for other in range(size)]).float()
             twin.update()
     return torch.stack(mine), bmt.gather_result(plain)[:STEPS]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

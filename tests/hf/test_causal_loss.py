@@ -10,7 +10,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.hf.causal_loss import ChunkedHead, fuse_causal_loss
-from test_linear_loss import buffers
+from language_model import buffers
 from tiny_models import VOCABULARY, batch
 from tiny_models import build as build_known
 from twins import check_gradients

@@ -1,4 +1,4 @@
-"""Cells of the Trainer matrix; `python tests/hf/trainer_matrix.py` prints all with their errors."""
+"""Cells of the Trainer matrix; `python tests trainer_matrix` prints all with their errors."""
 
 import math
 
@@ -16,7 +16,7 @@ def marked(cell):
     return pytest.param(cell, id=cell.label(), marks=[pytest.mark.slow] if cell.row == "torch_compile" else [])
 
 
-@pytest.mark.parametrize("cell", map(marked, cells()))
+@pytest.mark.parametrize("cell", [marked(cell) for cell in cells()])
 def test_trainer_matrix(matrix, tmp_path, cell):
     errors = matrix.measure(cell, tmp_path)
     assert errors.worst <= 1, errors

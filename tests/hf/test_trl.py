@@ -12,6 +12,9 @@ from tiny_models import VOCABULARY, build
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 
+# Up to TRL 1.16 its trainers use the older names of transformers' activation checkpointing.
+pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
+
 ROWS, BATCH, STEPS = 40, 8, 5
 
 

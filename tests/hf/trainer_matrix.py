@@ -1,4 +1,4 @@
-"""Trainer around a sharded model against stock Trainer: `PYTHONPATH=tests python tests/hf/trainer_matrix.py` prints it.
+"""Trainer around a sharded model against stock Trainer: `python tests trainer_matrix` prints it.
 
 A cell is a row of trainer_rows.py, an optimizer and a number of ranks. The truth is an unmodified Trainer around an
 unmodified model: in one process for one rank, under its own DistributedDataParallel for two. Errors are in units of
@@ -14,7 +14,6 @@ import contextlib
 import math
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -230,7 +229,3 @@ def main() -> int:
     worst = max(errors.worst for errors in table.values())
     print(f"{len(table)} cells, worst {worst:.3f} of what is allowed")
     return int(not worst <= 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,7 @@ from trainer_witnesses import (
 )  # fmt: skip
 
 import hf_bmtrain as bmt
-from jobs import Rows, bmt_adam, sgd, torch_adam
+from jobs import CHECKPOINTING, Rows, bmt_adam, sgd, torch_adam
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ TRAINING = {
     "bf16": Row({"bf16": True, **EVALUATED}, {**UNSEEN, "callbacks": [MlpBits]}),
     "fp16": Row({"fp16": True}, {"callbacks": [MlpBits]}, changes=False),
     "gradient_checkpointing": Row(
-        {"gradient_checkpointing": True}, {"use_checkpoint": False, "callbacks": [MlpCalls]}
+        CHECKPOINTING, {"use_checkpoint": False, "callbacks": [MlpCalls]}
     ),
     "torch_compile": Row(COMPILED, {"callbacks": [CompiledGraphs]}, optimizers=("SGD",)),
     "label_smoothing_factor": Row({"label_smoothing_factor": 0.2}),

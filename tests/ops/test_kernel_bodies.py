@@ -35,7 +35,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(adam, "THREADS", 64)
     monkeypatch.setattr(grad_norm, "THREADS", 64)
     monkeypatch.setattr(peer_sum, "THREADS", 64)
-    monkeypatch.setattr(CrossEntropy, "_plan", lambda self, logits: Plan(2, 64, 40))
+    monkeypatch.setattr(CrossEntropy, "plan", lambda self, logits: Plan(2, 64, 40))
     yield kernel_shim.place
     assert len(shim.launches) > before, "the test did not reach a kernel"
 
@@ -128,7 +128,7 @@ def test_cross_entropy(place: checks.Place, name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("classes", [2, 9, 4099])
 @pytest.mark.parametrize("place", ["shim"], indirect=True)
 def test_every_way_to_share_a_row(place: checks.Place, monkeypatch, chosen: Plan, classes: int) -> None:
-    monkeypatch.setattr(CrossEntropy, "_plan", lambda self, logits: chosen)
+    monkeypatch.setattr(CrossEntropy, "plan", lambda self, logits: chosen)
     checks.check_cross_entropy(place, CrossEntropy(), torch.bfloat16, (2, classes), pad=1, offset=1)
 
 

@@ -97,7 +97,7 @@ def test_the_list_is_what_the_code_asks_for(arch: int, monkeypatch: pytest.Monke
     for module in MODULES:
         monkeypatch.setattr(module, "kernel", dry)
     for cluster in (1, 2, 4, 8) if arch >= 90 else (1,):
-        monkeypatch.setattr(CrossEntropy, "_plan", lambda self, logits, cluster=cluster: Plan(cluster, 64, 1))
+        monkeypatch.setattr(CrossEntropy, "plan", lambda self, logits, cluster=cluster: Plan(cluster, 64, 1))
         ask_for_everything()
     assert asked == {variant for module in MODULES for variant in module.variants(arch)}
 

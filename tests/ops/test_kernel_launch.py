@@ -1,6 +1,5 @@
 """Signatures, argument packing, the cache of cubins; all without a GPU."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from hf_bmtrain.ops import grad_norm, launch
 from hf_bmtrain.ops.adam import variant as adam_variant
 from hf_bmtrain.ops.launch import Argument, Variant
+from processes import environment
 
 CPU = torch.device("cpu")
 NORM = grad_norm.variant(torch.bfloat16)
@@ -118,11 +118,8 @@ def test_processes_of_a_host_compile_once(cupy, tmp_path: Path) -> None:
         "from hf_bmtrain.ops import grad_norm, launch; "
         "launch.cached_cubin(grad_norm.variant(torch.float32), 80)"
     )
-    environment = dict(os.environ, HF_BMTRAIN_KERNEL_CACHE=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path))
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+    command, variables = [sys.executable, "-c", code], environment(HF_BMTRAIN_KERNEL_CACHE=str(tmp_path))
+    ranks = [subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     logs = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], logs
     assert sum(log.count("compiled grad_norm.cu") for log in logs) == 1

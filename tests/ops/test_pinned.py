@@ -19,7 +19,7 @@ def test_memory_is_zero_and_writable():
 
 
 def test_it_is_unlocked_after_the_last_view():
-    with mock.patch.object(pinned, "_register") as register, mock.patch.object(pinned, "_unregister") as unregister:
+    with mock.patch.object(pinned, "register") as register, mock.patch.object(pinned, "unregister") as unregister:
         memory = pinned.pinned_bytes(8192, GPU, "a test")
         pointer = memory.data_ptr()
         register.assert_called_once_with(pointer, 8192, GPU)
@@ -35,7 +35,7 @@ def test_refusals_name_the_numbers():
     with mock.patch.object(pinned, "available_bytes", return_value=5 << 30):
         with pytest.raises(RuntimeError, match=r"6\.0 GiB of pinned host memory for a test .* 5\.0 GiB .* available"):
             pinned.pinned_bytes(6 << 30, CPU, "a test")
-        with mock.patch.object(pinned, "_register", side_effect=OSError("no more")):
+        with mock.patch.object(pinned, "register", side_effect=OSError("no more")):
             with pytest.raises(RuntimeError, match=r"1\.0 GiB .* a test .*CUDA refused .*no more.*5\.0 GiB are"):
                 pinned.pinned_bytes(1 << 30, GPU, "a test")
 
@@ -44,7 +44,7 @@ def test_the_control_group_bounds_what_is_available(tmp_path):
     limit, usage = tmp_path / "max", tmp_path / "current"
     usage.write_text(str(7 << 20))
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 2097152\n")
-    with mock.patch.object(pinned, "_CONTROL_GROUPS", ((limit, usage, "inactive_file"),)):
+    with mock.patch.object(pinned, "CONTROL_GROUPS", ((limit, usage, "inactive_file"),)):
         free = pinned.available_bytes()
         assert free > 0
         limit.write_text("max\n")

@@ -5,10 +5,10 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from test_offload import as_on_a_gpu
-from test_peer import lane
 
 import hf_bmtrain as bmt
+from inner import peer_gather
+from offloaded import as_on_a_gpu
 from twins import Tower, ids
 
 
@@ -64,7 +64,7 @@ def each_announced_update_meets_by_itself():
     trainee = Trainee(bmt.optim.AdamOffloadOptimizer)
     trainee.step(0)
     buffers = list(dict.fromkeys(p.buffer for p in trainee.model.parameters()))
-    peers, met, published = lane(), [], []
+    peers, met, published = peer_gather(), [], []
     original, publish = peers._meetings.all_reduce, peers._publish
     peers._meetings.all_reduce = lambda token: met.append(token) or original(token)
     peers._publish = lambda: published.append(1) or publish()

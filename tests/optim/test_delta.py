@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_offload import Trainee, as_on_a_gpu, assert_equal
 
 import hf_bmtrain as bmt
 from hf_bmtrain.optim import delta
+from offloaded import Trainee, as_on_a_gpu, assert_equal
 from twenty_steps import OPTIONS
 from twins import Tower, ids
 

@@ -4,10 +4,10 @@ from unittest import mock
 
 import pytest
 import torch
-from test_offload import as_on_a_gpu, the_same
 
 import hf_bmtrain as bmt
 from hf_bmtrain.ops import adam_step
+from offloaded import as_on_a_gpu, the_same
 from twins import Tower, ids
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-6, 0.1

@@ -4,11 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_offload import DTYPES, OPTIONS, as_on_a_gpu, groups
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
 from hf_bmtrain.sharding.parameter import DistributedParameter
+from offloaded import DTYPES, as_on_a_gpu
+from twenty_steps import OPTIONS, groups
 from twins import Tower, ids
 
 

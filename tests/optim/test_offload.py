@@ -6,7 +6,6 @@ AdamOptimizer keeps float32 masters here, or both forms of them are compared.
 import gc
 import pickle
 import weakref
-from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -14,92 +13,18 @@ import torch
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
-from hf_bmtrain.ops import adam_step, pinned
-from hf_bmtrain.optim import device_update, offload, slabs
+from hf_bmtrain.ops import pinned
 from hf_bmtrain.sharding.pending_update import PendingUpdate
-from slow_streams import Clock
+from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, steps_in_a_row, the_same, written_gradients_wait
 from twenty_steps import OPTIONS, groups, train
-from twins import Tower, ids
+from twins import ids
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KINDS = (FloatMasters, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)
-
-
-@contextmanager
-def as_on_a_gpu(seed):
-    """Slabs, chunks and streams on CPU; small enough that a tower has many, and runs cross their borders."""
-    clock = Clock(seed)
-    patches = [
-        mock.patch.object(offload, "has_own_memory", return_value=True),
-        mock.patch.object(device_update, "work_stream", clock.stream),
-        mock.patch.object(adam_step, "kernels_serve", return_value=True),
-        mock.patch.object(slabs, "CHUNK_ELEMENTS", 64),
-        mock.patch.object(slabs, "SLAB_ELEMENTS", 256),
-    ]
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        yield clock
-
-
-class Trainee:
-    """A tower, an optimizer and its manager."""
-
-    def __init__(self, cls, dtype, **options):
-        self.model = bmt.auto_wrap(Tower().to(dtype))
-        self.optimizer = cls(groups(self.model.named_parameters()), **OPTIONS, **options)
-        self.manager = bmt.optim.OptimManager(loss_scale=8.0)
-        self.manager.add_optimizer(self.optimizer)
-
-    def step(self, number, clip=True, backwards=1):
-        self.manager.zero_grad()
-        for micro in range(backwards):
-            self.manager.backward(self.model(ids(100 * micro + number, bmt.rank())))
-        if clip:
-            self.manager.clip_grad_norm(self.optimizer.param_groups, 0.1)
-        self.manager.step()
-
-
-def assert_equal(a, b, label):
-    states = [
-        [*trainee.model.state_dict().values()]
-        + [v for _, state in sorted(trainee.optimizer.state_dict()["state"].items()) for _, v in sorted(state.items())]
-        for trainee in (a, b)
-    ]
-    assert len(states[0]) == len(states[1])
-    assert all(torch.equal(x, y) for x, y in zip(*states)), label
 
 
 def assert_all_equal(trainees, label):
     for other in trainees[1:]:
         assert_equal(trainees[0], other, (label, type(other.optimizer).__name__))
-
-
-def the_same(dtype, other=bmt.optim.AdamOffloadOptimizer, **options):
-    """Steps with and without clipping, accumulation, overflow, freezing, a change of lr; compared now and then."""
-    trainees = [Trainee(cls, dtype, **options) for cls in (FloatMasters, other)]
-    for number in range(10):
-        for trainee in trainees:
-            if number == 3:
-                trainee.optimizer.param_groups[1]["lr"] = 1e-3
-            trainee.model.layers[1].linear.requires_grad_(number not in (4, 5))
-            trainee.step(number, clip=number % 3 > 0, backwards=1 + number % 2)
-        if number == 6:  # overflow on one rank
-            for trainee in trainees:
-                trainee.manager.backward(trainee.model(ids(0, 0)) * (float("inf") if bmt.rank() == 0 else 1.0))
-                trainee.manager.step()
-        if number in (2, 6, 7, 9):
-            assert_equal(*trainees, number)
-    written(trainees)
-
-
-def written(trainees):
-    """Weights that are loaded right after a step win over it, and the masters follow."""
-    for trainee in trainees:
-        trainee.step(20)
-        trainee.model.load_state_dict({k: torch.full_like(v, 0.5) for k, v in Tower().state_dict().items()})
-        trainee.step(21)
-    assert_equal(*trainees, "loaded")
 
 
 def hand_written(seed):
@@ -309,30 +234,6 @@ def the_first_buffers_come_first(seed):
     assert order[0] is trainee.model.embedding._parameters["weight"].buffer
 
 
-def written_gradients_wait(seed):
-    """zero_grad(set_to_none=False) writes what an update may still read."""
-    with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (FloatMasters, bmt.optim.AdamOffloadOptimizer)]
-        for number in range(3):
-            for trainee in trainees:
-                trainee.step(number)
-                trainee.optimizer.zero_grad(set_to_none=False)
-        assert_equal(*trainees, "zeroed")
-
-
-def steps_in_a_row(seed):
-    """Each with another lr, and no forward between them."""
-    with as_on_a_gpu(seed):
-        trainees = [Trainee(cls, torch.bfloat16) for cls in (FloatMasters, bmt.optim.AdamOffloadOptimizer)]
-        for trainee in trainees:
-            trainee.step(0)
-            trainee.model(ids(1, bmt.rank())).backward()
-            for number in range(5):
-                trainee.optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-                trainee.optimizer.step()
-        assert_equal(*trainees, "in a row")
-
-
 def direct_reads(seed):
     """`wait`, `.data`, `gather` and both state dicts show the step's weights and state at once."""
     with as_on_a_gpu(seed):
@@ -381,7 +282,7 @@ def each_buffer_waits_for_its_own(seed):
         trainee.optimizer.step()
         first = trainee.model.embedding._parameters["weight"].buffer
         last = trainee.model.layers[2].linear._parameters["weight"].buffer
-        tickets = first.update._ticket, last.update._ticket
+        tickets = first.update.ticket, last.update.ticket
         assert not any(ticket.reached for ticket in tickets)
         first.gather()
         assert tickets[0].reached
@@ -394,7 +295,7 @@ def a_resident_update_leaves_nothing_pending(seed):
     with as_on_a_gpu(seed):
         trainee = Trainee(bmt.optim.AdamOptimizer, torch.bfloat16)
         trainee.step(0)
-        assert not any(p.buffer.update.pending for p in trainee.model.parameters())
+        assert not any(p.buffer.update.ticket is not None for p in trainee.model.parameters())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,14 +6,15 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
-from test_offload import OPTIONS, Trainee, assert_equal, the_same
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
 from hf_bmtrain.hf.optimizer_files import OptimizerFiles
 from hf_bmtrain.ops import adam_step
 from hf_bmtrain.ops.residual import split
-from hf_bmtrain.optim.state import adopt, shown
+from hf_bmtrain.optim.runs import adopt, shown
+from offloaded import Trainee, assert_equal, the_same
+from twenty_steps import OPTIONS
 
 KINDS = (FloatMasters, bmt.optim.AdamOptimizer)
 

@@ -1,4 +1,4 @@
-"""Host time of what stands around every block: `PYTHONPATH=.:tests python tests/hook_time.py [--profile]`.
+"""Host time of what stands around every block: `python tests hook_time [--profile]`.
 
 One process plays rank 0 of two with lanes that cost nothing, and runs the same layers plain and sharded in turn, so
 narrow that all of their time is the host's. Two numbers come of it, both medians over steps, per block:
@@ -19,8 +19,10 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import transformers
@@ -32,6 +34,7 @@ from hf_bmtrain.comm.reduce import CollectiveReduction
 from hf_bmtrain.comm.streams import DONE, Ticket
 from hf_bmtrain.runtime import world
 from hf_bmtrain.runtime.schedule import Schedule
+from inner import state_of
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16
 
@@ -84,15 +87,17 @@ class FreeLane(SingleProcess):
         return DONE
 
 
-def pretend_two_ranks() -> FreeLane:
-    """This process becomes rank 0 of two, without the other."""
+@contextmanager
+def pretend_two_ranks() -> Iterator[FreeLane]:
+    """Make this process rank 0 of two, without the other, within this context."""
     lane = FreeLane()
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
     schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction)
     control = Control(1, timedelta(seconds=1))
-    world._world = world.World(0, 2, 0, device, lane, lane, schedule, control, 3, 2, 1024)
-    return lane
+    pretended = world.World(0, 2, 0, device, lane, lane, schedule, control, 3, 2, 1024)
+    with mock.patch.object(world, "_world", pretended):
+        yield lane
 
 
 class Llama(torch.nn.Module):
@@ -146,7 +151,7 @@ def watched(tower: torch.nn.Module) -> Stopwatch:
     """Starts and stops with the code of the blocks of `tower`."""
     watch = Stopwatch()
     for layer in tower.layers:
-        state = layer._bmt
+        state = state_of(layer)
         state.own_forward = watch.around(super(type(layer), layer).forward, -1)
         for name in ("forward", "before_backward", "after_backward", "flush_backward"):
             setattr(state, name, watch.around(getattr(state, name)))
@@ -235,16 +240,16 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lane = pretend_two_ranks()
-    for make in (Llama, GPT2):
-        if options.profile:
-            profile(make)
-        (*inside, fastest), (*added, _) = measure(make, lane)
-        for name, (forward, backward) in ((f"in the hooks (fastest step: {fastest:.0f})", inside), ("in all", added)):
-            print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} µs a block {name}")
-        forward, backward = added_calls(make)
-        print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} calls a block")
+    with pretend_two_ranks() as lane:
+        for make in (Llama, GPT2):
+            if options.profile:
+                profile(make)
+            report(make, lane)
 
 
-if __name__ == "__main__":
-    main()
+def report(make: Callable[[], torch.nn.Module], lane: FreeLane) -> None:
+    (*inside, fastest), (*added, _) = measure(make, lane)
+    for name, (forward, backward) in ((f"in the hooks (fastest step: {fastest:.0f})", inside), ("in all", added)):
+        print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} µs a block {name}")
+    forward, backward = added_calls(make)
+    print(f"{make.__name__}: {forward:.0f} + {backward:.0f} = {forward + backward:.0f} calls a block")

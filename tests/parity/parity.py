@@ -1,4 +1,4 @@
-"""Losses and gradients against one process of plain torch: `python tests/parity.py` prints every cell's error.
+"""Losses and gradients against one process of plain torch: `python tests parity` prints every cell's error.
 
 A cell is a model, ranks, ZeRO level, recomputation, micro-batches a step and a variant. The truth is plain torch
 on the same micro-batches, gradients averaged in float32, stepped with SGD. Errors are in units of what is allowed:
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -157,7 +156,3 @@ def main() -> int:
         worst = max(worst, *(max(errors.loss, errors.gradient) for errors in row.values()))
     print(f"{sum(map(len, table.values()))} cells, worst {worst:.3f} of what is allowed")
     return int(worst > 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Random programs of what users do around training, run sharded beside a plain twin.
 
-`PYTHONPATH=. python tests/programs.py --ranks 2 --seeds 0:1000` looks for one that goes wrong. Weights are float64 and
+`python tests programs --ranks 2 --seeds 0:1000` looks for one that goes wrong. Weights are float64 and
 the optimizer is SGD with momentum, so that what differs is a fault and not rounding; or they are float32, under
 AdamOptimizer and OptimManager's clipping. All ranks draw the same program; the twin computes the loss of every rank's
 rows.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -34,11 +33,11 @@ class Program:
     def __init__(self, seed: int, folder: str) -> None:
         self.random, self.folder = random.Random(seed), Path(folder)
         make = draw_model(self.random)
-        own_buffers = self.random.choice([1, outside._LARGE])
+        own_buffers = self.random.choice([1, outside.OWN_BUFFER_NUMEL])
         self.options = {"zero_level": self.random.choice([2, 3]), "use_checkpoint": self.random.choice([False, True])}
         dtype = self.random.choice([torch.float64, torch.float64, torch.float32])
         self.adam, self.close = dtype == torch.float32, CLOSE[dtype]
-        with mock.patch.object(outside, "_LARGE", own_buffers):
+        with mock.patch.object(outside, "OWN_BUFFER_NUMEL", own_buffers):
             self.model = bmt.auto_wrap(make().to(dtype), **self.options)
         self.twin = make().to(dtype)
         self.names = [name for name, _ in self.twin.named_parameters()]
@@ -303,7 +302,3 @@ def main() -> int:
     world.stop()
     print(f"{end - first} programs, {wrong} wrong")
     return wrong > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Late streams: `PYTHONPATH=.:tests:tests/gpu python tests/gpu/stress.py [--steps 100]` on two GPUs.
+"""Late streams: `python tests stress [--steps 100]` on two GPUs.
 
 Every cell trains the same steps as they are, a quarter of them once more, which must repeat bitwise, and all of them
 with every stream, the computation's and the lanes', pausing at random wherever it has waited for another. Unfilled and
@@ -156,7 +156,3 @@ def main() -> None:
     options = parser.parse_args()
     stride = -(-len(CELLS) // options.cells)
     raise SystemExit(stress(options.device, options.steps, CELLS[::stride], GATHERS) > 0)
-
-
-if __name__ == "__main__":
-    main()

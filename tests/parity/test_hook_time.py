@@ -3,13 +3,12 @@
 import pytest
 
 import hook_time
-from hf_bmtrain.runtime import world
 
 
 @pytest.fixture(autouse=True)
-def _two_ranks(monkeypatch):
-    monkeypatch.setattr(world, "_world", None)
-    hook_time.pretend_two_ranks()
+def _two_ranks():
+    with hook_time.pretend_two_ranks():
+        yield
 
 
 @pytest.mark.parametrize("make", [hook_time.Llama, hook_time.GPT2])

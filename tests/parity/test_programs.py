@@ -1,4 +1,4 @@
-"""Random programs around training equal plain torch's; `tests/programs.py` runs as many as there is time for."""
+"""Random programs around training equal plain torch's; `python tests programs` runs as many as there is time for."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from small_job import PLAIN, PYTHON, make_small, train
 
 @pytest.fixture
 def write_lines(tmp_path: Path) -> Callable[..., Path]:
-    """`write_lines(name, *rows)` writes a file of `tmp_path`: objects as JSON, texts and bytes as they are."""
+    """`write_lines(name, *rows)` writes a file in `tmp_path`: dicts as JSON, str and bytes unchanged."""
 
     def write(name: str, *rows: dict | str | bytes) -> Path:
         lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
@@ -29,5 +29,5 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(small: Path) -> dict:
-    """What the job gives in plain torch, in one process."""
+    """The metrics of the job in plain torch, in one process."""
     return train(small, "plain", PYTHON, PLAIN, "--dropout", 0, "--batch-size", 16)

@@ -1,8 +1,8 @@
-"""The job of recipes/finetune_bert_boolq.py in plain torch on one process: the truth that recipe is held against.
+"""The job of recipes/finetune_bert_boolq.py in plain torch in one process: the reference for that recipe.
 
-Same options, rows, order, new weights, schedule, clipping and results; nothing of hf_bmtrain. One process here with
-`--batch-size N*b` is to give the curve of N processes there with `--batch-size b`. `--zero-level` and
-`--no-checkpoint` mean nothing here.
+Options, rows, order, new weights, schedule, clipping and results are the same; nothing of hf_bmtrain is used. One
+process here with `--batch-size N*b` gives the curve of N processes there with `--batch-size b`. `--zero-level` and
+`--no-checkpoint` have no effect here.
 """
 
 import argparse
@@ -64,8 +64,8 @@ def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report
 class Update:
     """One step of torch.optim.AdamW with clipping and a linear schedule.
 
-    Half-precision weights are updated through float32 copies; float16 with a loss scale, which is halved
-    whenever a gradient overflows (that step is left out) and never raised: runs here are short.
+    Half-precision weights are updated through float32 masters. float16 uses a loss scale that is halved when a gradient
+    overflows, which skips the step, and never raised: runs here are short.
     """
 
     def __init__(self, model: torch.nn.Module, lr: float, steps: int) -> None:
@@ -85,7 +85,7 @@ class Update:
         return self.schedule.get_last_lr()[0]
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
-        """Backward of `loss` and one step; returns the norm of the gradients before clipping."""
+        """Run the backward of `loss` and one step. Return the norm of the gradients before clipping."""
         (loss * self.scale).backward()
         for weight, master in zip(self.weights, self.masters, strict=True):
             if weight.grad is not None:

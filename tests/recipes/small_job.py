@@ -1,4 +1,4 @@
-"""The BoolQ recipes on a small saved model and few rows, started as users start them."""
+"""The recipes as subprocesses, and the BoolQ job on a small saved model and few rows."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def run(launcher: list[str], script: Path, *options: object, **variables: str) -
 
 
 def make_small(folder: Path) -> Path:
-    """A folder with a saved model and few rows: 400 to train, 31 to validate (a number no batch divides)."""
+    """Fill `folder` with a saved model and few rows: 400 to train, 31 to validate (no batch size divides 31)."""
     questions = reading_questions(seed=0)
     tokenizer = train_tokenizer(text for x in questions.train[:500] for text in (x.question, x.passage))
     config = small_bert_config(len(tokenizer))
@@ -53,14 +53,14 @@ def sentence_asked_for(example: Example) -> str:
 
 
 def write_rows(file: Path, examples: list[Example]) -> None:
-    """Google's layout; each passage is cut to the sentence asked for, which is learned within a few steps."""
+    """Write Google's layout. Each passage is cut to the sentence that answers, which is learnt within a few steps."""
     file.parent.mkdir(exist_ok=True)
     rows = ({"question": x.question, "passage": sentence_asked_for(x), "answer": x.label} for x in examples)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def train(small: Path, output: str, launcher: list[str], script: Path, *options: object, **variables: str) -> dict:
-    """Two epochs at a high learning rate; returns the metrics."""
+    """Train two epochs at a high learning rate. Return the metrics."""
     fixed = ("--model", small / "model", "--data", small / "data", "--epochs", 2, "--lr", 3e-3)
     done = run(launcher, script, *fixed, "--output", small / output, *options, **variables)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ ENGINES = {
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
-    """Two cells that fail, for want of a model and of a package, before all engines that run on CPU."""
+    """Two cells that fail, without a model and without a package, followed by all engines that run on CPU."""
     folder = tmp_path_factory.mktemp("benchmark")
     lines = ["--model /no/such/model\n", "--engine bmtrain --recompute full\n", *ENGINES.values()]
     (folder / "cells").write_text("".join(lines))
@@ -35,7 +35,7 @@ def several(tmp_path_factory):
 
 
 def test_engines_learn_alike(several):
-    """In one process group, one after another. An optimizer that did nothing would be off by 0.05."""
+    """All in one process group. An optimizer without effect would be off by 0.05."""
     done, folder = several
     reports = read_reports(folder / "out", JOB)
     assert sorted(report["engine"] for report in reports) == sorted(ENGINES)

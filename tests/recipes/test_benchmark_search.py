@@ -1,4 +1,4 @@
-"""The search for the largest batch, and how ranks agree that one of them has failed, on CPU."""
+"""The search for the largest batch, and the agreement of ranks on a failure, on CPU."""
 
 import dataclasses
 import gc
@@ -35,7 +35,7 @@ def test_largest_batch_is_found(first, limit):
 
 
 def searched(limit: int, failing: tuple[int, ...]):
-    """A search with an engine whose second step finds no memory for more than `limit` rows on some ranks."""
+    """Search with an engine whose second step runs out of memory above `limit` rows on the ranks `failing`."""
     real, cell, seen = ENGINES["ours"], parse(TINY)[0][0], []
 
     def scarce(cell, config, device):
@@ -75,7 +75,7 @@ def test_search_on_two_ranks(world):
 
 @pytest.fixture(scope="module")
 def own():
-    """Ranks that do not stay together."""
+    """Two ranks of this file's own, because its tests leave them at different points."""
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
@@ -88,7 +88,7 @@ def test_one_rank_out_of_memory_ends_the_search(own):
 
 
 def absent(late: int) -> str:
-    """Rank `late` comes too late: the other does not wait for ever."""
+    """Rank `late` comes too late; the other one stops waiting."""
     try:
         time.sleep(3 * (rank() == late))
         meet("here", patience=1)
@@ -118,7 +118,7 @@ def test_attempts_agree(world):
 
 
 def bytes_left(engine: str, fail: bool) -> tuple[int, int, int]:
-    """(bytes of tensors while an engine lives, more of them after than before, bytes other ranks have mapped)."""
+    """Return (bytes of tensors while an engine exists, their increase after it, bytes that other ranks have mapped)."""
     free_memory()
     before = tensor_bytes()
     peak = trained(engine, fail)

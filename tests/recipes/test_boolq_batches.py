@@ -1,4 +1,4 @@
-"""Pairs are cut on the passage's side only; ranks see together what one process sees; results come back in order."""
+"""Only passages are cut; the ranks together see the rows of one process; gathered results are reordered."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def tokenizer():
 
 
 def numbered(count: int) -> Rows:
-    """Rows that can be told apart by their first token, of two lengths."""
+    """Rows of two lengths, identified by their first token."""
     lengths = [1 + row % 2 for row in range(count)]
     return Rows([{"input_ids": [row] * n, "attention_mask": [1] * n, "labels": n - 1} for row, n in enumerate(lengths)])
 

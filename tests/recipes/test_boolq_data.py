@@ -1,4 +1,4 @@
-"""Reading questions: both layouts, the hub's form, and every mistake a file can hold."""
+"""Reading questions: both layouts, the Hub's form, and invalid files."""
 
 import subprocess
 import sys

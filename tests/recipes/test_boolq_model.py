@@ -1,4 +1,4 @@
-"""Models that are found or not, new classifiers, and the dropout of every kind of configuration."""
+"""Names of models, new classifiers, and the dropout of several kinds of configuration."""
 
 import pytest
 import torch

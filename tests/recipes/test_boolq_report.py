@@ -1,8 +1,9 @@
-"""Scores against values worked out by hand; a curve that waits for the device only now and then."""
+"""Scores against values computed by hand; a curve that is read every few steps."""
 
 import argparse
 import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_metrics_and_plot_are_written(tmp_path: Path):
     metrics = json.loads((options.output / "metrics.json").read_text())
     assert metrics["arguments"] == {"output": str(options.output), "lr": 0.5}
     assert (metrics["world_size"], metrics["device"], metrics["seconds"]) == (3, "cpu", 2.5)
-    assert metrics["versions"]["torch"] == torch.__version__
+    assert metrics["versions"]["torch"] == version("torch")  # a wheel's own name may lack "+cu130"
     assert metrics["steps"] == [{"step": 1, "epoch": 1, "lr": 0.5, "loss": 0.25, "grad_norm": 1.0}]
     assert metrics["epochs"][0]["accuracy"] == 1.0
     assert (options.output / "curves.png").read_bytes().startswith(b"\x89PNG")

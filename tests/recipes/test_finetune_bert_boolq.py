@@ -1,6 +1,7 @@
-"""The recipe from the command line to the folder it leaves, against the same job in plain torch."""
+"""The recipe from the command line to its output folder, compared with the same job in plain torch."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_zero_2_without_recomputation_is_the_same_too(small, plain):
 def test_metrics_hold_the_whole_run(two_ranks, small):
     assert two_ranks["arguments"]["lr"] == 3e-3
     assert two_ranks["arguments"]["dtype"] == "float32"
-    assert two_ranks["versions"]["torch"] == torch.__version__
+    assert two_ranks["versions"]["torch"] == version("torch")  # a wheel's own name may lack "+cu130"
     assert [step["step"] for step in two_ranks["steps"]] == list(range(1, 2 * STEPS_AN_EPOCH + 1))
     assert two_ranks["epochs"][0]["majority_share"] == pytest.approx(16 / 31)
     assert (small / "two" / "curves.png").read_bytes().startswith(b"\x89PNG")

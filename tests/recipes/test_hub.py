@@ -1,4 +1,4 @@
-"""Whether the hub answers: decided quickly, whatever the network does."""
+"""Whether the Hub answers is decided quickly under any network failure."""
 
 import http.server
 import threading

@@ -1,4 +1,4 @@
-"""The generated questions: balanced, told apart only by reading, about people never met in training."""
+"""The generated questions: balanced, answerable only by reading, about people that training does not contain."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def test_every_question_comes_as_often_true_as_false(questions):
 
 
 def test_labels_are_what_the_passage_says(questions):
-    """Solved by hand: find the sentence of the person and the thing asked for, look up its verb."""
+    """Solved by rule: find the sentence about the person and the thing, look up its verb."""
     meaning = {verb: answer for answer, verbs in VERBS.items() for verb in verbs}
     for example in questions.train[:2000] + questions.validation:
         words = example.question.split()

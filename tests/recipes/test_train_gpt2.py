@@ -1,4 +1,4 @@
-"""The GPT recipe from the command line to the folder it leaves."""
+"""The GPT recipe from the command line to its output folder."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def train(folder: Path, launcher: list[str], *options: object) -> dict:
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text file that is no story of the recipe's own."""
+    """A text file other than the recipe's generated stories."""
     file = tmp_path_factory.mktemp("book") / "book.txt"
     lines = (f"{number} and {number + 1} make {2 * number + 1} – naïve arithmetic." for number in range(500))
     file.write_text("\n".join(lines), encoding="utf-8")
@@ -37,7 +37,7 @@ def one(book: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Pat
 
 
 def test_the_default_learns_the_stories(tmp_path):
-    """From ln 512 = 6.2 nats a token to below 0.8; which of its words a story takes is worth about 0.2 of them."""
+    """From ln 512 = 6.2 nats per token to below 0.8, of which the random choice of words is about 0.2."""
     metrics = train(tmp_path, PYTHON)
     assert metrics["held_out"][0]["loss"] == pytest.approx(6.24, abs=0.1)
     assert metrics["held_out"][-1]["loss"] < 0.8

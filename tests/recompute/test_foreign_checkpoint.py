@@ -4,54 +4,10 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
-from twins import WIDTH, Layer, check_gradients, check_twins, ids, losses
-
-
-class Recomputing(nn.Module):
-    """Embedding, mixer, layers, head; `plan` says what is recomputed, `reentrant` by which of torch's two ways."""
-
-    def __init__(self, plan: str, reentrant: bool, listed: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.plan, self.reentrant = plan, reentrant
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.mixer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
-        self.gain = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        layers = [Layer() for _ in range(3)]
-        self.layers = nn.ModuleList(layers) if listed else nn.Sequential(*layers)
-        self.head = nn.Linear(WIDTH, 2)
-
-    def again(self, function, x):
-        return checkpoint(function, x, use_reentrant=self.reentrant)
-
-    def scale(self, x):
-        """Reads a parameter in no module's call."""
-        return x + torch.tanh(x @ self.gain)
-
-    def stack(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def body(self, x):
-        return self.stack(self.scale(self.mixer(x)))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        if self.plan == "everything":
-            return self.head(self.again(self.body, x)).square().mean()
-        x = self.again(self.mixer, x) if self.plan == "outside" else self.mixer(x)
-        x = self.again(self.scale, x) if self.plan == "outside" else self.scale(x)
-        if self.plan == "each layer":
-            for layer in self.layers:
-                x = self.again(layer, x)
-        else:
-            x = self.again(self.stack, x) if self.plan == "all layers" else self.stack(x)
-        return self.head(x).square().mean()
+from recomputed_models import Recomputing
+from twins import check_gradients, check_twins, ids, losses
 
 
 def loss(model, step, rank):

@@ -6,32 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hf_bmtrain.ops.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.recompute.memory import SavedBytes
+from recomputed_models import Created
 from tiny_models import batch, build
-
-
-class Created(TorchDispatchMode):
-    """The storages that operations make, by weak references."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                self.storages.setdefault(StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    def alive(self):
-        return {reference: size for reference, size in self.storages.items() if not reference.expired()}
 
 
 def inside_a_layer(family, check):

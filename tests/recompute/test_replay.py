@@ -2,24 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 import hf_bmtrain as bmt
+from recomputed_models import Cache, Decoder, Ranged
 from twins import WIDTH, Layer, Tower, check_gradients, ids
-
-
-class Ranged(Layer):
-    """Its output depends on a running range, which it replaces (as activation quantisation does)."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("peak", torch.ones(()))
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x, shift=None):
-        if self.training:
-            self.peak = 0.5 * self.peak + 0.5 * x.detach().abs().max()
-        return super().forward(self.norm(x) / self.peak, shift)
 
 
 class Late(Layer):
@@ -69,40 +55,6 @@ def unexpected():
     model(ids(0, 0))
     with pytest.raises(RuntimeError, match=r"changed its buffers \['calls'\]"):
         model(ids(1, 0))
-
-
-class Cache:
-    """Grows by what each layer adds, as transformers' does."""
-
-    def __init__(self):
-        self.rows = []
-        self.inner = None
-
-    def update(self, index, value):
-        self.rows = [*self.rows, value] if index == len(self.rows) else self.rows
-        if index < len(self.rows) and self.rows[index] is not value:
-            self.rows = [torch.cat([row, value]) if i == index else row for i, row in enumerate(self.rows)]
-        return self.rows[index]
-
-    def get_seq_length(self):
-        return len(self.rows)
-
-
-class Attending(Layer):
-    def forward(self, x, cache, index):
-        return super().forward(x) + cache.update(index, self.linear(x)).square().mean(0)
-
-
-class Decoder(Tower):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Attending() for _ in range(3)])
-
-    def forward(self, ids, cache):
-        x = self.embedding(ids)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cache=cache, index=index) if index % 2 else layer(x, cache, index)
-        return self.head(x).square().mean()
 
 
 def cache():

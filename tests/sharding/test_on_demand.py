@@ -176,8 +176,17 @@ CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for 
 CASES += [(backward_twice,), (saved_activation_modified,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 
+each_case = pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case)
+)
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
+
+@each_case
 @pytest.mark.parametrize("size", [2, 3])
 def test_reads(world, size, case):
     world(size)(*case)
+
+
+@each_case
+def test_reads_by_copies(peers, case):
+    peers(2)(*case)

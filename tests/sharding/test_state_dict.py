@@ -5,6 +5,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from state_dicts import check_equal, same_storage
 from tiny_models import FAMILIES, batch, build
 from twins import Tower, ids
 
@@ -27,21 +28,6 @@ def round_trip(family, tied, folder):
         reopened = type(other).from_pretrained(folder)
         check_equal(reopened.state_dict(), other.state_dict())
     bmt.synchronize()
-
-
-def check_equal(state, expected):
-    assert list(state) == list(expected)
-    for name, value in expected.items():
-        assert state[name].dtype == value.dtype
-        assert torch.equal(state[name], value), name
-
-
-def same_storage(state):
-    """Which keys share memory."""
-    groups = {}
-    for name, value in state.items():
-        groups.setdefault(value.data_ptr(), []).append(name)
-    return sorted(group for group in groups.values() if len(group) > 1)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from test_state_dict import check_equal, same_storage
 from torch import nn
 
 import hf_bmtrain as bmt
+from processes import environment
 from ranks import Ranks
+from state_dicts import check_equal, same_storage
 from tiny_models import build
 from twins import Tower, ids
 
@@ -273,11 +274,10 @@ for number in range(10**6):
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_kill_while_saving_leaves_a_whole_file(tmp_path, suffix):
     path = tmp_path / f"model{suffix}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     interrupted = 0
     for _ in range(4):
         command = [sys.executable, "-c", SAVE_FOR_EVER, str(path)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             process.stdout.readline()
             deadline = time.monotonic() + 20

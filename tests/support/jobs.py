@@ -14,6 +14,10 @@ import transformers
 import hf_bmtrain as bmt
 from tiny_models import VOCABULARY, build
 
+CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
+if "activation_checkpointing" not in transformers.TrainingArguments.__dataclass_fields__:
+    CHECKPOINTING = {"gradient_checkpointing": True}  # its older name
+
 ROWS, LENGTH = 24, 7
 transformers.utils.logging.disable_progress_bar()
 

@@ -121,8 +121,6 @@ def run_gpt(blocks: list[str]) -> None:
     import torch
 
     import hf_bmtrain
-
-    sys.path.insert(0, str(ROOT / "recipes"))
     from gpt2.model import GPT
 
     def small(**sizes) -> GPT:

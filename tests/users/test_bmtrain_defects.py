@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from test_state_dict import check_equal, same_storage
 from torch import nn
 
 import hf_bmtrain as bmt
+from state_dicts import check_equal, same_storage
 from tiny_models import build
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 

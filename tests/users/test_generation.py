@@ -90,7 +90,7 @@ def evaluation(family):
                 mine = compute_loss(FAMILIES[family], model, step * size + rank)
             with torch.no_grad():
                 torch.testing.assert_close(mine.clone(), compute_loss(FAMILIES[family], plain, step * size + rank))
-    assert not any(p.buffer.is_whole for p in model.parameters() if p.buffer._full is not None)
+    assert not any(p.buffer.is_whole for p in model.parameters() if p.buffer.sharded)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from launched_job import plain_losses
 
+from processes import environment
 from ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,15 +66,10 @@ def folder(tmp_path):
 
 def start(folder: Path, command: str, host: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
     """`command` with `train.py result.json` for `train.py`, as a user would type it."""
-    environment = os.environ | {
-        "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    line = command.replace("train.py", "train.py result.json")
+    line, path = command.replace("train.py", "train.py result.json"), f"{folder}/bin:{os.environ['PATH']}"
     return subprocess.Popen(
-        [*host, "bash", "-c", line], cwd=folder, env=environment | variables, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*host, "bash", "-c", line], cwd=folder, env=environment(PATH=path, **variables), text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 

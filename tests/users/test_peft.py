@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import hf_bmtrain as bmt
+from inner import state_of
 from twins import check_gradients
 from zoo_families import FAMILIES
 from zoo_twin import compute_loss
@@ -129,8 +130,8 @@ def in_their_block(after):
     for layer in model.base_model.model.model.layers:
         assert isinstance(layer, bmt.CheckpointBlock)
         own = {parameter.buffer for parameter in layer.parameters()}
-        assert own == set(layer._bmt.buffers)
-        assert [buffer.gradient.trainable for buffer in layer._bmt.buffers] == [False, True]
+        assert own == set(state_of(layer).buffers)
+        assert [buffer.gradient.trainable for buffer in state_of(layer).buffers] == [False, True]
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from published import ROOT, programs, read_blocks
 
+from processes import environment
+
 FOLDER = Path(os.environ.get("HF_BMTRAIN_PUBLISHED", ROOT.parent / "shared" / "published"))
 DOCUMENTS = sorted(FOLDER.glob("*.txt"))
 PROGRAMS = [(document, number) for document in DOCUMENTS for number in range(len(programs(document)))]
@@ -30,6 +32,9 @@ def test_the_documents_are_there():
     assert len(PROGRAMS) >= len(DOCUMENTS)
 
 
+ENVIRONMENT = environment(HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true", HF_BMTRAIN_POISON="1")
+
+
 @pytest.mark.skipif(not DOCUMENTS, reason=f"no documents in {FOLDER}")
 def test_every_block_is_run():
     run = {code for document in DOCUMENTS for program in programs(document) for code in program}
@@ -39,15 +44,8 @@ def test_every_block_is_run():
             assert known, f"{document.name}: nobody runs this block:\n{code}"
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'users'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "HF_BMTRAIN_POISON": "1",
-    }  # fmt: skip
-
-
 def run(command: list[str], **options) -> str:
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, **options)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
@@ -57,7 +55,7 @@ def run(command: list[str], **options) -> str:
 def test_program(document, number, size):
     text = "".join(programs(document)[number])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if size == 2 else []
-    said = run([sys.executable, *launcher, str(ROOT / "tests" / "published.py"), str(document), str(number)])
+    said = run([sys.executable, *launcher, str(Path(__file__).with_name("published.py")), str(document), str(number)])
     if "accuracy" in text:
         assert said.count("loss: ") == 5 * 4  # epochs × batches, told by rank 0 alone
         assert said.count("accuracy: ") == 5

@@ -10,6 +10,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.optim import manager as manager_module
+from inner import state_of
 from tiny_models import batch, build
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
@@ -55,13 +56,13 @@ def checkpointing_asked_for_later(use_checkpoint):
     """Trainer calls gradient_checkpointing_enable after the model was wrapped."""
     model, twin = bmt.auto_wrap(build("llama"), use_checkpoint=use_checkpoint).train(), build("llama").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert all(layer._bmt.use_checkpoint for layer in model.model.layers)
+    assert all(state_of(layer).use_checkpoint for layer in model.model.layers)
     size = bmt.world_size()
     model(**batch("llama", bmt.rank())).loss.backward()
     torch.stack([twin(**batch("llama", r)).loss for r in range(size)]).mean().backward()
     check_gradients(model, twin)
     model.gradient_checkpointing_disable()
-    assert not any(layer._bmt.use_checkpoint for layer in model.model.layers)
+    assert not any(state_of(layer).use_checkpoint for layer in model.model.layers)
 
 
 class Custom(nn.Module):
@@ -294,3 +295,8 @@ CASES = [
 @pytest.mark.parametrize("size", [1, 2])
 def test_users(world, size, case):
     world(size)(*case)
+
+
+@pytest.mark.parametrize("case", [data_is_written, masters_follow_a_load], ids=lambda case: case.__name__)
+def test_users_by_copies(peers, case):
+    peers(2)(case)

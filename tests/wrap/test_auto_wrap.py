@@ -8,6 +8,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.wrap.find import find_block_lists
+from inner import state_of
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
 
@@ -146,7 +147,7 @@ def named_blocks():
         return model
 
     model = check(seeded(Sequence), lambda m: [m[1], m[2]], ["1", "2"])
-    assert model[1]._bmt.next is model[2]._bmt
+    assert state_of(model[1]).next is state_of(model[2])
     check(seeded(Tower), lambda m: m.layers, ["layers.0", "layers.1", "layers.2"])
     check(seeded(Tower), lambda m: [m.head, m.layers[1]], ["layers.1", "head"])
     check(seeded(Stages), lambda m: [m.stages[0], m.stages[1]], ["stages.0.0", "stages.0.1", "stages.1.0"])

@@ -1,4 +1,4 @@
-"""Families of the zoo: some always, all others with `pytest -m zoo`; `python tests/zoo.py` tables the errors."""
+"""Families of the zoo: some always, all others with `pytest -m zoo`; `python tests zoo` tables the errors."""
 
 import pytest
 import torch

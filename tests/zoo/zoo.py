@@ -1,4 +1,4 @@
-"""Every family of the zoo against plain torch: `PYTHONPATH=.:tests python tests/zoo.py` writes tests/ZOO.md."""
+"""Every family of the zoo against plain torch: `python tests zoo` writes tests/ZOO.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo_check import Row, measure
 from zoo_families import FAMILIES, KINDS
 from zoo_models import Family
 
-COMMAND = "PYTHONPATH=.:tests python tests/zoo.py"
+COMMAND = "python tests zoo"
 
 
 def main() -> int:
@@ -79,7 +79,3 @@ model offers, equal in training and in evaluation.
         text += f"\n## {kind}\n\n| family | class | blocks | loss | gradient | outputs | notes |\n{'|---' * 7}|\n"
         text += "".join(_line(family, results[family.name]) + "\n" for family in families)
     return text
-
-
-if __name__ == "__main__":
-    sys.exit(main())

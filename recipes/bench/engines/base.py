@@ -1,4 +1,4 @@
-"""What an engine is to the benchmark, and what those built on torch's own loop have in common."""
+"""The interface of an engine, and the training loops that several engines share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ Batch = dict[str, torch.Tensor]
 class Engine:
     """One model in training.
 
-    step: trains on one batch (input_ids and labels, each (rows, tokens) on the device); the loss, a scalar there.
-    flops_a_token: of forward and backward, recomputation not counted. close: before the engine is dropped.
+    step: trains on one batch (input_ids and labels, each (rows, tokens) on the device) and returns the loss, a scalar
+    there. flops_a_token: FLOPs per token of forward and backward, without recomputation. described: for the report.
+    close: call it before the engine is dropped.
     """
 
     step: Callable[[Batch], torch.Tensor]
@@ -24,17 +25,18 @@ class Engine:
 
 
 def checkpoint_layers(model, recompute: str) -> None:
-    """Recompute every layer, as a user of transformers asks for it."""
+    """Recompute every layer through transformers' own gradient checkpointing, if `recompute` is "full"."""
     if recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def adamw(parameters, lr: float) -> torch.optim.AdamW:
+    """Return torch's fused AdamW."""
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def torch_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> Callable:
-    """The loop of plain torch; `clip` bounds the gradients' norm."""
+    """Return a training step of plain torch. clip: clips the gradients."""
 
     def step(batch: Batch) -> torch.Tensor:
         optimizer.zero_grad()
@@ -48,11 +50,12 @@ def torch_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip: C
 
 
 def torch_clip(model: torch.nn.Module) -> Callable[[], object]:
+    """Return a function that clips the gradients of `model` to MAX_NORM."""
     return lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
 def managed_step(model, optimizer, manager):
-    """A step as BMTrain's documents write it."""
+    """Return a training step as in BMTrain's documentation."""
 
     def step(batch: Batch) -> torch.Tensor:
         manager.zero_grad()

@@ -1,4 +1,4 @@
-"""BMTrain on a Hugging Face model."""
+"""BMTrain."""
 
 import importlib
 from importlib.metadata import version
@@ -12,7 +12,7 @@ from bench.models import flops_a_token, make_model
 
 
 def bmtrain(cell: Cell, config, device: torch.device) -> Engine:
-    """Its wrapper makes every layer a block that recomputes."""
+    """Build BMTrain through its model wrapper, which always recomputes every layer."""
     package: Any = importlib.import_module("bmtrain")
     if not package.config["initialized"]:
         package.init_distributed(seed=0)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank holds everything."""
+"""DistributedDataParallel, which replicates the whole model."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -9,7 +9,7 @@ from bench.models import flops_a_token, layers_of, make_model
 
 
 def ddp(cell: Cell, config, device: torch.device) -> Engine:
-    """Whole float32 weights on every GPU, bf16 by autocast. tuned: gradients stay in the buckets, a static graph."""
+    """Build DDP with float32 weights and bf16 autocast. tuned: gradients are views of the buckets, static graph."""
     model = make_model(config, torch.float32, device)
     flops = flops_a_token(model, cell.seq)
     checkpoint_layers(model, cell.recompute)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3."""
+"""DeepSpeed ZeRO-3."""
 
 import importlib
 from typing import Any
@@ -11,13 +11,13 @@ from bench.models import flops_a_token, layers_of, make_model
 
 
 def deepspeed(cell: Cell, config, device: torch.device) -> Engine:
-    """bf16 weights and torch's fused AdamW on float32 copies; the bucket sizes are its defaults unless tuned."""
+    """Build DeepSpeed with bf16 weights, float32 masters and torch's fused AdamW. tuned: see `settings`."""
     package: Any = importlib.import_module("deepspeed")
     model = make_model(config, torch.bfloat16, device)
     flops = flops_a_token(model, cell.seq)
     layer = sum(parameter.numel() for parameter in layers_of(model)[0].parameters())
     checkpoint_layers(model, cell.recompute)
-    if cell.offload:  # its own Adam for the host has to be compiled
+    if cell.offload:  # DeepSpeed's own CPU Adam would have to be compiled
         optimizer = torch.optim.AdamW(model.parameters(), lr=cell.lr, weight_decay=WEIGHT_DECAY)
     else:
         optimizer = adamw(model.parameters(), cell.lr)
@@ -34,7 +34,10 @@ def deepspeed(cell: Cell, config, device: torch.device) -> Engine:
 
 
 def settings(cell: Cell, layer: int) -> dict:
-    """Its configuration. tuned: buckets by the elements of one `layer` instead of fixed numbers."""
+    """Return DeepSpeed's configuration.
+
+    layer: elements of one layer. tuned: bucket sizes are multiples of it instead of DeepSpeed's defaults.
+    """
     zero: dict[str, object] = {"stage": 3}
     if cell.tuned:
         zero |= {

@@ -1,4 +1,4 @@
-"""FSDP2, torch's own sharding."""
+"""FSDP2, torch's `fully_shard`."""
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -10,9 +10,9 @@ from bench.models import flops_a_token, layers_of, make_model
 
 
 def fsdp2(cell: Cell, config, device: torch.device) -> Engine:
-    """float32 shards cast to bf16 before they are gathered, as Accelerate sets FSDP2 up under bf16.
+    """Build FSDP2 with float32 shards, cast to bf16 before they are gathered, as Accelerate does under bf16.
 
-    tuned: two layers are gathered ahead instead of one.
+    tuned: prefetches two layers instead of one.
     """
     model = make_model(config, torch.float32, device)
     flops = flops_a_token(model, cell.seq)
@@ -25,7 +25,7 @@ def fsdp2(cell: Cell, config, device: torch.device) -> Engine:
     for layer in layers:
         if cell.compile:
             layer.compile()
-        fully_shard(layer, mp_policy=policy, offload_policy=offload)  # resharded after its forward: ZeRO-3
+        fully_shard(layer, mp_policy=policy, offload_policy=offload)  # ZeRO-3: resharded after its forward
     fully_shard(model, mp_policy=policy, offload_policy=offload)
     if cell.tuned:
         gather_further_ahead(layers)
@@ -35,6 +35,7 @@ def fsdp2(cell: Cell, config, device: torch.device) -> Engine:
 
 
 def gather_further_ahead(layers: list, ahead: int = 2) -> None:
+    """Make each layer prefetch the next `ahead` layers, in forward and in backward."""
     for place, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + ahead])
         layer.set_modules_to_backward_prefetch(layers[max(0, place - ahead) : place][::-1])

@@ -1,4 +1,4 @@
-"""Megatron-FSDP, NVIDIA's sharding for torch; needs GPUs."""
+"""Megatron-FSDP; needs GPUs."""
 
 import importlib
 from typing import Any
@@ -12,7 +12,7 @@ from bench.models import flops_a_token, layers_of, make_model
 
 
 def megatron_fsdp(cell: Cell, config, device: torch.device) -> Engine:
-    """bf16 weights with float32 copies, a layer a unit. tuned: its communication buffers are kept."""
+    """Build Megatron-FSDP with bf16 weights and float32 masters, one unit per layer. tuned: double buffers are kept."""
     if device.type != "cuda":
         raise ValueError("--engine megatron-fsdp works on GPUs only")
     package: Any = importlib.import_module("megatron_fsdp")
@@ -32,7 +32,7 @@ def megatron_fsdp(cell: Cell, config, device: torch.device) -> Engine:
 
 @torch.no_grad()
 def clip_uneven(parameters, device: torch.device) -> None:
-    """Clip by the norm over all ranks. Its tensors are spread unevenly: torch's own clipping waits for ever there."""
+    """Clip by the norm over all ranks. torch's own clipping hangs on tensors that are sharded unevenly."""
     grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in parameters if p.grad is not None]
     grads = [grad for grad in grads if grad.numel()]
     norms = torch._foreach_norm(grads)

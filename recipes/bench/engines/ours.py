@@ -1,4 +1,4 @@
-"""This library's engine; BMTrain's public names are the same, so its step is too."""
+"""hf_bmtrain."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ RECOMPUTED: dict[str, Any] = {"none": False, "full": True, "auto": "auto"}
 
 
 def ours(cell: Cell, config, device: torch.device) -> Engine:
-    """bf16 weights; the optimizer keeps their float32 copies."""
+    """Build hf_bmtrain with bf16 weights; the optimizer keeps float32 masters."""
     model = make_model(config, torch.bfloat16, device)
     flops = flops_a_token(model, cell.seq)
     model = bmt.auto_wrap(model, use_checkpoint=RECOMPUTED[cell.recompute], compile=cell.compile)

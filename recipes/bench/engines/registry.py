@@ -1,4 +1,4 @@
-"""The engines that the benchmark compares, each built as its users build it, and what each of them can do."""
+"""The engines of the benchmark, and the options that each supports."""
 
 import importlib
 from collections.abc import Callable
@@ -32,11 +32,11 @@ OPTIONS = {
 }
 PACKAGES = {"deepspeed": "deepspeed", "megatron-fsdp": "megatron_fsdp", "bmtrain": "bmtrain"}
 OWN_GROUP = ("ours", "bmtrain")
-"""Engines that need no process group of torch."""
+"""Engines that do not need torch's process group."""
 
 
 def check(cell: Cell) -> None:
-    """ValueError where the engine cannot do what the cell asks for."""
+    """Raise ValueError if the engine does not support an option of the cell."""
     flags = {"compile": cell.compile, "offload": cell.offload, "tuned": cell.tuned, "linear-loss": cell.linear_loss}
     asked = [f"recompute {cell.recompute}", *(name for name, on in flags.items() if on)]
     missing = [option for option in asked if option not in OPTIONS[cell.engine]]
@@ -45,13 +45,13 @@ def check(cell: Cell) -> None:
 
 
 def why_missing(engine: str) -> str | None:
-    """How to install what the engine needs, in one line; None where it is there."""
+    """Return in one line why the engine's package cannot be imported and how to install it, or None."""
     package = PACKAGES.get(engine)
     if package is None:
         return None
     try:
         importlib.import_module(package)
-    except (ImportError, OSError, RuntimeError) as error:  # a package that is there may still lack a library
+    except (ImportError, OSError, RuntimeError) as error:  # an installed package may still lack a library
         reason = " ".join(str(error).split())
         return (
             f"{engine} is left out ({reason}): pip install {engine}, or without a network pip install --no-index "

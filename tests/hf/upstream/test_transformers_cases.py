@@ -1,4 +1,4 @@
-"""transformers' own Trainer tests around a sharded model; `python tests/hf/upstream_cases.py` counts them."""
+"""transformers' own Trainer tests around a sharded model; `python tests upstream_cases` counts them."""
 
 import inspect
 import types

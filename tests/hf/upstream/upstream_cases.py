@@ -1,13 +1,12 @@
 """transformers' own Trainer tests, a line each: the case here that asserts the same of a sharded model, or why none.
 
-`PYTHONPATH=tests python tests/hf/upstream_cases.py` runs all and counts. The names are those of transformers' files in
+`python tests upstream_cases` runs all and counts. The names are those of transformers' files in
 tests/trainer, less `test_`; the cases are written anew, and nothing in them is downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -260,7 +259,3 @@ def main() -> int:
     skipped = sum(isinstance(entry, str) for entry in everything)
     print(f"{len(everything)} cases: {len(everything) - skipped} run, {failed} failed, {skipped} not applicable")
     return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

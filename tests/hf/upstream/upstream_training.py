@@ -61,7 +61,7 @@ def num_batches_in_training_with_gradient_accumulation(folder):
 
 
 def gradient_checkpointing(folder):
-    given = {"gradient_checkpointing": True, "per_device_train_batch_size": 2}
+    given = {**jobs.CHECKPOINTING, "per_device_train_batch_size": 2}
     trainer = jobs.make_trainer(
         folder, True, given, size=bmt.world_size(), make_optimizer=None, use_checkpoint=False
     )  # fmt: skip

@@ -10,7 +10,7 @@ from ..ops.adam_step import Hyper
 from ..runtime.world import current_world
 from .runs import RunState
 
-_PIECE = 1 << 20  # elements at once, so that intermediate results take little memory
+PIECE = 1 << 20  # elements at once, so that intermediate results take little memory
 
 
 class DeltaRecord:
@@ -66,8 +66,8 @@ def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
     lr, beta1, beta2, eps, weight_decay, hold_steps = settings
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)
-    for start in range(0, state.run.weights.numel(), _PIECE):
-        part = slice(start, start + _PIECE)
+    for start in range(0, state.run.weights.numel(), PIECE):
+        part = slice(start, start + PIECE)
         master, v = state.master.part(part, device).read()
         m = state.exp_avg[part].to(device).float()
         direction = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from inner import note_parts
 from lagging import DTYPES, lagging, small_chunks
 from ranks import Ranks
 from twenty_steps import OPTIONS, groups
@@ -28,8 +29,10 @@ class Trainee:
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(self.optimizer)
         self._number = 0
-        for index, parameter in enumerate(self.model.parameters()):
+        self.handles = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._overwrite, index))
+            for index, parameter in enumerate(self.model.parameters())
+        ]
 
     def _overwrite(self, index, parameter):
         generator = torch.Generator().manual_seed(1000 * self._number + index)
@@ -68,25 +71,19 @@ def the_same(dtype, early, seed, **options):
 
 
 def parts_are_made_inside_the_backward():
-    trainee, inside = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16), []
-    original = trainee.optimizer._step_runs
-
-    def noting(numbers):
-        inside.append(torch._C._current_graph_task_id() != -1)
-        original(numbers)
-
-    trainee.optimizer._step_runs = noting
+    trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
+    parts = note_parts(trainee.optimizer)
     trainee.step(0, early=True)
-    inside.clear()
+    parts.clear()
     trainee.step(1, early=True)
-    assert inside == [True] * len({p.buffer for p in trainee.model.parameters()})
+    assert [inside for inside, _ in parts] == [True] * len({p.buffer for p in trainee.model.parameters()})
 
 
 def the_host_never_waits(early):
     trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
     trainee.step(0, early)
-    for parameter in trainee.model.parameters():
-        parameter._gradient_hooks.clear()  # they bring gradients from the host
+    for handle in trainee.handles:
+        handle.remove()  # the hooks bring gradients from the host
     for number in (1, 2):
         tokens = ids(number, 0).cuda()
         torch.cuda._sleep(1_000_000_000)  # half a second: the host may be busy

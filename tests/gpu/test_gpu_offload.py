@@ -9,6 +9,7 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.comm import streams
 from hf_bmtrain.ops import pinned
+from inner import chunks_of
 from lagging import DTYPES, lagging, small_chunks
 from ranks import Ranks
 from trainee import Trainee
@@ -53,8 +54,9 @@ def the_same(dtype, exp_avg_dtype, seed):
                 trainee.end_step()
             if number % 3 == 2:
                 assert all(torch.equal(a, b) for a, b in zip(*(trainee.result() for trainee in trainees))), number
-        assert len(trainees[1].optimizer._chunks) > 10
-        assert all(value.is_pinned() for chunk in trainees[1].optimizer._chunks for value in (chunk.slab.exp_avg,))
+        chunks = chunks_of(trainees[1].optimizer)
+        assert len(chunks) > 10
+        assert all(chunk.slab.exp_avg.is_pinned() for chunk in chunks)
 
 
 def written_after_a_step(seed):
@@ -125,8 +127,12 @@ def all_dtypes_at_once():
         states = [[*optimizer.state_dict()["state"].values()] for optimizer in optimizers]
         assert all(torch.equal(a, b) for a, b in zip(*pair))
         assert all(torch.equal(one[k].cpu(), other[k].cpu()) for one, other in zip(*states) for k in one)
-        places = optimizers[1]._places.values()
-        held = [t for slab in {place.slab for place in places} for t in slab.part(0, numel) if t is not None]
+        held = [
+            t
+            for slab in {chunk.slab for chunk in chunks_of(optimizers[1])}
+            for t in slab.part(0, numel)
+            if t is not None
+        ]
         assert sum(t.element_size() for t in held) == travel
         assert all(t.is_pinned() for t in held)
 
@@ -156,7 +162,7 @@ def the_next_forward_begins_early():
     ended, gathered = torch.cuda.Event(), torch.cuda.Event()
     ended.record()
     ended.synchronize()
-    updated = trainee.optimizer._mover.updated
+    updated = trainee.model.layers[2].linear._parameters["weight"].buffer.update.ticket
     assert not updated.query()
     trainee.model.head._parameters["weight"].buffer.gather()
     gathered.record()

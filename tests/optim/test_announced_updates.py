@@ -2,11 +2,13 @@
 
 import time
 from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
 
 import hf_bmtrain as bmt
+from hf_bmtrain.comm.collectives import GlooCommunicator
 from inner import peer_gather
 from offloaded import as_on_a_gpu
 from twins import Tower, ids
@@ -64,23 +66,33 @@ def each_announced_update_meets_by_itself():
     trainee = Trainee(bmt.optim.AdamOffloadOptimizer)
     trainee.step(0)
     buffers = list(dict.fromkeys(p.buffer for p in trainee.model.parameters()))
-    peers, met, published = peer_gather(), [], []
-    original, publish = peers._meetings.all_reduce, peers._publish
-    peers._meetings.all_reduce = lambda token: met.append(token) or original(token)
-    peers._publish = lambda: published.append(1) or publish()
-    try:
+    peers, reduced = peer_gather(), []
+    original = GlooCommunicator.all_reduce
+
+    def noting(communicator, *operands, **options):
+        reduced.append(communicator)
+        return original(communicator, *operands, **options)
+
+    def counts():
+        """How often updates met on a communicator of their own, and weights were published on that of the gathers."""
+        own = {id(peers.communicator), id(bmt.current_world().reduce)}
+        return sum(id(each) not in own for each in reduced), reduced.count(peers.communicator) - quiesce.call_count
+
+    with (
+        mock.patch.object(GlooCommunicator, "all_reduce", noting),
+        mock.patch.object(peers, "quiesce", wraps=peers.quiesce) as quiesce,
+    ):
         trainee.optimizer.zero_grad()
         trainee.model(ids(1, 0)).backward()
-        assert (len(met), len(published)) == (0, 0)
+        assert counts() == (0, 0)
         trainee.optimizer.step()
-        assert len(met) == len(buffers)
+        assert counts() == (len(buffers), 0)
         assert all(buffer.shard.shared.meeting is not None for buffer in buffers)
         buffers[0].gather()
         assert [buffer.shard.shared.meeting is None for buffer in buffers] == [True] + [False] * (len(buffers) - 1)
         trainee.model(ids(2, 0)).backward()
-        assert (len(met), len(published)) == (len(buffers), 0)
-    finally:
-        del peers._meetings.all_reduce, peers._publish
+        assert counts() == (len(buffers), 0)
+        assert quiesce.call_count > 0 and len(reduced) > len(buffers)
 
 
 def loaded_after_an_announcement():

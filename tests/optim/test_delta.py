@@ -126,7 +126,7 @@ def test_ordinary_parameters_count_once(world, size):
 
 def test_pieces_are_put_together(monkeypatch):
     """Without a world: nothing but ordinary parameters, in pieces of seven elements."""
-    monkeypatch.setattr(delta, "_PIECE", 7)
+    monkeypatch.setattr(delta, "PIECE", 7)
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 100))
     optimizer = bmt.optim.AdamOffloadOptimizer([parameter], lr=0.1, eps=1e-3, weight_decay=0.5, record_delta=True)
     parameter.grad = torch.linspace(-2, 2, 100)

@@ -1,6 +1,7 @@
 """update_in_backward(): the same bits, made early, or refused; by streams that lag at random."""
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
 from hf_bmtrain.sharding.parameter import DistributedParameter
+from inner import note_parts
 from offloaded import DTYPES, as_on_a_gpu
 from twenty_steps import OPTIONS, groups
 from twins import Tower, ids
@@ -24,14 +26,7 @@ class Early:
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(self.optimizer, bmt.lr_scheduler.Linear(self.optimizer, 1e-2, 0, 50))
         self._early = early
-        self.parts = []  # (inside a backward, how many runs) of each part of a step
-        original = self.optimizer._step_runs
-
-        def noting(numbers):
-            self.parts.append((torch._C._current_graph_task_id() != -1, len(numbers)))
-            original(numbers)
-
-        self.optimizer._step_runs = noting
+        self.parts = note_parts(self.optimizer)  # (inside a backward, how many runs) of each part of a step
 
     def updating(self):
         return self.optimizer.update_in_backward() if self._early else nullcontext()
@@ -279,12 +274,17 @@ def spoilt_weights_are_told():
 def an_error_in_backward_leaves_no_hooks():
     trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, True)
     trainee.step(0)
-    with pytest.raises(ZeroDivisionError):
+    handles, register = [], DistributedParameter.register_post_accumulate_grad_hook
+
+    def noting(*arguments):
+        handles.append(register(*arguments))
+        return handles[-1]
+
+    with pytest.raises(ZeroDivisionError), mock.patch.object(DistributedParameter, register.__name__, noting):
         with trainee.optimizer.update_in_backward():
             raise ZeroDivisionError
-    pieces = [p for p in trainee.model.parameters() if isinstance(p, DistributedParameter)]
-    assert pieces
-    assert not any(p._gradient_hooks for p in pieces)
+    assert handles
+    assert not any(handle.id in handle.hooks_dict_ref() for handle in handles), "hooks are left"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

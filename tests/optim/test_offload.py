@@ -15,7 +15,8 @@ import hf_bmtrain as bmt
 from float_masters import FloatMasters
 from hf_bmtrain.ops import pinned
 from hf_bmtrain.sharding.pending_update import PendingUpdate
-from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, steps_in_a_row, the_same, written_gradients_wait
+from inner import chunks_of, run_of
+from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, the_same
 from twenty_steps import OPTIONS, groups, train
 from twins import ids
 
@@ -123,9 +124,9 @@ def all_dtypes_at_once(seed):
             own, other = (optimizer.state_dict()["state"] for optimizer in optimizers)
             assert [[*state] for state in own.values()] == [[*state] for state in other.values()]
             assert all(torch.equal(own[k][name], other[k][name]) for k in own for name in own[k])
-            for chunk in optimizers[1]._chunks:
+            for chunk in chunks_of(optimizers[1]):
                 held = [t for t in chunk.slab.part(chunk.start, chunk.stop) if t is not None]
-                kind = dtypes.index(optimizers[1]._states[chunk.parts[0].run].run.weights.dtype)
+                kind = dtypes.index(run_of(optimizers[1], chunk.parts[0].run).weights.dtype)
                 assert sum(t.element_size() for t in held) == travel[kind]
 
 
@@ -224,14 +225,38 @@ def the_first_buffers_come_first(seed):
     with as_on_a_gpu(seed):
         trainee = Trainee(bmt.optim.AdamOffloadOptimizer, torch.bfloat16)
         trainee.step(0)
-        optimizer = trainee.optimizer
-        order = [optimizer._states[p.run].run.buffer for chunk in optimizer._chunks for p in chunk.parts]
+        chunks = chunks_of(trainee.optimizer)
+        order = [run_of(trainee.optimizer, p.run).buffer for chunk in chunks for p in chunk.parts]
     changes = sum(a is not b for a, b in zip(order, order[1:]))
     assert len({*order}) > 2
     assert changes == len({*order}) - 1
-    along = [chunk.slab for chunk in optimizer._chunks]
+    along = [chunk.slab for chunk in chunks]
     assert sum(a is not b for a, b in zip(along, along[1:])) == len({*along}) - 1 > 0
     assert order[0] is trainee.model.embedding._parameters["weight"].buffer
+
+
+def written_gradients_wait(seed):
+    """zero_grad(set_to_none=False) writes what an update may still read."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (FloatMasters, bmt.optim.AdamOffloadOptimizer)]
+        for number in range(3):
+            for trainee in trainees:
+                trainee.step(number)
+                trainee.optimizer.zero_grad(set_to_none=False)
+        assert_equal(*trainees, "zeroed")
+
+
+def steps_in_a_row(seed):
+    """Each with another lr, and no forward between them."""
+    with as_on_a_gpu(seed):
+        trainees = [Trainee(cls, torch.bfloat16) for cls in (FloatMasters, bmt.optim.AdamOffloadOptimizer)]
+        for trainee in trainees:
+            trainee.step(0)
+            trainee.model(ids(1, bmt.rank())).backward()
+            for number in range(5):
+                trainee.optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+                trainee.optimizer.step()
+        assert_equal(*trainees, "in a row")
 
 
 def direct_reads(seed):
@@ -295,7 +320,7 @@ def a_resident_update_leaves_nothing_pending(seed):
     with as_on_a_gpu(seed):
         trainee = Trainee(bmt.optim.AdamOptimizer, torch.bfloat16)
         trainee.step(0)
-        assert not any(p.buffer.update.ticket is not None for p in trainee.model.parameters())
+        assert all(p.buffer.update.ticket is None for p in trainee.model.parameters())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -348,7 +373,7 @@ def test_gradients_are_kept_until_the_current_stream_has_waited():
     del gradient
     gc.collect()
     assert alive() is not None
-    update.settle()
+    update.wait()
     assert ticket.waited
     gc.collect()
     assert alive() is None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import hf_bmtrain as bmt
 from hf_bmtrain.comm.peer_gather import PeerGather
 from hf_bmtrain.comm.peer_reduce import PeerReduction
+from hf_bmtrain.optim.runs import Run
+from hf_bmtrain.optim.slabs import Chunk
 
 
 def state_of(block: Any) -> Any:
@@ -26,3 +29,26 @@ def peer_reduction() -> PeerReduction:
     reduction: Any = bmt.current_world().schedule.blocks
     assert isinstance(reduction, PeerReduction)
     return reduction
+
+
+def chunks_of(optimizer: bmt.optim.AdamOffloadOptimizer) -> list[Chunk]:
+    """Return the chunks in which the optimizer's state comes to the device, in the order of the last arrangement."""
+    return optimizer._chunks
+
+
+def run_of(optimizer: bmt.optim.AdamOptimizer, number: int) -> Run:
+    """Return the run of this number."""
+    return optimizer._states[number].run
+
+
+def note_parts(optimizer: bmt.optim.AdamOptimizer) -> list[tuple[bool, int]]:
+    """Return a list to which every part of a later step adds (whether it is in a backward, how many runs)."""
+    parts: list[tuple[bool, int]] = []
+    original = optimizer._step_runs
+
+    def noting(numbers: Sequence[int]) -> None:
+        parts.append((bmt.current_world().schedule.in_backward, len(numbers)))
+        original(numbers)
+
+    optimizer._step_runs = noting
+    return parts

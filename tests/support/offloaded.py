@@ -86,27 +86,3 @@ def written(trainees):
         trainee.model.load_state_dict({k: torch.full_like(v, 0.5) for k, v in Tower().state_dict().items()})
         trainee.step(21)
     assert_equal(*trainees, "loaded")
-
-
-def written_gradients_wait(seed, cls=bmt.optim.AdamOffloadOptimizer):
-    """zero_grad(set_to_none=False) writes what an update may still read."""
-    with as_on_a_gpu(seed):
-        trainees = [Trainee(each, torch.bfloat16) for each in (FloatMasters, cls)]
-        for number in range(3):
-            for trainee in trainees:
-                trainee.step(number)
-                trainee.optimizer.zero_grad(set_to_none=False)
-        assert_equal(*trainees, "zeroed")
-
-
-def steps_in_a_row(seed, cls=bmt.optim.AdamOffloadOptimizer):
-    """Each with another lr, and no forward between them."""
-    with as_on_a_gpu(seed):
-        trainees = [Trainee(each, torch.bfloat16) for each in (FloatMasters, cls)]
-        for trainee in trainees:
-            trainee.step(0)
-            trainee.model(ids(1, bmt.rank())).backward()
-            for number in range(5):
-                trainee.optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-                trainee.optimizer.step()
-        assert_equal(*trainees, "in a row")

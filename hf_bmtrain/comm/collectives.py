@@ -7,6 +7,7 @@ all communicators in the same order, from one thread at a time.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -210,7 +211,9 @@ class GlooCommunicator:
     def close(self, abort: bool) -> None:
         end = time.monotonic() + _ABORT_SECONDS
         if abort and not all(comes(work, end - time.monotonic()) or work.is_completed() for work in self._under_way):
-            return  # the group's threads wait for another rank, and this one would wait for them
+            # The group's threads wait for another rank, and its destructor would wait for them: it is never destroyed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            return
         self._under_way.clear()
         end_group(self._group)
         self._group = None

@@ -93,13 +93,13 @@ class Master:
         weight = self.weight.to(self.stored.device)
         if weight.dtype == torch.bfloat16:
             return follow(self.stored, weight)
-        for p, w in _chunks(self.stored, weight):
+        for p, w in _in_chunks(self.stored, weight):
             p.copy_(torch.where(w == p.to(w.dtype), p, w.float()))
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
     """Write weight (bfloat16), residual and the mark on exp_avg_sq for a float32 `master`; (n,) each."""
-    for p, w, r, v in _chunks(master, weight, residual, exp_avg_sq):
+    for p, w, r, v in _in_chunks(master, weight, residual, exp_avg_sq):
         w.copy_(p)
         distance = _distance(p, w)
         mark = distance == _TIE
@@ -112,7 +112,7 @@ def join(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return new (master, exp_avg_sq without marks), float32 (n,) each, on `device` (None: that of the arguments)."""
     master, unmarked = (torch.empty_like(exp_avg_sq, device=device) for _ in range(2))
-    for p, u, w, r, v in _chunks(master, unmarked, weight, residual, exp_avg_sq):
+    for p, u, w, r, v in _in_chunks(master, unmarked, weight, residual, exp_avg_sq):
         mark = v.view(torch.int32) < 0
         p.copy_(_at(w, r.int() + (mark.int() << 16)))
         u.copy_(v.abs())
@@ -121,11 +121,11 @@ def join(
 
 def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
     """Set `master` (float32, in place) to the join of its residual and of `weight`, which was written from outside."""
-    for p, w in _chunks(master, weight):
+    for p, w in _in_chunks(master, weight):
         p.copy_(_at(w, _distance(p, p.bfloat16())))
 
 
-def _chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
     return zip(*(tensor.split(_CHUNK) for tensor in tensors), strict=True)
 
 

@@ -127,7 +127,7 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """An `init_method`: `ParameterInitializer(torch.nn.init.normal_, std=1)` fills a tensor by normal_(tensor, std=1)."""
+    """An `init_method`: `ParameterInitializer(torch.nn.init.normal_, std=1)` calls `normal_(tensor, std=1)`."""
 
     def __init__(self, function: Callable, *args, **kwargs) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs

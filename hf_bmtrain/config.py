@@ -1,4 +1,4 @@
-"""The world by BMTrain's keys."""
+"""The world of this process as BMTrain's `config` mapping."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _KEYS = ("rank", "local_rank", "world_size", "zero_level", "loss_scale_factor", 
 
 
 class Config(Mapping):
-    """`config["rank"]` and its kin: a view of the world of this process, not a place to write to.
+    """A read-only view of the world of this process.
 
     Keys: rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, pipe_size and tp_size
-    (both 1), initialized (the only one that may be read before `init_distributed`, False then).
+    (both 1), initialized. Before `init_distributed` only `initialized` can be read; it is False.
     """
 
     def __getitem__(self, key: str) -> Any:

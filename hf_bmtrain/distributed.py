@@ -1,9 +1,9 @@
-"""Collectives: differentiable ones between the ranks, and results that concern all of them.
+"""Differentiable collectives, and reductions of results over all ranks.
 
 An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
-adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. So divide a loss by the world size where
-the mean over the ranks is what is trained, as OptimManager does for parameters. Every rank runs every operation, in
-the same order, forward and backward.
+adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. To train on the mean over ranks, divide
+the loss by the world size, as OptimManager does for parameters. Every rank runs every operation, in the same order,
+forward and backward.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import Any
 
 import torch
 
+from .comm.collectives import as_bytes
 from .runtime.world import current_world
 
 _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 
 
 def all_gather(x: torch.Tensor) -> torch.Tensor:
-    """`x` (...) of all ranks, stacked: (world size, ...). Shapes and dtypes must be equal. Collective."""
+    """Return `x` (...) of all ranks, stacked: (world size, ...). Shapes and dtypes must be equal. Collective."""
     _check_alike("all_gather", x)
     return _AllGather.apply(x)
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """The element-wise sum, avg, max, min or prod over ranks of `x` (...), on every rank. Collective.
+    """Return the element-wise sum, avg, max, min or prod of `x` (...) over ranks, on every rank. Collective.
 
-    Among ranks that hold the same maximum (minimum) its gradient is shared evenly, as torch.amax does.
+    Ranks that hold the same maximum (minimum) share its gradient evenly, as in torch.amax.
     """
     _check_operation("all_reduce", op, x)
     _check_alike("all_reduce", x)
@@ -38,7 +39,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """This rank's part (n, ...) of the reduction over ranks of `x` (world size * n, ...). Collective."""
+    """Return this rank's part (n, ...) of the reduction of `x` (world size * n, ...) over ranks. Collective."""
     world = current_world()
     if x.dim() == 0 or x.shape[0] % world.size:
         raise ValueError(
@@ -49,7 +50,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
-    """Rank `root`'s `x` (...) on every rank; the others give one of the same shape and dtype. Collective."""
+    """Return rank `root`'s `x` (...) on every rank. Shapes and dtypes must be equal. Collective."""
     size = current_world().size
     if not 0 <= root < size:
         raise ValueError(f"broadcast from rank {root}: ranks are 0 to {size - 1}")
@@ -65,7 +66,7 @@ def _check_operation(name: str, op: str, x: torch.Tensor) -> None:
 
 
 def _check_alike(name: str, x: torch.Tensor) -> None:
-    """ValueError on every rank unless all have the same shape and dtype."""
+    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal on all ranks. Collective."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} takes a tensor, not a {type(x).__name__}: wrap it in torch.tensor(...)")
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
@@ -75,12 +76,12 @@ def _check_alike(name: str, x: torch.Tensor) -> None:
 
 
 def _stack(x: torch.Tensor) -> torch.Tensor:
-    """(world size, ...), on the device of `x`."""
+    """Return `x` of all ranks, (world size, ...), on the device of `x`."""
     world = current_world()
     local = x.detach().to(world.device).contiguous()
     whole = local.new_empty((world.size, *local.shape))
     if local.numel():
-        world.gather.all_gather(_bytes(whole), _bytes(local)).wait()
+        world.gather.all_gather(as_bytes(whole), as_bytes(local)).wait()
     return whole.to(x.device)
 
 
@@ -92,12 +93,8 @@ def _total(x: torch.Tensor) -> torch.Tensor:
     return total.to(x.device)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
 class _AllGather(torch.autograd.Function):
-    """y_s = (x_0, ..., x_{N-1}) on every rank s; the adjoint gives rank r the sum over s of part r."""
+    """y_s = (x_0, ..., x_{N-1}) on every rank s. Adjoint: rank r receives the sum over s of part r."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +106,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """y_s = x_0 + ... + x_{N-1} on every rank s: its own adjoint."""
+    """y_s = x_0 + ... + x_{N-1} on every rank s. It is its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +118,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """y_s = x_root; the adjoint gives the root the sum over s, the others nothing."""
+    """y_s = x_root on every rank s. Adjoint: the root receives the sum over s, other ranks zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, root: int) -> torch.Tensor:
@@ -129,7 +126,7 @@ class _Broadcast(torch.autograd.Function):
         world = current_world()
         values = x.detach().to(world.device, copy=True).contiguous()
         if values.numel():
-            world.gather.broadcast(_bytes(values), root).wait()
+            world.gather.broadcast(as_bytes(values), root).wait()
         return values.to(x.device)
 
     @staticmethod
@@ -139,9 +136,9 @@ class _Broadcast(torch.autograd.Function):
 
 
 def sum_loss(loss: torch.Tensor) -> torch.Tensor:
-    """The mean of a scalar `loss` over all ranks: float32, detached, on this device. Collective.
+    """Return the mean of a scalar `loss` over all ranks: float32, detached, on this rank's device. Collective.
 
-    (The name is BMTrain's; a mean is what it computes.)
+    (The name is BMTrain's, which computes the mean as well.)
     """
     world = current_world()
     mean = loss.detach().to(torch.float32, copy=True).reshape(1)
@@ -150,9 +147,9 @@ def sum_loss(loss: torch.Tensor) -> torch.Tensor:
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
-    """`result` (n, …) of all ranks, concatenated on dim 0 in rank order, on its own device. Collective.
+    """Return `result` (n, ...) of all ranks, concatenated on dim 0 in rank order, on the same device. Collective.
 
-    Shapes and dtypes must be equal: ValueError on every rank otherwise. A scalar counts as (1,).
+    A scalar counts as (1,). Raises ValueError on every rank if shapes or dtypes differ.
     """
     _check_alike("gather_result", result)
     return _stack(result.reshape(1) if result.dim() == 0 else result).flatten(0, 1)

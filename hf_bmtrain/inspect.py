@@ -1,9 +1,11 @@
-"""Statistics of parameters and of what a forward computes, over all ranks."""
+"""Statistics of parameters and of activations, over all ranks."""
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ _COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean
 
 @dataclass(frozen=True)
 class _Moments:
-    """Of `count` numbers: their mean, the sum of squared distances from it, and their extremes (float64)."""
+    """The mean of `count` numbers, the sum of squared distances from it, and their extremes, in float64."""
 
     count: int
     mean: float
@@ -38,7 +40,7 @@ class _Moments:
         return cls(values.numel(), *numbers.tolist())
 
     def __add__(self, other: _Moments) -> _Moments:
-        """Of both sets together (Chan, Golub & LeVeque 1979)."""
+        """Return the moments of both sets of numbers together (Chan, Golub & LeVeque 1979)."""
         count = self.count + other.count
         if not self.count or not other.count:
             return self if self.count else other
@@ -49,25 +51,29 @@ class _Moments:
 
     @property
     def std(self) -> float:
-        """Unbiased, as torch.std; nan for fewer than two numbers."""
+        """The unbiased standard deviation, as torch.std; nan for fewer than two numbers."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else math.nan
 
 
 @dataclass
 class _Local:
-    """What one rank knows of one line of a summary."""
+    """One rank's contribution to one line of a summary."""
 
     name: str
     shape: tuple[int, ...]
     values: _Moments
     gradient: _Moments | None
 
+    @classmethod
+    def of(cls, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> _Local:
+        return cls(name, tuple(shape), _Moments.of(values), None if gradient is None else _Moments.of(gradient))
+
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
-    """One line from all ranks' knowledge of it."""
-    total = _sum([local.values for local in ranks])
+    """Return one line of a summary from all ranks' contributions."""
+    total = functools.reduce(operator.add, [local.values for local in ranks])
     gradients = [local.gradient for local in ranks if local.gradient is not None]
-    gradient = _sum(gradients) if gradients else None
+    gradient = functools.reduce(operator.add, gradients) if gradients else None
     return {
         "name": ranks[0].name, "shape": shape,
         "std": total.std, "mean": total.mean, "max": total.high, "min": total.low,
@@ -76,22 +82,15 @@ def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sum(moments: Sequence[_Moments]) -> _Moments:
-    total = moments[0]
-    for other in moments[1:]:
-        total = total + other
-    return total
-
-
 # -- parameters ---------------------------------------------------------------------------------------------------
 
 
 def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
-    """One dict for every parameter of `model` whose name fits the pattern `param_name` (`*`, `?`, `[…]`). Collective.
+    """Return one dict per parameter of `model` whose name matches the pattern `param_name` (`*`, `?`, `[…]`).
 
-    Keys: name (with `prefix` in front, which the pattern sees too), shape (whole), std (unbiased), mean, max, min of
-    the whole parameter; grad_std and grad_mean, None where there is no gradient. Nothing is gathered: every rank
-    contributes the moments of what it holds. A tied parameter has a line under each of its names.
+    Keys: name (`prefix` included, also for the pattern), shape, std (unbiased), mean, max and min of the whole
+    parameter; grad_std and grad_mean, None without a gradient. A tied parameter has a line under each of its names.
+    Collective; nothing is gathered: every rank contributes the moments of its slices.
     """
     world = current_world()
     world.assemble("inspect_model")
@@ -112,11 +111,11 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
 
 def _parameter(name: str, parameter: torch.nn.Parameter) -> _Local:
     shape = parameter.full_shape if isinstance(parameter, DistributedParameter) else parameter.shape
-    gradient = None if parameter.grad is None else _Moments.of(parameter.grad.as_subclass(torch.Tensor))
-    return _Local(name, tuple(shape), _Moments.of(parameter.data), gradient)  # waits for a pending update
+    gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
+    return _Local.of(name, shape, parameter.data, gradient)  # `.data` waits for a pending update
 
 
-# -- what a forward computes --------------------------------------------------------------------------------------
+# -- activations --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -129,7 +128,7 @@ class _Record:
 
 
 class InspectTensor:
-    """What `record_tensor` noted inside one `with inspect_tensor()`."""
+    """The tensors that `record_tensor` recorded inside one `with inspect_tensor()`."""
 
     def __init__(self) -> None:
         self._records: list[_Record] = []
@@ -141,11 +140,12 @@ class InspectTensor:
         self._records.append(_Record(x, name, group, wants, x._version))
 
     def get_summary(self) -> list[dict[str, Any]]:
-        """One dict for every record, in order, over all ranks' tensors. Collective.
+        """Return one dict per record, in order, over all ranks' tensors. Collective.
 
-        Keys as in `inspect_model`; shape counts dimension 0 over all ranks; a gradient that backward has not reached
-        is None. A name is `group.name`, and `group.0.name`, `group.1.name`, … where one was recorded several times.
-        RuntimeError where the ranks have recorded different names, or where a recorded tensor was modified in place.
+        Keys as in `inspect_model`; dimension 0 of the shape is summed over ranks; statistics of a gradient that
+        backward has not reached are None. A name is `group.name`, or `group.0.name`, `group.1.name`, … if it was
+        recorded several times. Raises RuntimeError if the ranks have recorded different names, or if a recorded tensor
+        was modified in place.
         """
         world = current_world()
         world.assemble("get_summary")
@@ -155,7 +155,10 @@ class InspectTensor:
             "`x = x + y` for `x += y`",
             written or None,
         )
-        mine = [self._local(name, record) for name, record in zip(self._names(), self._records)]
+        mine = [
+            _Local.of(name, record.tensor.shape, record.tensor, record.tensor.grad if record.wants_gradient else None)
+            for name, record in zip(self._names(), self._records)
+        ]
         everyone: list[list[_Local]] = world.gather_objects(mine)
         names = [[local.name for local in rank] for rank in everyone]
         if any(other != names[0] for other in names):
@@ -171,9 +174,9 @@ class InspectTensor:
         return lines
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """This rank's recorded tensor, with its `.grad`; the `index`-th of that name (the first), None if none."""
+        """Return this rank's `index`-th tensor (default: 0) recorded under that name, with its `.grad`, or None."""
         found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
-        index = 0 if index is None else index
+        index = index or 0
         return found[index] if 0 <= index < len(found) else None
 
     def _names(self) -> list[str]:
@@ -187,44 +190,37 @@ class InspectTensor:
             met[key] += 1
         return names
 
-    def _local(self, name: str, record: _Record) -> _Local:
-        x = record.tensor
-        gradient = x.grad if record.wants_gradient else None
-        moments = None if gradient is None else _Moments.of(gradient)
-        return _Local(name, tuple(x.shape), _Moments.of(x), moments)
-
 
 @contextmanager
 def inspect_tensor() -> Iterator[InspectTensor]:
-    """`with bmt.inspect.inspect_tensor() as inspector:` run forward and backward, then ask `inspector`.
+    """Record, inside the context, the tensors given to `record_tensor`, and yield the `InspectTensor` that keeps them.
 
-    Under it `record_tensor` notes what it is given, once a call of the forward also where a block recomputes. It keeps
-    the tensors: use it for one step now and then.
+    A tensor is recorded once per forward, also if its block is recomputed. Recorded tensors stay in memory.
     """
-    step = current_world().schedule
-    if step.inspector is not None:
+    schedule = current_world().schedule
+    if schedule.inspector is not None:
         raise RuntimeError("inspect_tensor is already active: one `with inspect_tensor()` at a time.")
-    step.inspector = inspector = InspectTensor()
+    schedule.inspector = inspector = InspectTensor()
     try:
         yield inspector
     finally:
-        step.inspector = None
+        schedule.inspector = None
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> None:
-    """Note the activation `x` under `name` for the active `inspect_tensor`; does nothing where there is none.
+    """Record the activation `x` under `name` in the active `inspect_tensor` context; do nothing outside one.
 
     group: a prefix of the name. requires_grad: keep its gradient too. Raises ValueError for a parameter.
     """
     if isinstance(x, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         raise ValueError(f"record_tensor takes an activation, not a {type(x).__name__}: see inspect_model for weights.")
-    step = current_world().schedule
-    if step.inspector is not None and not step.in_backward:  # in backward it is a recomputation of what is noted
-        step.inspector.add(x, name, group, requires_grad)
+    schedule = current_world().schedule
+    if schedule.inspector is not None and not schedule.in_backward:  # in backward a recomputation repeats it
+        schedule.inspector.add(x, name, group, requires_grad)
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
-    """`summary`, as `inspect_model` and `get_summary` give it, as a table in text: one line each below a header."""
+    """Return a text table of a summary from `inspect_model` or `get_summary`: a header, and one line per dict."""
     rows = [_COLUMNS, *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
     widths = [max(len(row[number]) for row in rows) for number in range(len(_COLUMNS))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

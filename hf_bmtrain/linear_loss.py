@@ -1,4 +1,4 @@
-"""The loss of a linear layer's output without that output: logits exist for a chunk of rows at a time."""
+"""Cross entropy of a linear layer's output, computed by chunks of rows, so that the logits never exist as a whole."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ def linear_cross_entropy(
     num_items_in_batch: NumItems = None,
     chunk_bytes: int = 1 << 30,
 ) -> torch.Tensor:
-    """`cross_entropy(hidden @ weight.T + bias, targets)`, with never more than `chunk_bytes` of logits.
+    """Compute `cross_entropy(hidden @ weight.T + bias, targets)` with at most `chunk_bytes` of logits in memory.
 
-    The gradients are computed in the forward, chunk by chunk, and multiplied by the incoming one in backward; the
-    weight's is summed in float32. With reduction "none", where the incoming gradient has a number a row, backward
-    computes the logits again. What needs no gradient costs nothing. Nothing is shifted: `targets[i]` belongs to
-    `hidden[i]`.
+    The gradients are computed in the forward, by chunks, and multiplied by the incoming gradient in backward; the
+    weight's is summed in float32. With reduction "none", where the incoming gradient has a value per row, backward
+    computes the logits again. Only gradients that are needed are computed. Targets are not shifted: `targets[i]`
+    belongs to `hidden[i]`.
 
-    `weight` and `bias` may be the slices that a sharded model shows at rest (`model.lm_head.weight`), inside or
-    outside its forward: they are gathered here, freed before this returns, and their gradient goes to the
-    reduction when backward reaches the loss. Every rank must call it then.
+    `weight` and `bias` may be slices of a sharded model (`model.lm_head.weight`), inside or outside its forward: they
+    are gathered, released before this function returns, and their gradient is reduced when backward reaches the loss.
+    Every rank must call it then.
 
     Args:
         hidden: (..., H) float16, bfloat16 or float32.
         weight: (V, H), bias: (V,), of hidden's dtype; under autocast all are cast to its dtype.
         targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
-        class_weight: (V,), one weight a class.
+        class_weight: (V,), one weight per class.
         ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch: as in `FusedCrossEntropy`,
             also for targets out of range, no targets at all, and infinite logits.
-        chunk_bytes: of logits at a time, 1 GiB unless told. Beside them the weight's gradient takes 4 bytes an
-            element from forward to backward, and the hidden's takes its size.
+        chunk_bytes: the most bytes of logits at a time. In addition, from forward to backward, the weight's gradient
+            takes 4 bytes per element, and hidden's gradient as much as hidden.
 
     Returns:
         float32: a scalar, or the targets' shape with reduction "none".
 
     Raises:
         ValueError: wrong shapes, dtypes or settings; on CPU also a target out of range.
-        RuntimeError: in backward: create_graph=True, or a second backward through the same mean or sum.
+        RuntimeError: in backward, for create_graph=True or a second backward through the same mean or sum.
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check(hidden, weight, targets, bias)
@@ -80,7 +80,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Work:
-    """What to compute. wants: of hidden, weight and bias, which need a gradient."""
+    """The arguments of the computation. wants: for each of hidden, weight and bias, whether it needs a gradient."""
 
     how: Criterion
     wants: tuple[bool, ...]
@@ -95,9 +95,9 @@ class _Work:
         targets: torch.Tensor,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Gradients]:
-        """Losses (N,), and the gradients of sum(scale * losses) that are wanted, or none where scale is None.
+        """Return the losses (N,) and the wanted gradients of sum(scale * losses), all None if scale is None.
 
-        Collective for sharded parameters. The weight's and the bias's gradient come in float32.
+        The gradients of weight and bias are float32. Collective for sharded parameters.
         """
         with _whole(weight) as whole, _whole(bias) as shift, torch.autocast(rows.device.type, enabled=False):
             shift = None if shift is None else shift.to(self.dtype)
@@ -110,7 +110,7 @@ class _Work:
         d_rows = rows.new_empty(rows.shape) if for_rows else None
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
-        space = rows.new_empty(size, -(-classes // 8) * 8)[:, :classes]  # matrix products want rows of 16 bytes
+        space = rows.new_empty(size, -(-classes // 8) * 8)[:, :classes]  # rows aligned to 16 bytes for cuBLAS
         for start in range(0, count, size):
             chunk, part = rows[start : start + size], targets[start : start + size]
             logits, here = space[: len(chunk)], losses[start : start + size]
@@ -140,10 +140,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, work: _Work):
         factor = work.how.factor(targets, _shape(weight)[0])
-        # In float16 a gradient that does not carry the loss scale yet would underflow: it is written for scale 1.
+        # A float16 gradient that does not include the loss scale yet would underflow: it is written for scale 1.
         written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
         at_once = any(work.wants) and work.how.reduction != "none"
-        _begin_pass(weight, bias)
+        _discard_stale_gradients(weight, bias)
         losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)
         ctx.work, ctx.at_once, ctx.gradients = work, at_once, gradients
         ctx.like = rows.dtype, weight, bias
@@ -177,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: torch.Tensor) -> torch.Tensor | None:
-    """`ratio * gradient` for autograd; a sharded parameter's goes to its buffer, to be reduced."""
+    """Return `ratio * gradient` for autograd, or pass it to the reduction, and return None, for a sharded parameter."""
     if gradient is None:
         return None
     if parameter.dtype == torch.float32:
@@ -193,7 +193,7 @@ def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: to
 
 @contextmanager
 def _whole(parameter: torch.Tensor | None) -> Iterator[Any]:
-    """The whole parameter, readable under `with`. A slice is gathered, and freed unless it was whole before."""
+    """Yield the whole parameter. A slice is gathered, and released at the end unless it was whole before."""
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.whole_now():
             yield parameter.buffer.wholes[parameter.index].detach()
@@ -201,8 +201,8 @@ def _whole(parameter: torch.Tensor | None) -> Iterator[Any]:
         yield parameter
 
 
-def _begin_pass(*parameters: torch.Tensor | None) -> None:
-    """What a backward that raised has left behind is not added to this one's gradients; spent ones are freed."""
+def _discard_stale_gradients(*parameters: torch.Tensor | None) -> None:
+    """Discard gradients that a failed backward has left, and free those that are not used any more."""
     for parameter in parameters:
         if isinstance(parameter, DistributedParameter):
             current_world().schedule.discard_failed_backward()
@@ -210,7 +210,7 @@ def _begin_pass(*parameters: torch.Tensor | None) -> None:
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
-    """How many of `rows` to take at a time: at most `budget` bytes, chunks of about one size."""
+    """Return the number of rows per chunk: at most `budget` bytes, in chunks of about equal size."""
     most = max(1, budget // row_bytes)
     even = -(-rows // max(1, -(-rows // most)))
     return min(most, max(1, -(-even // 128) * 128))

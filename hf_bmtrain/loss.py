@@ -1,37 +1,35 @@
-"""Loss functions that compute in float32 whatever the dtype of the logits."""
+"""Loss functions that compute in float32 for logits of any floating dtype."""
 
 from __future__ import annotations
 
 import torch
 
-from .linear_loss import linear_cross_entropy
+from .linear_loss import DTYPES, linear_cross_entropy
 from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 
-LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 class FusedCrossEntropy(torch.nn.Module):
-    """Cross entropy between logits and class indices, in float32, also for half-precision logits.
+    """Cross entropy between logits and class indices, computed in float32 also for half-precision logits.
 
-    One kernel reads the logits for the losses, and one reads them again for the gradient, a new tensor like them.
+    One kernel computes the losses, and a second one the gradient, a new tensor like the logits.
 
     Args:
-        weight: one weight a class, shape (C,), any floating dtype; the mean divides by the targets' weights.
-        ignore_index: a target with this value adds nothing to the loss and gets no gradient.
+        weight: one weight per class, shape (C,), any floating dtype; the mean divides by the sum of targets' weights.
+        ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that count, "sum", or "none".
-        label_smoothing: share of each target spread evenly over all classes, in [0, 1].
-        inplace: the gradient is written over the logits, which saves their size in memory; for a mean or a sum
-            of bfloat16 or float32 logits in the forward already, in one launch. The caller must not read the
-            logits afterwards (autograd raises where it needs them itself).
-        z_loss: adds z_loss * logsumexp(logits)^2 to every row that counts.
-        softcap: the loss is that of softcap * tanh(logits / softcap); 0 is off.
+        label_smoothing: weight of the uniform distribution over all classes in each target, in [0, 1].
+        inplace: write the gradient over the logits, which saves their size in memory; for a mean or a sum of bfloat16
+            or float32 logits this happens in the forward, in one launch. The caller must not read the logits
+            afterwards (autograd raises if it needs them itself).
+        z_loss: add z_loss * logsumexp(logits)^2 to every row that counts.
+        softcap: replace the logits by softcap * tanh(logits / softcap); 0 for none.
 
     Raises:
-        ValueError: an unknown reduction, a label smoothing outside [0, 1], a negative z_loss or softcap, or a
-            weight that is not 1-D.
+        ValueError: an unknown reduction, a label smoothing outside [0, 1], a negative z_loss or softcap, or a weight
+            that is not 1-D.
     """
 
     weight: torch.Tensor | None
@@ -50,45 +48,33 @@ class FusedCrossEntropy(torch.nn.Module):
         super().__init__()
         criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)  # raises now, not later
         self.register_buffer("weight", weight)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
-        self.inplace = inplace
-        self.z_loss = z_loss
-        self.softcap = softcap
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.inplace, self.z_loss, self.softcap = inplace, z_loss, softcap
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, num_items_in_batch: NumItems = None) -> torch.Tensor:
-        """The loss of `logits`, shape (N, C) or (N, C, d...), for `targets`, shape (N,) or (N, d...).
+        """Return the loss of `logits`, shape (N, C) or (N, C, d...), for `targets`, shape (N,) or (N, d...).
 
         Args:
             logits: float16, bfloat16 or float32; their gradient has the same dtype.
             targets: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-            num_items_in_batch: what the mean divides by instead of the targets that count in this call; a number
-                or a tensor of one element.
+            num_items_in_batch: the divisor of the mean in place of the targets that count in this call; a number or a
+                tensor of one element.
 
         Returns:
-            float32: a scalar, or the targets' shape with reduction "none". The mean of no targets at all is
-            0 with zero gradient, because under data parallelism one rank may hold only padding. -inf logits
-            are impossible classes; a row with a NaN or +inf logit has loss and gradient NaN.
+            float32: a scalar, or the targets' shape with reduction "none". The mean of no targets at all is 0 with
+            zero gradient, because under data parallelism one rank may have only padding. -inf logits are impossible
+            classes; a row with a NaN or +inf logit has loss and gradient NaN.
 
         Raises:
-            ValueError: wrong shapes or dtypes; on CPU also a target out of range. On CUDA looking would stop the
-                device: there a target out of range makes its row's loss, and so a mean or a sum, NaN, with a
-                zero gradient for that row and the right one for the others.
-            RuntimeError: in backward: create_graph=True; with `inplace`, a second backward through the same loss.
+            ValueError: wrong shapes or dtypes; on CPU also a target out of range. On CUDA, to avoid a synchronization,
+                a target out of range makes its row's loss, and so a mean or a sum, NaN instead; its row's gradient is
+                zero, the others are unaffected.
+            RuntimeError: in backward, for create_graph=True and, with `inplace`, for a second backward.
         """
         return cross_entropy(
-            logits,
-            targets,
-            self.weight,
-            self.ignore_index,
-            self.reduction,
-            self.label_smoothing,
-            self.inplace,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            num_items_in_batch=num_items_in_batch,
-        )
+            logits, targets, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.inplace,
+            z_loss=self.z_loss, softcap=self.softcap, num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         names = ("ignore_index", "reduction", "label_smoothing", "inplace", "z_loss", "softcap")
@@ -108,7 +94,7 @@ def cross_entropy(
     softcap: float = 0.0,
     num_items_in_batch: NumItems = None,
 ) -> torch.Tensor:
-    """`FusedCrossEntropy` as a function."""
+    """Compute the loss of `FusedCrossEntropy`, which documents the arguments."""
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check_shapes(logits, targets)
     targets = as_indices(targets)
@@ -129,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, how: Criterion, inplace: bool, wanted: bool):
         factor = how.factor(targets, logits.shape[1])
-        # In float16 a gradient that does not carry the loss scale yet would underflow: backward writes it.
+        # A float16 gradient that does not include the loss scale yet would underflow: backward writes it.
         early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
         if early:
             losses, lses = how.rows.losses_and_gradient_(logits, targets, factor, how.class_weight)
@@ -161,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
-    """(N, C, d...) as rows of logits next to each other: a copy unless they lie so."""
+    """Return (N, C, d...) as contiguous rows (N * d..., C): a copy unless they are stored so."""
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).reshape(-1, logits.shape[1])
     count, classes = rows.shape
     if rows.stride(1) == 1 and (count <= 1 or rows.stride(0) >= classes):
@@ -171,7 +157,7 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _check_shapes(logits: torch.Tensor, targets: torch.Tensor) -> None:
     """Raise ValueError unless dtypes and shapes are those of `FusedCrossEntropy.forward`."""
-    if logits.dtype not in LOGIT_DTYPES:
+    if logits.dtype not in DTYPES:
         raise ValueError(f"logits must be float16, bfloat16 or float32, got {logits.dtype}")
     if logits.dim() < 2 or targets.shape != logits.shape[:1] + logits.shape[2:]:
         raise ValueError(

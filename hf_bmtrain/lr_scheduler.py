@@ -2,7 +2,7 @@
 
 `t` is the number of steps taken (`num_iter`), `w` the warm-up's length (`warmup_iter`), `e` the last step
 (`end_iter`) and `s` the peak learning rate (`start_lr`). While t < w the learning rate is s*t/w, so the first
-update of a run with a warm-up has learning rate 0, as in BMTrain.
+update of a training with a warm-up has learning rate 0, as in BMTrain.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ STATE = ("start_lr", "warmup_iter", "end_iter", "num_iter")
 
 
 class WarmupLRScheduler:
-    """What the five schedules share. A subclass says in `get_lr_decay` how the learning rate decays.
+    """Base class of the five schedules. A subclass defines the decay in `get_lr_decay`.
 
     Args:
-        optimizer: its `param_groups` all receive the same learning rate, at once and after every `step()`.
+        optimizer: all its `param_groups` receive the learning rate, now and after every `step()`.
         start_lr: peak learning rate.
         warmup_iter: steps of warm-up; 0 for none.
         end_iter: step at which the decay ends; schedules without an end ignore it (-1 is customary).
         num_iter: steps taken already.
 
     Attributes:
-        current_lr: the learning rate that the optimizer's groups hold now.
+        current_lr: the learning rate that the optimizer's groups have now.
 
     Raises:
-        ValueError: a negative or non-finite `start_lr`, a negative `warmup_iter` or `num_iter`, or an
-            `end_iter` the schedule cannot use.
+        ValueError: `start_lr` is negative or not finite, `warmup_iter` or `num_iter` is negative, or the schedule
+            cannot use `end_iter`.
     """
 
     own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state
@@ -49,27 +49,27 @@ class WarmupLRScheduler:
         self.step(num_iter)
 
     def check(self) -> None:
-        """Raise ValueError if the numbers make no schedule."""
+        """Raise ValueError if the arguments do not define a schedule."""
         if not (math.isfinite(self.start_lr) and self.start_lr >= 0):
             raise ValueError(f"start_lr must be finite and at least 0, got {self.start_lr}")
         if self.warmup_iter < 0:
             raise ValueError(f"warmup_iter must be at least 0 (0: no warm-up), got {self.warmup_iter}")
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """The learning rate at a step below `warmup_iter`: s*t/w."""
+        """Return the learning rate at a step below `warmup_iter`: s*t/w."""
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """The learning rate at a step from `warmup_iter` on."""
+        """Return the learning rate at a step from `warmup_iter` on."""
         raise NotImplementedError
 
     def get_lr(self) -> float:
-        """The learning rate at the current step."""
+        """Return the learning rate at the current step."""
         formula = self.get_lr_warmup if self.num_iter < self.warmup_iter else self.get_lr_decay
         return formula(self.num_iter)
 
     def step(self, num_iter: int | None = None) -> None:
-        """Advance by one step, or go to step `num_iter`, and give the optimizer its new learning rate."""
+        """Advance by one step, or to step `num_iter`, and set the optimizer's learning rate."""
         if num_iter is None:
             num_iter = self.num_iter + 1
         if num_iter < 0:
@@ -83,16 +83,16 @@ class WarmupLRScheduler:
                 group["lr"] = self.current_lr
 
     def state_dict(self) -> dict[str, float]:
-        """The numbers that define the schedule and where it stands."""
+        """Return the numbers that define the schedule, and the current step."""
         return {name: getattr(self, name) for name in (*STATE, *self.own_state)}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Continue a schedule saved by `state_dict()`; the optimizer gets its learning rate.
+        """Continue a schedule saved by `state_dict()`, and set the optimizer's learning rate.
 
-        BMTrain's states hold the four common numbers only; what they lack stays as it is here.
+        BMTrain's states have only the four common numbers; other numbers keep their present values.
 
         Raises:
-            ValueError: the numbers are not those of such a schedule; nothing is changed then.
+            ValueError: the state is not that of such a schedule. Nothing is changed then.
         """
         missing = sorted(set(STATE) - set(state_dict))
         unexpected = sorted(set(state_dict) - set(STATE) - set(self.own_state))
@@ -111,16 +111,16 @@ class WarmupLRScheduler:
 
 
 class NoDecay(WarmupLRScheduler):
-    """Warm-up, then s. `end_iter` is not used."""
+    """Warm-up, then s. `end_iter` is ignored."""
 
     def get_lr_decay(self, num_iter: int) -> float:
         return self.start_lr
 
 
 class Noam(WarmupLRScheduler):
-    """Warm-up to s/sqrt(w), then s/sqrt(t) (Vaswani et al. 2017, section 5.3). `end_iter` is not used.
+    """Warm-up to s/sqrt(w), then s/sqrt(t) (Vaswani et al. 2017, section 5.3). `end_iter` is ignored.
 
-    Without warm-up step 0 has the learning rate of step 1, s.
+    Without warm-up, step 0 has the learning rate of step 1, which is s.
     """
 
     def get_lr_warmup(self, num_iter: int) -> float:
@@ -131,7 +131,7 @@ class Noam(WarmupLRScheduler):
 
 
 class Linear(WarmupLRScheduler):
-    """Warm-up, then max(0, s*(e-t)/(e-w)): a straight line to 0 at `end_iter`."""
+    """Warm-up, then max(0, s*(e-t)/(e-w)): linear decay to 0 at `end_iter`."""
 
     def check(self) -> None:
         super().check()
@@ -147,7 +147,7 @@ class Linear(WarmupLRScheduler):
 
 
 class Cosine(WarmupLRScheduler):
-    """Warm-up, then s*(1+cos(pi*(t-w)/max(1, e-w)))/2, held at 0 after its end (Loshchilov & Hutter 2017)."""
+    """Warm-up, then s*(1+cos(pi*(t-w)/max(1, e-w)))/2, and 0 after `end_iter` (Loshchilov & Hutter 2017)."""
 
     def check(self) -> None:
         super().check()
@@ -163,18 +163,12 @@ class Cosine(WarmupLRScheduler):
 
 
 class Exponential(WarmupLRScheduler):
-    """Warm-up, then s*gamma^(t-w). `end_iter` is not used."""
+    """Warm-up, then s*gamma^(t-w). `end_iter` is ignored."""
 
     own_state = ("gamma",)
 
     def __init__(
-        self,
-        optimizer: Any,
-        start_lr: float,
-        warmup_iter: int,
-        end_iter: int,
-        num_iter: int = 0,
-        gamma: float = 0.95,
+        self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0, gamma: float = 0.95
     ):
         self.gamma = gamma
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)

@@ -1,4 +1,4 @@
-"""Layers by BMTrain's names."""
+"""Layers under BMTrain's names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = [
 
 
 class Linear(DistributedModule):
-    """y = x Aᵀ + b, as torch.nn.Linear: x (..., in_features) to y (..., out_features).
+    """A linear layer y = x Aᵀ + b like torch.nn.Linear: x (..., in_features) to y (..., out_features).
 
-    weight (out_features, in_features) and bias (out_features,) are DistributedParameters, zero until
-    `init_parameters` (Glorot's normal distribution, and zero) or a load fills them. dtype: torch's default.
+    weight (out_features, in_features) and bias (out_features,) are DistributedParameters, zero until `init_parameters`
+    (which fills the weight from Glorot's normal distribution) or a load. dtype: torch's default dtype if None.
     """
 
     def __init__(
@@ -50,28 +50,28 @@ class Linear(DistributedModule):
 
 
 class _Refused:
-    """A class of BMTrain's that cannot be instantiated here: raises NotImplementedError."""
+    """Base of BMTrain's classes that are not supported: the constructor raises NotImplementedError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_parallelism(type(self).__name__)
 
 
 class ColumnParallelLinear(_Refused):
-    """BMTrain's linear layer whose outputs are split over ranks: raises NotImplementedError."""
+    """BMTrain's linear layer whose outputs are split over ranks. Not supported: raises NotImplementedError."""
 
 
 class RowParallelLinear(_Refused):
-    """BMTrain's linear layer whose inputs are split over ranks: raises NotImplementedError."""
+    """BMTrain's linear layer whose inputs are split over ranks. Not supported: raises NotImplementedError."""
 
 
 class VPEmbedding(_Refused):
-    """BMTrain's embedding whose vocabulary is split over ranks: raises NotImplementedError."""
+    """BMTrain's embedding whose vocabulary is split over ranks. Not supported: raises NotImplementedError."""
 
 
 class PipelineTransformerBlockList(_Refused):
-    """BMTrain's list whose blocks are assigned to pipeline stages: raises NotImplementedError."""
+    """BMTrain's list whose blocks are assigned to pipeline stages. Not supported: raises NotImplementedError."""
 
 
 def parallel_cross_entropy_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """BMTrain's loss over a split vocabulary: raises NotImplementedError."""
+    """Raise NotImplementedError: BMTrain's loss over a vocabulary split over ranks is not supported."""
     refuse_parallelism("parallel_cross_entropy_func")

@@ -1,9 +1,8 @@
-"""What a training script prints."""
+"""Helpers for the output of training scripts."""
 
 from __future__ import annotations
 
 import resource
-import sys
 import textwrap
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -19,9 +18,10 @@ _GIB = 2**30
 
 
 class AverageRecorder:
-    """Exponential moving average, unbiased from the first value on (Kingma & Ba 2015, section 3).
+    """Exponential moving average with bias correction (Kingma & Ba 2015, section 3).
 
-    After n values it is Σ α^(n-i) v_i / Σ α^(n-i). alpha: in [0, 1), the share that stays. start_value: before any.
+    After n values it is Σ α^(n-i) v_i / Σ α^(n-i). alpha: the weight of the old average, in [0, 1). start_value: the
+    average before the first value.
     """
 
     def __init__(self, alpha: float = 0.9, start_value: float = 0.0) -> None:
@@ -40,34 +40,34 @@ class AverageRecorder:
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Rank 0 prints `message` and its device's allocated memory, now and at the peak since the last call, in GiB.
+    """Print, on rank 0, `message` and its device's allocated memory in GiB: now, and the peak since the last call.
 
-    detail: the allocator's own table. On CPU it is the process's resident memory and its peak since the start.
+    On CPU it is the process's resident memory and its peak since the start. detail: print the allocator's own table.
     """
-    world = current_world()
-    device = torch.get_device_module(world.device)
-    if world.device.type == "cpu":
-        pages = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+    device = current_world().device
+    if device.type == "cpu":
+        resident = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print_rank(f"{message}: resident {pages / _GIB:.2f} GiB, peak {peak / _GIB:.2f} GiB")
-    elif detail:
-        print_rank(f"{message}\n{device.memory_summary(world.device)}")
+        print_rank(f"{message}: resident {resident / _GIB:.2f} GiB, peak {peak / _GIB:.2f} GiB")
+        return
+    module = torch.get_device_module(device)
+    if detail:
+        print_rank(f"{message}\n{module.memory_summary(device)}")
     else:
-        now, peak = device.memory_allocated(world.device), device.max_memory_allocated(world.device)
+        now, peak = module.memory_allocated(device), module.max_memory_allocated(device)
         print_rank(f"{message}: allocated {now / _GIB:.2f} GiB, peak {peak / _GIB:.2f} GiB")
-    if world.device.type != "cpu":
-        device.reset_peak_memory_stats(world.device)
+    module.reset_peak_memory_stats(device)
 
 
 def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:
-    """Print `title` centred in a line of 60 `=` and `content` below it, to `file` (standard output)."""
-    print(f" {title} ".center(_WIDTH, "="), file=file or sys.stdout)
+    """Print `title` centred in a line of 60 `=` and `content` below it, to `file` (default: standard output)."""
+    print(f" {title} ".center(_WIDTH, "="), file=file)
     if content is not None:
-        print(content, file=file or sys.stdout)
+        print(content, file=file)
 
 
 def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = None) -> None:
-    """Print `content` as a block of aligned `key : value` lines; long values go on below themselves."""
+    """Print `content` as a block of aligned `key : value` lines. Long values are wrapped."""
     left = max((len(str(key)) for key in content), default=0) + 1
     lines = []
     for key, value in content.items():

@@ -1,4 +1,4 @@
-"""Chooses how the ranks of a world communicate: one process, gloo on CPU, NCCL on CUDA, copies within one host."""
+"""The choice of how ranks communicate: one process, gloo on CPU, NCCL on CUDA, copies within one host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group of the moment as their default arguments: imported later (by an optimizer), it
-# would keep the group's threads until the interpreter ends, destroyed or not.
+# The default arguments of its functions are the default group at the time of its import: imported later (by an
+# optimizer), it would keep the group's threads, even of a destroyed group, until the interpreter ends.
 import torch.distributed.nn.functional
 
 from .collectives import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
@@ -31,10 +31,10 @@ SMALLEST_PULLED = 16 << 20
 
 
 class Backend(NamedTuple):
-    """What a world's ranks communicate through.
+    """The channels between the ranks of a world.
 
-    gather, reduce: communicators, whose operations do not wait for one another. shards: gathers shards. blocks,
-    outside: average the gradients of blocks, and of what is outside them. control: agreement between the ranks' Python.
+    gather, reduce: communicators whose operations do not wait for one another. shards: gathers shards. blocks,
+    outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
     """
 
     gather: Communicator
@@ -46,7 +46,7 @@ class Backend(NamedTuple):
 
 
 def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Backend:
-    """Join the process group and open what this world communicates through. Collective."""
+    """Join the process group and open the channels of this world. Collective."""
     if gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
@@ -72,7 +72,7 @@ def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta,
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-    """Initialize torch's default process group, unless it is initialized."""
+    """Initialize torch's default process group if it is not initialized."""
     if dist.is_initialized():
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -92,10 +92,11 @@ def _with_peers(
     forced: bool,
     open_meetings: Callable[[], Communicator],
 ) -> Backend:
-    """Pull shards and push gradients where all ranks can access each other's memory and it is faster."""
+    """Return `found` with pulled shards and pushed gradients where all ranks can access each other's memory and copies
+    are faster."""
     rank, size, exchange = found.gather.rank, found.gather.size, found.control.gather
 
-    def memory() -> PeerMemory:  # each with streams of its own
+    def memory() -> PeerMemory:  # one per user, since each has its own streams
         return HostMemory() if device.type == "cpu" else CudaMemory(device, size)
 
     reason = _hindrance(device, exchange)
@@ -113,7 +114,7 @@ def _with_peers(
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:
-    """Return why the ranks cannot access each other's memory, or None; the same on every rank. Collective."""
+    """Return the reason why the ranks cannot access each other's memory, or None; equal on all ranks. Collective."""
     place = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index)
     places = exchange(place)
     if len({place[:2] for place in places}) > 1:
@@ -132,7 +133,7 @@ def _hindrance(device: torch.device, exchange) -> str | None:
 
 
 def _boot() -> str:
-    """Return an identifier that differs between hosts of one name."""
+    """Return the boot identifier, which differs between hosts of equal names; empty where there is none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

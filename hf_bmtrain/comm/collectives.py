@@ -1,4 +1,4 @@
-"""Collectives over flat tensors: the contract, gloo, and one process. `nccl` has the GPUs'.
+"""Collectives over flat tensors: the contract, gloo, and one process. `nccl` implements them for GPUs.
 
 The operations of a `Communicator` run in the order in which they were issued, asynchronously to the computation. Each
 returns a `Ticket`; wait for it before reading the result or freeing an operand. Every rank issues the operations of
@@ -7,6 +7,7 @@ all communicators in the same order, from one thread at a time.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from .control import comes, end_group
 from .streams import DONE, Ticket
 
-# torch 2.13 renames the collective and warns of its old name.
+# torch 2.13 renames the collective and warns about its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
 
@@ -36,7 +37,7 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        """Fill `shard` (n,) with this rank's part of the mean over ranks of `whole` (size * n,)."""
+        """Fill `shard` (n,) with this rank's part of the mean of `whole` (size * n,) over ranks."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
@@ -48,27 +49,24 @@ class Communicator(Protocol):
         ...
 
     def close(self, abort: bool) -> None:
-        """Destroy the communicator; with `abort`, wait for other ranks no longer than a second."""
+        """Destroy the communicator. With `abort`, wait at most one second for other ranks."""
         ...
 
 
 class Gather(Protocol):
-    """Makes the memory of shards, and gathers them into whole buffers.
-
-    communicator: carries the collectives, in one order with the gathers.
-    """
+    """Allocates shards and gathers them into whole buffers. communicator: orders all gathers and collectives."""
 
     communicator: Communicator
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of this rank's shards outside torch's allocator, whose statistics do not include them."""
+        """Bytes of this rank's shards outside torch's allocator, which its statistics do not include."""
         ...
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
     ) -> torch.Tensor:
-        """Return zeros (numel,) for a shard that will be gathered. Collective.
+        """Return a shard of zeros (numel,) that can be gathered. Collective.
 
         wait_for_update: makes the current stream wait for any asynchronous update that still writes the shard.
         """
@@ -86,7 +84,7 @@ class Gather(Protocol):
         ...
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """Make gathers of `shard` wait for every rank's `update`, which is writing it. Collective."""
+        """Make later gathers of `shard` wait for `update`, the asynchronous write to it on each rank. Collective."""
         ...
 
     def free_dropped(self) -> None:
@@ -94,12 +92,12 @@ class Gather(Protocol):
         ...
 
     def close(self, abort: bool) -> None:
-        """Close the communicators that only gathers use."""
+        """Close the communicators that this object opened."""
         ...
 
 
 class CollectiveGather:
-    """Gathers by all-gather, which ends on no rank before every rank has joined it: shards need no other protection."""
+    """Gathers by all-gather, which ends only after all ranks have entered it: shards need no other protection."""
 
     mapped_bytes = 0
 
@@ -121,14 +119,14 @@ class CollectiveGather:
         pass
 
     def free_dropped(self) -> None:
-        pass  # torch's allocator already has the memory
+        pass  # torch's allocator reclaims it by itself
 
     def close(self, abort: bool) -> None:
         pass
 
 
 class SingleProcess:
-    """The communicator of a world of one rank: every result is already where it belongs."""
+    """The communicator of a world of one rank. Operations are copies, or nothing, and complete at once."""
 
     rank, size = 0, 1
 
@@ -169,9 +167,9 @@ class _GlooTicket:
 
 
 class GlooCommunicator:
-    """A communicator on CPU. Operations run asynchronously in gloo's threads, so the control flow is that of a GPU.
+    """A communicator on CPU. Operations run asynchronously in gloo's threads, so the control flow equals that on GPUs.
 
-    Means are summed in float32 (float64 for float64) in rank order: the same on every rank and every run.
+    Means are summed in float32 (float64 for float64) in rank order: equal on every rank and in every run.
     """
 
     def __init__(self, name: str, timeout: timedelta) -> None:
@@ -181,12 +179,12 @@ class GlooCommunicator:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        work = _all_gather(_bytes(whole), _bytes(shard), group=self._group, async_op=True)
+        work = _all_gather(as_bytes(whole), as_bytes(shard), group=self._group, async_op=True)
         return self._ticket("all_gather", shard, work)
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
         received = torch.empty_like(whole)
-        work = dist.all_to_all_single(_bytes(received), _bytes(whole), group=self._group, async_op=True)
+        work = dist.all_to_all_single(as_bytes(received), as_bytes(whole), group=self._group, async_op=True)
         wide = torch.promote_types(shard.dtype, torch.float32)
 
         def finish() -> None:
@@ -204,24 +202,26 @@ class GlooCommunicator:
         return self._ticket("all_reduce", tensor, work)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        work = dist.broadcast(_bytes(tensor), root, group=self._group, async_op=True)
+        work = dist.broadcast(as_bytes(tensor), root, group=self._group, async_op=True)
         return self._ticket("broadcast", tensor, work)
 
     def close(self, abort: bool) -> None:
         end = time.monotonic() + _ABORT_SECONDS
         if abort and not all(comes(work, end - time.monotonic()) or work.is_completed() for work in self._under_way):
-            return  # the group's threads wait for another rank, and this one would wait for them
+            # The group's threads wait for another rank, and its destructor would wait for them: it is never destroyed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            return
         self._under_way.clear()
         end_group(self._group)
         self._group = None
 
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
-        self._under_way.add(work)  # as long as nobody has waited for it
+        self._under_way.add(work)  # until it has been waited for
         label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on communicator '{self._name}'"
         return _GlooTicket(label, work, self._under_way, finish)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8, which every gloo collective accepts; detached from autograd's version counter."""
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as uint8, which all collectives accept, with its own version counter."""
     return tensor.detach().data.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Agreement between the ranks' Python: objects that pickle, over a gloo group of its own."""
+"""Exchange of picklable Python objects between the ranks, over a separate gloo group."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LATER = 5.0  # seconds that the others give rank 0 to find out who is missing
+_LATER = 5.0  # seconds that the other ranks wait longer than rank 0, which finds out which ranks are missing
 
 
 class Control:
-    """What all ranks know together. Every method but `close` is collective; with one process all are at once."""
+    """Collectives over Python objects. All methods but `close` are collective; with one process they return at once."""
 
     def __init__(self, size: int, timeout: timedelta) -> None:
-        """A new group over all ranks of torch's default process group, unless there is one process. Collective."""
+        """Make a group of all ranks of torch's default process group, if there are several. Collective."""
         self.size = size
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order."""
+        """Return every rank's `value`, in rank order."""
         values = [value]
         if self._group is not None:
             values = [None] * self.size
@@ -30,21 +30,22 @@ class Control:
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's `value`."""
+        """Return rank 0's `value`."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
     def barrier(self, seconds: float) -> None:
-        """Wait for every rank. RuntimeError on all that came where others did not in time; the group is lost then.
+        """Wait at most `seconds` for every rank.
 
-        Rank 0 hears of all and names those that are missing. (torch's monitored_barrier has a limit on rank 0 alone.)
+        Raise RuntimeError on the ranks that arrived if others did not; the group is unusable then. Rank 0 receives a
+        message from each rank and names the missing ones. (torch's monitored_barrier limits the wait on rank 0 only.)
         """
         if self._group is None:
             return
         if dist.get_rank() != 0:
-            sent = dist.isend(torch.zeros(1), 0, group=self._group)  # ends where it is dropped
+            sent = dist.isend(torch.zeros(1), 0, group=self._group)  # cancelled when it is dropped
             answer = dist.irecv(torch.zeros(1), 0, group=self._group)
             if not (comes(sent, seconds) and comes(answer, seconds + _LATER)):
                 raise RuntimeError("Rank 0 did not come, or says which rank did not.")
@@ -59,14 +60,14 @@ class Control:
             comes(work, _LATER)
 
     def close(self) -> None:
-        """End the group's threads: none waits for another rank, as its collectives were waited for when they came."""
+        """End the group's threads. None waits for another rank, since every collective here is synchronous."""
         if self._group is not None:
             end_group(self._group)
         self._group = None
 
 
 def comes(work: Any, seconds: float) -> bool:
-    """Whether an operation ends in time, and well."""
+    """Return whether an operation succeeds within `seconds`."""
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:
@@ -75,10 +76,10 @@ def comes(work: Any, seconds: float) -> bool:
 
 
 def end_group(group: Any) -> None:
-    """Destroy a process group; its threads end when the caller drops its own reference as well.
+    """Destroy a process group. Its threads end when the caller drops its own reference as well.
 
-    They must before the interpreter does: a gloo thread that drops the tensors of its last operation during the
-    interpreter's end takes the whole process down ("terminate called without an active exception").
+    They must end before the interpreter: a gloo thread that frees the tensors of its last operation while the
+    interpreter shuts down aborts the process ("terminate called without an active exception").
     """
-    with contextlib.suppress(ValueError):  # it was destroyed with the default group; only our reference keeps it
+    with contextlib.suppress(ValueError):  # already destroyed with the default group
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Where tensors lie in a flat buffer that is cut into equal shards. Integers only."""
+"""The positions of tensors in a flat buffer that is cut into equal shards. Integers only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT_BYTES = 128
-"""Every tensor and every shard begins on such a boundary: vector loads, cuBLAS and NCCL all want at least 16."""
+"""Alignment of every tensor and every shard. Vector loads, cuBLAS and NCCL all need at least 16."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one tensor that is stored in one shard: a range of the tensor's elements, and one of the shard's.
+    """The part of one tensor that is stored in one shard, as ranges of the tensor's and of the shard's elements.
 
-    An empty piece is the normal case of owning nothing.
+    It is empty if the shard holds nothing of the tensor.
     """
 
     tensor_start: int
@@ -29,9 +29,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of `numels` elements, one after another, cut into `world_size` shards of `shard_numel` elements.
+    """Tensors of `numels` elements, stored at `offsets` of a buffer of `world_size` shards of `shard_numel` elements.
 
-    The pieces of all ranks tile every tensor exactly; what no tensor covers is padding.
+    The pieces of all ranks tile every tensor exactly; elements that belong to no tensor are padding.
     """
 
     numels: tuple[int, ...]
@@ -52,12 +52,12 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole flat buffer, padding included."""
+        """Elements of the flat buffer, padding included."""
         return self.shard_numel * self.world_size
 
     @property
     def extent(self) -> int:
-        """Elements up to the end of the last tensor: where a tensor lies does not depend on the number of shards."""
+        """Elements up to the end of the last tensor. It does not depend on the number of shards, nor do `offsets`."""
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     def piece(self, index: int, rank: int) -> Piece:
@@ -70,17 +70,17 @@ class Layout:
         return Piece(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the ranges of `rank`'s shard that belong to tensors of which other ranks hold parts too."""
+        """Return the ranges of `rank`'s shard that belong to tensors stored on several ranks."""
         pieces = [(numel, self.piece(index, rank)) for index, numel in enumerate(self.numels)]
         return [(piece.shard_start, piece.shard_stop) for numel, piece in pieces if 0 < piece.length < numel]
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The flat buffer as gap, tensor, gap, tensor, …, gap: elements of each. A gap is padding, often empty."""
+        """Elements of each part of the flat buffer: gap, tensor, gap, …, tensor, gap. A gap is padding, often empty."""
         return _alternating([(o, o + n) for o, n in zip(self.offsets, self.numels)], self.numel)
 
     def shard_sizes(self, rank: int) -> list[int]:
-        """The shard of `rank` as gap, piece, gap, piece, …, gap: elements of each."""
+        """Return the elements of each part of `rank`'s shard: gap, piece, gap, …, piece, gap."""
         pieces = [self.piece(index, rank) for index in range(len(self.numels))]
         return _alternating([(piece.shard_start, piece.shard_stop) for piece in pieces], self.shard_numel)
 

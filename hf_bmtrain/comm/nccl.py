@@ -26,13 +26,13 @@ _SUM, _MAX, _AVG = 0, 2, 4
 
 
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
-    """(count, NCCL type) that move `tensor`: what NCCL has no type for (bool, int16, complex) goes as its bytes."""
+    """Return the (count, NCCL type) that move `tensor`: as bytes if NCCL lacks its dtype (bool, int16, complex)."""
     known = _NCCL_TYPES.get(tensor.dtype)
     return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
-    """(count, NCCL type) to reduce `tensor` with, whose bytes alone would add up to something else."""
+    """Return the (count, NCCL type) that reduce `tensor`. Raise ValueError if NCCL has no arithmetic for its dtype."""
     if tensor.dtype not in _NCCL_TYPES:
         raise ValueError(f"NCCL has no arithmetic for {tensor.dtype}: convert it first, for example with .int()")
     return tensor.numel(), _NCCL_TYPES[tensor.dtype]
@@ -48,7 +48,7 @@ class _CudaTicket:
 
 
 class NcclCommunicator:
-    """A communicator on CUDA: one NCCL communicator of CuPy and one stream of torch, both owned here."""
+    """A communicator on CUDA. It owns one NCCL communicator of CuPy and one stream of torch."""
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
         nccl = import_nccl()
@@ -59,20 +59,16 @@ class NcclCommunicator:
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        call = self._comm.allGather
-        return self._issue(call, shard, whole, _moved(shard))
+        return self._issue(self._comm.allGather, shard, whole, _moved(shard))
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        call = self._comm.reduceScatter
-        return self._issue(call, whole, shard, (*_reduced(shard), _AVG))
+        return self._issue(self._comm.reduceScatter, whole, shard, (*_reduced(shard), _AVG))
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        op = _MAX if maximum else _SUM
-        return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), op))
+        return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), _MAX if maximum else _SUM))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        call = self._comm.broadcast
-        return self._issue(call, tensor, tensor, (*_moved(tensor), root))
+        return self._issue(self._comm.broadcast, tensor, tensor, (*_moved(tensor), root))
 
     def close(self, abort: bool) -> None:
         if abort:
@@ -96,10 +92,11 @@ class NcclCommunicator:
 
 
 def import_nccl() -> Any:
-    """`cupy.cuda.nccl`, sharing torch's libnccl; RuntimeError with the extra to install where it is missing."""
+    """Return `cupy.cuda.nccl`, which shares torch's libnccl. Raise RuntimeError, naming the extra to install, if it is
+    missing, and if two NCCL libraries are loaded."""
     major = (torch.version.cuda or "13").split(".")[0]
     try:
-        nccl: Any = importlib.import_module("cupy.cuda.nccl")  # after torch, whose libnccl CuPy then takes
+        nccl: Any = importlib.import_module("cupy.cuda.nccl")  # after torch, so that CuPy finds torch's libnccl loaded
         nccl.get_version()
     except (ImportError, AttributeError) as error:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Gathers without collectives within one host: every rank pulls the others' shards out of their memory."""
+"""Gathers without collectives within one host: every rank copies the other ranks' shards from their memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Shared:
 
     sources: the mapped shards by rank, None for this one. alive: returns None once the shard is no longer referenced.
     published: the version that the other ranks may read. meeting: a ticket behind which every rank's announced update
-    is done. read: True if this rank has gathered the shard since it last met the others.
+    is done. read: True if this rank has gathered the shard since the last `quiesce`.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class PeerGather:
     """Gathers by pulling; shards that are not mapped are gathered by `collective`.
 
     Its contract (why no rank has to meet the others at every gather):
-    * A shard made by `allocate` lies in memory that every rank has mapped. `gather` copies all ranks' shards
+    * A shard made by `allocate` is stored in memory that every rank has mapped. `gather` copies all ranks' shards
       into `whole` on streams of its own, which first wait for what is queued on the compute stream.
     * Weights change at few points. The first gather after a change *publishes*: an all-reduce of one element, which
       each rank enters behind its own writes and which its later copies wait for. So they read what was written.
-    * Updates that an optimizer makes beside the computation are not published so: the first gather would come behind
+    * Updates that an optimizer makes alongside the computation are not published so: the first gather would come behind
       the last of them. `announce` publishes each on its own: an all-reduce on a communicator of its own, behind that
       update alone and no other work, which the gathers of that shard wait for. All ranks announce in the optimizer's
       step, the same shards in the same order, so they meet in the same order however they gather afterwards; and a
@@ -74,9 +74,9 @@ class PeerGather:
         device: torch.device,
         open_meetings: Callable[[], Communicator],
     ) -> None:
-        """exchange: all-gathers a Python object. smallest: bytes of a shard from which it is pulled.
+        """exchange: all-gathers a Python object. smallest: the least bytes of a shard that is pulled.
 
-        open_meetings: makes the communicator of announced updates, at the first of them; collective.
+        open_meetings: makes the communicator of announced updates when the first is announced. Collective.
         """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest
@@ -112,7 +112,6 @@ class PeerGather:
         return shard
 
     def free_dropped(self) -> None:
-        """Free the shards that are gone on every rank. Collective, as `allocate` is."""
         dropped = [number for number, shared in self._shared.items() if shared.alive() is None]
         everywhere = set.intersection(*(set(numbers) for numbers in self._exchange(dropped)))
         gone = [self._shared.pop(number) for number in sorted(everywhere)]
@@ -151,7 +150,7 @@ class PeerGather:
         return self._memory.pull(pairs)
 
     def _publish(self) -> None:
-        """Let every rank read what every rank has written."""
+        """Make this rank's writes, and every other rank's, visible to the copies that follow."""
         living = [(shared, shared.shard()) for shared in self._shared.values()]
         changed = [(shared, shard) for shared, shard in living if shard is not None and shared.changed]
         self._check_unread([shared for shared, _ in changed])

@@ -1,4 +1,4 @@
-"""Memory that the processes of one host can reach of each other, and the copies out of it and into it."""
+"""Memory that the processes of one host share, and copies from it and to it."""
 
 from __future__ import annotations
 
@@ -16,47 +16,56 @@ from .collectives import DONE, Ticket
 
 
 class PeerMemory(Protocol):
-    """Makes memory that others may map, maps theirs, and copies from it and to it."""
+    """Allocates memory that other processes can map, maps theirs, and copies from it and to it."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
-        """Zeros (numel,); a handle that another process of this host can `map`; None once called after nothing
-        holds the bytes any more."""
+        """Return (zeros (numel,), a handle that other processes of this host can `map`, alive).
+
+        `alive()` returns None once the memory is no longer referenced.
+        """
         ...
 
     def map(self, handle: Any, nbytes: int) -> Any:
-        """What `pull` reads, and `push` writes, of another process's memory."""
+        """Map another process's memory and return the source of `pull`, or target of `push`, that it is."""
         ...
 
     def part(self, source: Any, start: int, stop: int) -> Any:
-        """Bytes start:stop of what was mapped, for `push`."""
+        """Return bytes start:stop of mapped memory, a target of `push`."""
         ...
 
     def unlink(self, handle: Any) -> None:
-        """Every process has mapped it."""
+        """Remove the name of the memory, after every process has mapped it."""
         ...
 
-    def unmap(self, source: Any) -> None: ...
+    def unmap(self, source: Any) -> None:
+        """Unmap another process's memory."""
+        ...
+
     def free(self, handle: Any) -> None:
-        """Give own memory back: no process has it mapped any more."""
+        """Free memory of this process that no process has mapped any more."""
         ...
 
     def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
-        """Start to fill each (n,) uint8 tensor from its source; both as the current stream has left them. One sequence
-        of pairs for each process, this one included."""
+        """Start to fill each uint8 tensor (n,) from its source, after the work queued on the current stream.
+
+        pairs: one sequence of (tensor, source) per process, this one included.
+        """
         ...
 
     def push(self, pairs: Sequence[Sequence[tuple[Any, torch.Tensor]]]) -> Ticket:
-        """Start to fill each target from its contiguous tensor; both as the current stream has left them. One sequence
-        of pairs for each other process."""
+        """Start to fill each target from its contiguous tensor, after the work queued on the current stream.
+
+        pairs: one sequence of (target, tensor) per other process.
+        """
         ...
 
     def order(self) -> None:
-        """What the current stream does next comes after all copies started so far."""
+        """Make the current stream wait for all copies started so far."""
         ...
 
 
 class HostMemory:
-    """Files in shared memory, for processes on CPU; copies are done at once."""
+    """Files in shared memory, for processes on CPU. Copies are synchronous."""
 
     def __init__(self) -> None:
         self._folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
@@ -67,7 +76,7 @@ class HostMemory:
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
         shard = self.map(path, nbytes).view(dtype)
-        return shard, path, weakref.ref(shard)  # a file's mapping ends by itself
+        return shard, path, weakref.ref(shard)
 
     def map(self, handle: str, nbytes: int) -> torch.Tensor:
         return torch.from_file(handle, shared=True, size=nbytes, dtype=torch.uint8)
@@ -79,7 +88,7 @@ class HostMemory:
         os.unlink(handle)
 
     def unmap(self, source: torch.Tensor) -> None:
-        pass  # with the last reference
+        pass  # the mapping ends with the last reference
 
     def free(self, handle: str) -> None:
         pass
@@ -87,21 +96,17 @@ class HostMemory:
     def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
         for own in pairs:
             for target, source in own:
-                target.copy_(source)
-        return DONE
-
-    def push(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
-        for own in pairs:
-            for target, source in own:
                 target.copy_(source.view(torch.uint8))
         return DONE
+
+    push = pull
 
     def order(self) -> None:
         pass
 
 
 class _Slab:
-    """Bytes at a device address, as torch.as_tensor takes them in."""
+    """Bytes at a device address, in the form that torch.as_tensor accepts."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -120,9 +125,9 @@ class _EventsTicket:
 
 
 class CudaMemory:
-    """cudaMalloc memory shared by CUDA IPC and read by the copy engines, a stream for each other rank.
+    """cudaMalloc memory shared by CUDA IPC. The copy engines read it, on one stream per other rank.
 
-    torch's own allocations do not serve: their handles name whole segments of its pool.
+    torch's own allocations cannot be shared so: their handles name whole segments of its pool.
     """
 
     def __init__(self, device: torch.device, sources: int) -> None:
@@ -132,7 +137,7 @@ class CudaMemory:
 
     @contextmanager
     def _chosen(self) -> Iterator[None]:
-        """The device is torch's current one and CuPy's, which keeps its own in every thread, backward's too."""
+        """Make the device current for torch, and for CuPy, which has its own current device in every thread."""
         with torch.cuda.device(self._device):
             if self._runtime.getDevice() != self._device.index:
                 self._runtime.setDevice(self._device.index)
@@ -144,12 +149,12 @@ class CudaMemory:
             try:
                 address = self._runtime.malloc(nbytes)
             except self._runtime.CUDARuntimeError:
-                torch.cuda.empty_cache()  # what torch's pool keeps unused is not there for others
+                torch.cuda.empty_cache()  # torch's pool may hold the missing memory unused
                 address = self._runtime.malloc(nbytes)
             handle = bytes(self._runtime.ipcGetMemHandle(address))
-        slab = _Slab(address, nbytes)  # torch keeps it as long as any view of the storage lives
+        slab = _Slab(address, nbytes)  # alive as long as any view of the storage
         memory = torch.as_tensor(slab, device=self._device).zero_()
-        torch.cuda.current_stream(self._device).synchronize()  # others may write there as soon as they have it mapped
+        torch.cuda.current_stream(self._device).synchronize()  # zeroed before other processes write there
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:
@@ -171,20 +176,16 @@ class CudaMemory:
             self._runtime.free(handle[1])
 
     def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
-        here = [
-            [
-                (target.data_ptr(), s.data_ptr() if isinstance(s, torch.Tensor) else s, target.numel())
-                for target, s in own
-            ]
-            for own in pairs
-        ]
-        return self._copy(here)
+        def address(source: Any) -> int:
+            return source.data_ptr() if isinstance(source, torch.Tensor) else source
+
+        return self._copy([[(target.data_ptr(), address(s), target.numel()) for target, s in own] for own in pairs])
 
     def push(self, pairs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Ticket:
         return self._copy([[(target, source.data_ptr(), source.nbytes) for target, source in own] for own in pairs])
 
     def _copy(self, copies: Sequence[Sequence[tuple[int, int, int]]]) -> Ticket:
-        """Start these (target, source, bytes), each sequence on a stream of its own."""
+        """Start the copies (target address, source address, bytes), each sequence on its own stream."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         events = []

@@ -1,4 +1,4 @@
-"""Gradients averaged by copies within one host: every rank pushes each other rank its part."""
+"""Averages gradients by copies within one host: every rank pushes to each other rank that rank's part."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer
 from .streams import DONE, Ticket, work_stream
 
 MAILBOXES = 2
-"""Mailboxes of a rank: one is filled while the other is read."""
+"""Mailboxes per rank: one is filled while the other is read."""
 
 
 class Mailbox:
-    """Memory of this rank to which every other rank brings its part of one gradient.
+    """Memory of this rank into which every other rank copies its part of one gradient.
 
-    memory: (nbytes,) uint8. number: position among the mailboxes, the same on every rank. free: what the next filling
-    waits for; behind it no rank reads its own mailbox of this number.
+    memory: (nbytes,) uint8. number: position among the mailboxes, the same on every rank. free: a ticket for which the
+    next filling waits; behind it no rank reads its own mailbox of this number.
     """
 
     def __init__(self, memory: torch.Tensor, number: int) -> None:
@@ -35,7 +35,7 @@ class Mailbox:
 class Mailboxes:
     """MAILBOXES mailboxes of equal size on every rank, with one row for each other rank, in the order of ranks.
 
-    They are peer memory, outside torch's allocator. They are made for the first gradient, made again for a larger one,
+    They are peer memory, outside torch's allocator. They are allocated for the first gradient, again for a larger one,
     and kept until `free`.
     """
 
@@ -50,11 +50,10 @@ class Mailboxes:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes outside torch's allocator, whose statistics do not include them."""
         return len(self.boxes) * self.nbytes
 
     def free(self) -> None:
-        """Free the mailboxes, once this rank neither fills nor reads them. Collective."""
+        """Free the mailboxes, which this rank must neither fill nor read any more. Collective."""
         for mapped in self._mapped:
             if mapped is not None:
                 self._memory.unmap(mapped)
@@ -65,7 +64,7 @@ class Mailboxes:
         self._handle, self.nbytes = None, 0
 
     def make(self, nbytes: int) -> None:
-        """Make mailboxes of `nbytes`, where there are none. Collective."""
+        """Allocate mailboxes of `nbytes`; there must be none. Collective."""
         whole, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
         for rank, handle in enumerate(self._exchange(self._handle)):
             self._mapped.append(None if rank == self._rank else self._memory.map(handle, MAILBOXES * nbytes))
@@ -94,13 +93,12 @@ class Mailboxes:
 
 
 class PeerReduction:
-    """Reduces the gradients of blocks by copies between the GPUs. Small ones, and those of other dtypes, are reduced by
-    `collective`.
+    """Reduces the gradients of blocks by copies between the GPUs; `collective` reduces small ones and other dtypes.
 
-    Nothing is packed: a rank pushes, straight out of what autograd made, each other rank's pieces into that rank's
-    mailbox, where they come to lie as in its shard; its own pieces stay where they are. All ranks send the same
+    Nothing is packed: a rank pushes, straight from the tensors that autograd made, each other rank's pieces into that
+    rank's mailbox, where they are stored as in its shard; its own pieces stay where they are. All ranks send the same
     gradients in the same order. Gradient k passes through mailbox k mod S of S >= 2. Two streams of this rank work
-    beside the computation, and the copies on streams of the peer memory:
+    alongside the computation, and the copies on streams of the peer memory:
     * `pushing` pushes gradient k, after what the current stream had queued at `send` (the gradients), and after meeting
       k-S+1 of this rank (the mailboxes);
     * `adding` waits for those pushes, *meets* the others (an all-reduce of one element) and adds its own pieces and the
@@ -126,7 +124,7 @@ class PeerReduction:
         smallest: int,
         device: torch.device,
     ) -> None:
-        """exchange: all-gathers a Python object. smallest: bytes of a shard from which its gradient is pushed."""
+        """exchange: all-gathers a Python object. smallest: the least bytes of a shard whose gradient is pushed."""
         self.collective, self._communicator, self._smallest = collective, collective.communicator, smallest
         self.rank, self._memory = self._communicator.rank, memory
         self.boxes = Mailboxes(memory, exchange, self.rank)
@@ -144,7 +142,7 @@ class PeerReduction:
         return _PeerReducer(self, layout, like.dtype, poison)
 
     def take(self, nbytes: int) -> Mailbox:
-        """Return a mailbox of at least `nbytes`. Collective; blocks the host where the present ones are too small."""
+        """Return a mailbox of at least `nbytes`. Collective. Blocks the host if the present ones are too small."""
         if nbytes > self.boxes.nbytes:
             self.free()
             self.boxes.make(nbytes)
@@ -154,14 +152,10 @@ class PeerReduction:
         self._adding.mark().synchronize()
         self.boxes.free()
 
-    def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of another rank's mailbox, for `carry`."""
-        return self.boxes.part(box, rank, start, stop)
-
     def carry(self, pushed: Sequence[Sequence[tuple[Any, torch.Tensor]]], add: Callable[[], object]) -> Ticket:
-        """Fill the other ranks' mailboxes that have the number of the one taken last, then add; a ticket of the end.
+        """Fill the other ranks' mailboxes that have the number of the one taken last, then add. Return a ticket.
 
-        pushed: for each other rank, parts of its mailbox and what goes there. add: reads this rank's mailbox.
+        pushed: for each other rank, (part of its mailbox, tensor) pairs. add: reads this rank's mailbox.
         """
         box = self.boxes.current()
         self._pushing.follow()
@@ -180,8 +174,8 @@ class PeerReduction:
 class _PeerReducer(CollectingReducer):
     """Reduces one flat buffer's gradients through the mailboxes.
 
-    _pieces: for each other rank, in the order in which this one serves them, the pieces of its shard; _own: those of
-    this rank's. A piece is (index of the gradient, first element, end, first element in the shard).
+    _pieces: the pieces of each other rank's shard, in the order in which they are pushed. _own: the pieces of this
+    rank's shard. A piece is (index of the gradient, first element, end, first element in the shard).
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
@@ -210,23 +204,20 @@ class _PeerReducer(CollectingReducer):
         ]
         squares = torch.empty(len(sources), dtype=torch.float64, device=shard.device)
         ticket = self._peers.carry(pushed, functools.partial(self._add, rows, sources, shard, total, squares))
-        return _PeerFlight(ticket, sources, squares)
+        return Flight(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the gradient as it is stored, (numel,)."""
+        """Return the gradient as (numel,) in the buffer's dtype; zeros for None."""
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, at: int, length: int) -> Any:
-        """Return the part of `other`'s mailbox, in this rank's row, for elements of its shard from `at`.
-
-        `other` has no row for itself.
-        """
-        row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize
+        """Return the part of `other`'s mailbox, in this rank's row, for `length` elements of its shard from `at`."""
+        row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # `other` has no row for itself
         start = (row * self._layout.shard_numel + at) * itemsize
-        return self._peers.part(box, other, start, start + length * itemsize)
+        return self._peers.boxes.part(box, other, start, start + length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
-        """Write the mean into the shard and zero its padding, to which no rank sends anything."""
+        """Write the mean and its squares, and zero the shard's padding, which no rank fills."""
         parts = [squares.new_empty(0)] * len(sources)
         for index, start, stop, at in self._own:
             there = slice(at, at + stop - start)
@@ -239,15 +230,3 @@ class _PeerReducer(CollectingReducer):
             foreach_zero_(gaps)
         if self._poison:
             rows.fill_(float("nan"))
-
-
-class _PeerFlight:
-    def __init__(self, arrived: Ticket, gradients: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
-        self._arrived, self.squares = arrived, squares
-        self._gradients: Sequence[torch.Tensor] | None = gradients
-
-    def land(self) -> None:
-        self._arrived.wait()
-        self._gradients = None
-
-    cancel = land

@@ -1,13 +1,13 @@
 """Averages the gradients of a flat buffer over the ranks into the shard: by collectives, or for one process.
 
-Packing runs on a stream of its own, beside the backward of the next block. Who waits for what:
+Packing runs on a stream of its own, alongside the backward of the next block. The order is kept by these waits:
 * the packing stream first waits for what the current stream has queued at `send`, hence for the gradients;
 * the collective follows the packing, as it follows the current stream elsewhere; the current stream waits for it
-  in `land`. Whoever sends calls `land` or `cancel` before the buffer is sent again;
+  in `land`. The caller of `send` calls `land` or `cancel` before it sends the buffer again;
 * the gradients are kept until then, so that the allocator, which recycles memory in the order of the current stream,
   does not hand them out too early.
-Beside what the buffers hold in any case, two blocks' gradients are there at most as autograd made them (`Schedule` sees
-to that), and two packed. With one process gradients are packed on the current stream.
+Apart from what the buffers hold in any case, at most two blocks' gradients are there as autograd made them (`Schedule`
+limits them), and two packed. With one process gradients are packed on the current stream.
 """
 
 from __future__ import annotations
@@ -21,30 +21,44 @@ from ..ops.torch_internals import foreach_copy_, foreach_zero_
 from .collectives import Communicator
 from .layout import Layout
 from .storage import ResizableStorage
-from .streams import Ticket, work_stream
+from .streams import DONE, Ticket, work_stream
 
 
-class Flight(Protocol):
-    """A reduction that has been sent and not yet waited for."""
+class Flight:
+    """A reduction that has been sent and not yet waited for.
 
-    @property
-    def squares(self) -> torch.Tensor | None:
-        """The sum of squares of each gradient's part of the shard, (k,) float64, to be read after `land`.
+    arrived: the ticket of the result. gradients: kept until then. memory: where they are packed, freed after it.
+    add: adds the result to the running sum. squares: the sum of squares of each gradient's part of the shard, (k,)
+    float64, to be read after `land`; None where the reduction does not measure what it writes.
+    """
 
-        None where the reduction does not measure what it writes.
-        """
-        ...
+    def __init__(
+        self,
+        arrived: Ticket,
+        gradients: Sequence[torch.Tensor | None],
+        memory: PackingMemory | None = None,
+        add: Callable[[], None] | None = None,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        self._arrived, self._gradients, self._memory, self._add = arrived, gradients, memory, add
+        self.squares = squares
 
     def land(self) -> None:
         """Make the current stream wait until the shard, and the running sum if there is one, holds the result.
 
         Drops the gradients that autograd made.
         """
-        ...
+        self._arrived.wait()
+        self._gradients = ()
+        if self._add is not None:
+            self._add()
+        if self._memory is not None:
+            self._memory.free()
 
     def cancel(self) -> None:
         """Make the current stream wait until nothing is in flight; the shard's contents are undefined."""
-        ...
+        self._add = None
+        self.land()
 
 
 Destination = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
@@ -55,7 +69,7 @@ class Reducer(Protocol):
     """Averages the gradients of one flat buffer, once per backward."""
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
-        """Take over gradient `index` before `send`; several for one index are added up."""
+        """Accept gradient `index` before `send`; several for one index are added up."""
         ...
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
@@ -67,15 +81,12 @@ class Reducer(Protocol):
         ...
 
     def discard(self) -> None:
-        """Forget what was collected."""
+        """Drop what was collected."""
         ...
 
 
 class Reduction(Protocol):
-    """Makes reducers.
-
-    ahead: how many blocks' gradients may be in flight while the backward of another block runs.
-    """
+    """Makes reducers. ahead: the number of blocks whose gradients may be in flight during another block's backward."""
 
     ahead: int
 
@@ -98,7 +109,7 @@ class Packing:
 
     def __init__(self, flat: torch.Tensor, layout: Layout, shapes: Sequence[torch.Size]) -> None:
         self.flat = flat
-        # `.data` has a version counter of its own: packing is nothing autograd should see.
+        # `.data` has a version counter of its own: autograd must not take packing for a modification.
         parts = flat.data.split_with_sizes(layout.sizes)
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
@@ -116,7 +127,7 @@ class Packing:
             self._present.add(index)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Pack the rest in one launch, and return `flat`."""
+        """Pack the remaining gradients in one launch, and return `flat`."""
         if self._present or [gradient for gradient in gradients if gradient is None]:
             views, sources, zeros = self._sort(gradients)
         else:
@@ -129,7 +140,7 @@ class Packing:
         return self.flat
 
     def _sort(self, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list, list]:
-        """Return views to write, their gradients, and views to zero; gradients packed before are added to."""
+        """Return views to write, their gradients, and views to zero; add to the gradients packed before."""
         views, sources, zeros = [], [], list(self._gaps)
         for index, (view, gradient) in enumerate(zip(self._views, gradients)):
             if gradient is not None and index in self._present:
@@ -146,8 +157,46 @@ class Packing:
         self._present.clear()
 
 
+class PackingMemory:
+    """A packing into memory of its own, which is made when it is first needed and freed between reductions."""
+
+    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
+        self._layout, self._shapes, self._poison = layout, shapes, poison
+        self._dtype, self._device = like.dtype, like.device
+        self._made: tuple[ResizableStorage, Packing] | None = None
+
+    def allocate(self) -> Packing:
+        """Return the packing, with its memory allocated."""
+        if self._made is None:
+            storage = ResizableStorage(self._layout.numel, self._dtype, self._device, self._poison)
+            self._made = storage, Packing(storage.tensor, self._layout, self._shapes)
+        storage, packing = self._made
+        storage.allocate()
+        return packing
+
+    def free(self) -> None:
+        """Free the memory and forget what was packed."""
+        if self._made is not None:
+            storage, packing = self._made
+            packing.reset()
+            storage.free()
+
+
+def _adder(mean: torch.Tensor, shard: torch.Tensor, total: torch.Tensor | None) -> Callable[[], None] | None:
+    """Return a function that adds `mean` to the running sum and writes the sum to `shard`; None without a sum."""
+    if total is None:
+        return None
+
+    def add() -> None:
+        total.add_(mean)
+        if total is not shard:
+            shard.copy_(total)
+
+    return add
+
+
 class CollectingReducer:
-    """Keeps the gradients that are taken over before `send` as they are."""
+    """Keeps the gradients that it collects before `send` as they are."""
 
     def __init__(self) -> None:
         self._collected: dict[int, torch.Tensor] = {}
@@ -174,7 +223,7 @@ class CollectingReducer:
 
 
 class CollectiveReduction:
-    """Reduces by reduce-scatter. A buffer in flight holds all of its packed gradients."""
+    """Reduces by reduce-scatter. A buffer in flight holds all its packed gradients."""
 
     ahead = 1
     mapped_bytes = 0
@@ -194,18 +243,16 @@ class _CollectiveReducer(CollectingReducer):
 
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
-        self._owner, self._layout, self._shapes, self._poison = owner, layout, shapes, poison
+        self._owner, self._poison = owner, poison
         self._single = layout.numels == (layout.numel,)  # one tensor is all of the buffer
-        self._dtype, self._device = like.dtype, like.device
-        self._full: ResizableStorage | None = None
-        self._packing: Packing | None = None
+        self._dtype, self._memory = like.dtype, PackingMemory(layout, shapes, like, poison)
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         gradients = self.with_collected(gradients)
         arriving = shard if total is None else torch.empty_like(shard)
         if self._poison:
             arriving.fill_(float("nan"))
-        packing = None if self._fills(gradients) else self._allocated_packing()
+        packing = None if self._fills(gradients) else self._memory.allocate()
         tickets: list[Ticket] = []
 
         def reduce() -> None:
@@ -216,7 +263,7 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        return _CollectiveFlight(tickets[0], gradients, self._full, arriving, shard, total)
+        return Flight(tickets[0], gradients, self._memory, _adder(arriving, shard, total))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the first gradient is the whole buffer, stored as it would be packed."""
@@ -226,36 +273,6 @@ class _CollectiveReducer(CollectingReducer):
         plain = first.layout == torch.strided and not first.is_conj() and not first.is_neg()
         return plain and first.dtype == self._dtype and first.is_contiguous()
 
-    def _allocated_packing(self) -> Packing:
-        """Return the packing of all gradients, made when it is first needed, with its memory allocated."""
-        if self._full is None or self._packing is None:
-            self._full = ResizableStorage(self._layout.numel, self._dtype, self._device, self._poison)
-            self._packing = Packing(self._full.tensor, self._layout, self._shapes)
-        self._full.allocate()
-        return self._packing
-
-
-class _CollectiveFlight:
-    squares = None
-
-    def __init__(self, arrived: Ticket, gradients, full: ResizableStorage | None, arriving, shard, total) -> None:
-        self._arrived, self._full = arrived, full
-        self._gradients: Sequence[torch.Tensor | None] | None = gradients
-        self._arriving, self._shard, self._total = arriving, shard, total
-
-    def land(self) -> None:
-        self.cancel()
-        if self._total is not None:
-            self._total.add_(self._arriving)
-            if self._total is not self._shard:
-                self._shard.copy_(self._total)
-
-    def cancel(self) -> None:
-        self._arrived.wait()
-        self._gradients = None
-        if self._full is not None:
-            self._full.free()
-
 
 class LocalReduction:
     """The reduction of a world of one rank: gradients are packed and nothing is sent."""
@@ -264,22 +281,21 @@ class LocalReduction:
     mapped_bytes = 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
-        return _LocalReducer(layout, shapes, poison)
+        return _LocalReducer(layout, shapes, like, poison)
 
     def free(self) -> None:
         pass
 
 
 class _LocalReducer:
-    """Packs gradients into the shard itself, or into memory of their own where a running sum is to take them.
+    """Packs gradients into the shard itself or, where they are added to a running sum, into memory of their own.
 
     A gradient that is collected is packed at once, so that its own memory is free during the rest of the backward.
     """
 
-    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], poison: bool) -> None:
+    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
         self._layout, self._shapes, self._poison = layout, shapes, poison
-        self._full: ResizableStorage | None = None
-        self._full_packing: Packing | None = None
+        self._memory = PackingMemory(layout, shapes, like, poison)
         self._open: Packing | None = None
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
@@ -288,46 +304,19 @@ class _LocalReducer:
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         packed = self._begin(shard, total).complete(gradients)
         self._open = None
-        return _LocalFlight(packed, self._full, shard, total)
+        return Flight(DONE, (), self._memory, _adder(packed, shard, total))
 
     def discard(self) -> None:
         self._open = None
-        if self._full_packing is not None:
-            self._full_packing.reset()
-        if self._full is not None:
-            self._full.free()
+        self._memory.free()
 
     def _begin(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
+        """Return the packing of this backward, which begins if it is the first call."""
         if self._open is None:
-            self._open = self._into_shard(shard) if total is None else self._into_memory(shard)
+            self._open = self._into_shard(shard) if total is None else self._memory.allocate()
         return self._open
 
     def _into_shard(self, shard: torch.Tensor) -> Packing:
         if self._poison:
             shard.fill_(float("nan"))
         return Packing(shard, self._layout, self._shapes)
-
-    def _into_memory(self, shard: torch.Tensor) -> Packing:
-        if self._full is None or self._full_packing is None:
-            self._full = ResizableStorage(self._layout.numel, shard.dtype, shard.device, self._poison)
-            self._full_packing = Packing(self._full.tensor, self._layout, self._shapes)
-        self._full.allocate()
-        return self._full_packing
-
-
-class _LocalFlight:
-    squares = None
-
-    def __init__(self, packed: torch.Tensor, full: ResizableStorage | None, shard, total) -> None:
-        self._packed, self._full, self._shard, self._total = packed, full, shard, total
-
-    def land(self) -> None:
-        if self._total is not None:
-            self._total.add_(self._packed)
-            if self._total is not self._shard:
-                self._shard.copy_(self._total)
-        self.cancel()
-
-    def cancel(self) -> None:
-        if self._full is not None:
-            self._full.free()

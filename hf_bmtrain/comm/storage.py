@@ -6,12 +6,11 @@ import torch
 
 
 class ResizableStorage:
-    """One storage object for ever, resized between nothing and `numel` elements.
+    """One storage object that is resized between 0 and `numel` elements.
 
-    Views made of `tensor` stay valid over `free` and `allocate`, among them those that autograd saved, which is
-    what lets a block be released between its forward and its backward without being recomputed. Reading a view
-    while the storage is empty is undefined (a crash on CPU), so nobody may hold one at rest. It begins allocated:
-    views can only be made then.
+    Views of `tensor` stay valid over `free` and `allocate`, including those that autograd saved: so a block can be
+    released between its forward and its backward without being recomputed. Reading a view while the storage is empty
+    is undefined (a crash on CPU). The storage is allocated at first, because views can only be made then.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, poison: bool) -> None:
@@ -22,7 +21,7 @@ class ResizableStorage:
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:
-        """Give the tensor its bytes (their contents are undefined, or NaN under the debug switch)."""
+        """Allocate the storage. Its contents are undefined, or NaN with `poison`."""
         if not self.allocated:
             self._storage.resize_(self._nbytes)
             self.allocated = True
@@ -31,7 +30,7 @@ class ResizableStorage:
         return self.tensor
 
     def free(self) -> None:
-        """Give the bytes back to the allocator, on the stream that is current."""
+        """Return the memory to the allocator, on the current stream."""
         if self.allocated and self._nbytes:
             if self._poison:
                 self.tensor.fill_(float("nan"))
@@ -39,13 +38,13 @@ class ResizableStorage:
             self.allocated = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a view of the bytes that are here now."""
+        """Return whether `tensor` is a view of this storage."""
         return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
-        """A view of `shape` from element `start`, with a version counter of its own.
+        """Return a view of `shape` from element `start`, with its own version counter.
 
-        `.data` separates the counters: filling the buffer is not a modification that autograd should see.
+        `.data` separates the counters: autograd must not take filling the buffer for a modification.
         """
         assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)

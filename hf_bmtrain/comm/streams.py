@@ -9,7 +9,7 @@ import torch
 
 
 class Ticket(Protocol):
-    """The promise of an asynchronous operation; wait for it once, before its result is used."""
+    """The promise of an asynchronous operation. Wait for it once before using its result."""
 
     def wait(self) -> None:
         """Make the current stream wait for the operation."""
@@ -33,20 +33,20 @@ class _Done:
 
 
 DONE: Mark = _Done()
-"""The ticket of an operation that is complete."""
+"""The ticket of a complete operation."""
 
 
 class WorkStream:
-    """A CUDA stream of its own. The caller keeps the memory that queued work uses.
+    """A queue with its own CUDA stream. The caller keeps the memory that queued work uses alive.
 
-    priority: -1 for work that goes before the computation where both are ready.
+    priority: -1 for work that is scheduled before the computation when both are ready.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
 
     def run(self, function: Callable[[], object]) -> None:
-        """Queue what `function` launches."""
+        """Queue the work that `function` launches."""
         with torch.cuda.stream(self._stream):
             function()
 
@@ -55,18 +55,18 @@ class WorkStream:
         self.run(ticket.wait)
 
     def follow(self) -> None:
-        """Make work that is queued from now on wait for everything that the current stream holds now."""
+        """Make work that is queued from now on wait for all work queued on the current stream so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def mark(self) -> Mark:
-        """Return the present end of the queue."""
+        """Return a mark at the present end of the queue."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
 
 class Immediate:
-    """The queue of a device without streams: everything is done when `run` returns."""
+    """The queue of a device without streams: `run` executes its function at once."""
 
     def run(self, function: Callable[[], object]) -> None:
         function()
@@ -82,7 +82,7 @@ class Immediate:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether `device` has memory apart from the host's."""
+    """Return whether `device` has memory separate from the host's."""
     return device.type == "cuda"
 
 

@@ -1,1 +1,1 @@
-"""Device operations: each a contract, a torch reference and a CUDA launch, picked by `tensor.is_cuda`."""
+"""Operations on one device: each has a contract, a torch reference and a CUDA launch, chosen by `tensor.is_cuda`."""

@@ -1,8 +1,7 @@
-"""AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag lie on the device.
+"""AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag are stored on the device.
 
-A step is: `adam_prepare` once, `adam_update` once a range. Neither waits for the device.
-
-A kernel is picked for CUDA tensors, `prepare_reference` and `update_reference` (float32 torch) otherwise.
+A step calls `adam_prepare` once and `adam_update` once per range. Neither waits for the device. Both launch a kernel
+for CUDA tensors, and call `prepare_reference` and `update_reference` (float32 torch) otherwise.
 """
 
 from functools import cache
@@ -15,20 +14,10 @@ from hf_bmtrain.ops.residual import join, split
 
 THREADS = 256
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps")
-RECORD = (
-    "skip",
-    "grad_scale",
-    "decay",
-    "beta1",
-    "one_minus_beta1",
-    "beta2",
-    "one_minus_beta2",
-    "step_size",
-    "inverse_root",
-    "eps",
-    "seed",
-    "unused",
-)  # struct Record in kernels/adam.cu
+RECORD = (  # struct Record in kernels/adam.cu
+    "skip", "grad_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inverse_root",
+    "eps", "seed", "unused",
+)  # fmt: skip
 _REFERENCE_CHUNK = 1 << 20
 
 
@@ -36,7 +25,7 @@ _REFERENCE_CHUNK = 1 << 20
 def variant(
     grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None, master: torch.dtype = torch.float32
 ) -> Variant:
-    """Which kernel updates these dtypes. ValueError for a combination that has none."""
+    """Return the variant that updates these dtypes. Raise ValueError if there is none."""
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
     if master == torch.int16 and weight != torch.bfloat16:
@@ -53,7 +42,7 @@ def variant(
 
 
 def variants(arch: int) -> list[Variant]:
-    """All that this module can ask the compiler for."""
+    """Return all variants that this module can compile."""
     kinds = [(grad, None, torch.float32) for grad in C_NAMES]
     kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
     kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
@@ -64,13 +53,13 @@ def variants(arch: int) -> list[Variant]:
 def adam_prepare(
     grad_scale: torch.Tensor, found_inf: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor
 ) -> None:
-    """Turn this step's scalars and hyper-parameters into one record a run, a range that `adam_update` takes.
+    """Compute this step's record of each run, a range of elements that `adam_update` updates.
 
-    grad_scale  (1,) float32: what the gradients are to be divided by (loss scale over clip factor)
-    found_inf   (1,) float32: not 0 where the step must be skipped
+    grad_scale  (1,) float32: divisor of the gradients (loss scale over clip factor)
+    found_inf   (1,) float32: nonzero if the step must be skipped
     hyper       (runs, 6) float64, columns as in HYPER; the first hold_steps steps have learning rate 0
     steps       (runs,) float32: steps taken so far; advanced by one unless the step is skipped
-    records     (runs, 12) float32, written; a row is what `adam_update` takes (columns as in RECORD)
+    records     (runs, 12) float32, written; columns as in RECORD
     """
     runs, device = len(hyper), records.device
     expect("grad_scale", grad_scale, (torch.float32,), (1,), device)
@@ -82,7 +71,7 @@ def adam_prepare(
         return
     if not records.is_cuda:
         return prepare_reference(grad_scale, found_inf, hyper, steps, records)
-    chosen = variant(torch.float32, torch.float32, None)  # any: the kernel is the same in all of them
+    chosen = variant(torch.float32, torch.float32, None)  # the kernel is the same in all variants
     launch = kernel(chosen, "adam_prepare", records.device)
     launch(-(-runs // 32), 32, grad_scale, found_inf, hyper, runs, steps, records)
 
@@ -90,24 +79,16 @@ def adam_prepare(
 def prepare_reference(
     grad_scale: torch.Tensor, found_inf: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor
 ) -> None:
-    """`adam_prepare` in torch, on any device."""
+    """Compute `adam_prepare` in torch, on any device."""
     skip = found_inf != 0
     steps += (~skip).float()
     lr, beta1, beta2, eps, weight_decay, hold_steps = hyper.unbind(1)
     one, taken = torch.ones_like(lr), steps.double()
     lr = torch.where(taken > hold_steps, lr, 0.0)
     columns = (
-        one * skip,
-        one / grad_scale.double(),
-        1 - lr * weight_decay,
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr / (1 - beta1**taken),
-        (1 - beta2**taken).rsqrt(),
-        eps,
-    )
+        one * skip, one / grad_scale.double(), 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2,
+        lr / (1 - beta1**taken), (1 - beta2**taken).rsqrt(), eps,
+    )  # fmt: skip
     records[:, : len(columns)] = torch.stack(columns, 1)
     bits = records.view(torch.int32)
     bits[:, 10] = steps.to(torch.int32)
@@ -123,20 +104,20 @@ def adam_update(
     record: torch.Tensor,
     index_base: int = 0,
 ) -> None:
-    """One AdamW step of n adjacent elements, in place; nothing changes when the record says skip.
+    """Make one AdamW step of n adjacent elements in place, unless the record is marked to be skipped.
 
     grad         (n,) float32, float16 or bfloat16; the dtype of `weight`, or float32; only read
-    master       (n,) float32; the parameter itself when `weight` is None; or int16, a bfloat16 weight's residual
+    master       (n,) float32; the parameter itself if `weight` is None; or int16, a bfloat16 weight's residual
                  (ops/residual.py): then `weight` is read as well, and exp_avg_sq carries marks
     exp_avg      (n,) float32, or bfloat16 rounded stochastically
     exp_avg_sq   (n,) float32
     weight       (n,) float16 or bfloat16, written: `master` rounded to nearest even; or None
     record       (12,) float32 from `adam_prepare`, a row of its records
-    index_base   number of element 0 among all elements of the model, whatever the number of ranks; with the
-                 step it fixes the random bits, so that a run goes on alike on another number of ranks
-    All contiguous, on one device, none overlapping another. Fast when all tensors are equally far from
-    alignment to four elements (as slices of equally laid out buffers are); right in any case. Weight decay is
-    decoupled and eps outside the root (Loshchilov and Hutter 2019); weight_decay = 0 is Adam.
+    index_base   number of element 0 among all elements of the model, independent of the number of ranks; with the
+                 step it determines the random bits, so that training continues equally on another number of ranks
+    All are contiguous, on one device, and do not overlap. The update is faster if all tensors have the same offset
+    from alignment to four elements (as slices of equally laid out buffers have). Weight decay is decoupled and eps
+    outside the root (Loshchilov and Hutter 2019); weight_decay = 0 is Adam.
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)
@@ -160,7 +141,7 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[torch.Tensor]) -> tuple[int, int]:
-    """(head, quads): elements head .. head + 4 * quads are aligned to four elements in every tensor."""
+    """Return (head, quads): elements head .. head + 4 * quads are aligned to four elements in every tensor."""
     heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
     head = heads.pop()
     return (0, 0) if heads or head >= n else (head, (n - head) // 4)
@@ -175,7 +156,7 @@ def update_reference(
     record: torch.Tensor,
     index_base: int = 0,
 ) -> None:
-    """`adam_update` in float32 torch, on any device; the random bits are the kernel's."""
+    """Compute `adam_update` in float32 torch, on any device, with the random bits of the kernel."""
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
     if r["skip"]:
@@ -200,7 +181,7 @@ def update_reference(
 
 
 def round_stochastic(x: torch.Tensor, index_base: int, seed: int) -> torch.Tensor:
-    """float32 to bfloat16, up with the probability of the part cut off; inf and NaN as they are."""
+    """Round float32 to bfloat16, up with the probability of the part cut off. inf and NaN stay as they are."""
     bits = x.view(torch.int32)
     element = torch.arange(index_base, index_base + x.numel(), device=x.device)
     low = (element & 0xFFFFFFFF) ^ (seed * 0x9E3779B9 & 0xFFFFFFFF)

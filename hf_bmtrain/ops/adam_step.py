@@ -1,4 +1,4 @@
-"""One AdamW step over many runs: the numbers that change from step to step, and the two ways to do the arithmetic."""
+"""One AdamW step over many runs: the numbers that change between steps, and two implementations of the arithmetic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Hyper = Sequence[Number]
 
 @dataclass(frozen=True)
 class Elements:
-    """Adjacent elements that are updated at once, a run or a part of one: the arguments of `adam_update`.
+    """Adjacent elements that are updated in one launch, a run or a part of one: the arguments of `adam_update`.
 
     grad is only read; master (with the weight and exp_avg_sq) and exp_avg are updated in place.
     """
@@ -32,18 +32,18 @@ class Elements:
 
     @property
     def master_and_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The arguments of `adam_update`, which has no weight to round where the master is the weight."""
+        """`master` and `weight` of `adam_update`; weight is None if the weight is its own master."""
         stored, weight = self.master.stored, self.master.weight
         return (weight, None) if stored is None else (stored, weight)
 
 
 class KernelSteps:
-    """By `adam_prepare` and `adam_update`: kernels on CUDA, their references on CPU.
+    """AdamW by `adam_prepare` and `adam_update`: kernels on CUDA, their references on CPU.
 
-    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so a step waits for nothing.
+    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so a step does not wait for it.
     A hyper-parameter that is a tensor on the device is read there at every step; a number is sent when it has changed.
 
-    groups: how many runs each parameter group has; runs are numbered group by group. counts: (runs,) float32, the
+    groups: the number of runs of each parameter group; runs are numbered group by group. counts: (runs,) float32, the
     steps that each run has taken.
     """
 
@@ -57,10 +57,9 @@ class KernelSteps:
         self._sent: list[list[float]] = []
 
     def _send(self, hyper: Sequence[Hyper]) -> None:
-        """Write the groups' hyper-parameters that are numbers to the device, if one has changed since the last time.
+        """Write the groups' hyper-parameters that are numbers to the device if one has changed since the last call.
 
-        They leave from pinned memory of their own, which torch does not give to anyone else before the copy has
-        been made: a later call cannot overtake it.
+        Each copy has its own pinned memory, which torch reuses only after the copy: a later call cannot overwrite it.
         """
         rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
         if rows == self._sent:
@@ -72,8 +71,8 @@ class KernelSteps:
         self._sent = rows
 
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Take the numbers of a step. grad_scale divides the gradients, a found_inf other than 0 skips the step; both
-        are float32 scalars."""
+        """Set the numbers of a step. grad_scale divides the gradients, a nonzero found_inf skips the step; both are
+        float32 scalars."""
         self._send(hyper)
         start = 0
         for values, runs in zip(hyper, self._groups):
@@ -85,8 +84,8 @@ class KernelSteps:
         self._flag = self._zero if found_inf is None else found_inf.reshape(1)
 
     def advance(self, runs: Sequence[int]) -> None:
-        """Count the step of these runs (numbers in ascending order) and prepare their records for `update`, by one
-        launch per range of consecutive numbers."""
+        """Count the step of these runs (ascending numbers) and prepare their records for `update`, in one launch per
+        range of consecutive numbers."""
         for first, stop in _stretches(runs):
             rows = slice(first, stop)
             adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
@@ -101,7 +100,7 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """By torch's fused AdamW for CPU, with the contract of KernelSteps; all state is float32."""
+    """AdamW by torch's fused operation for CPU, with the contract of KernelSteps. All state is float32."""
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
         self._groups = list(groups)
@@ -128,7 +127,7 @@ class TorchSteps:
         taken = self.counts[run]
         wide = e.grad.float()
         if self._grad_scale is not None:
-            wide = wide / self._grad_scale  # not by the fused operation, which would write it into the gradient
+            wide = wide / self._grad_scale  # the fused operation would write it into the gradient
         fused_adamw_(
             [master], [wide], [e.exp_avg], [e.master.exp_avg_sq], [], [taken],
             lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
@@ -140,7 +139,7 @@ class TorchSteps:
 
 
 def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as ranges [first, stop)."""
+    """Return ascending numbers as ranges [first, stop) of consecutive numbers."""
     stretches: list[tuple[int, int]] = []
     for number in numbers:
         if stretches and stretches[-1][1] == number:
@@ -151,16 +150,16 @@ def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def kernels_serve(device: torch.device) -> bool:
-    """Return whether the kernels do the arithmetic on this device."""
+    """Return whether the kernels run on this device."""
     return device.type == "cuda"
 
 
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """The dtype in which masters of weights that are updated on `device` are stored; None for float32 weights, which
+    """Return the dtype in which the masters of weights updated on `device` are stored; None for float32 weights, which
     are their own masters.
 
-    Where the kernels join them, masters of bfloat16 weights are stored as int16 residuals (ops/residual.py): the same
-    masters, in 2 bytes less to hold and to move.
+    Where kernels update them, masters of bfloat16 weights are stored as int16 residuals (ops/residual.py): the same
+    masters in 2 bytes less per element.
     """
     if weight == torch.float32:
         return None
@@ -168,7 +167,7 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
-    """Kernels on CUDA, torch's fused AdamW on CPU; torch's has no bfloat16 moment: there the kernels' reference."""
+    """Return KernelSteps on CUDA or for bfloat16 moments, which torch's fused AdamW lacks; otherwise TorchSteps."""
     if kernels_serve(device) or exp_avg_dtype == torch.bfloat16:
         return KernelSteps(groups, device)
     return TorchSteps(groups, device)

@@ -1,4 +1,4 @@
-"""From the losses of rows to one number: which targets count, and what the sum is divided by."""
+"""The reduction of the losses of rows to one number: the targets that count, and the divisor of the sum."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NumItems = torch.Tensor | float | None
 
 @dataclass(frozen=True)
 class Criterion:
-    """The loss of a row, one weight a class (C,) or None, and how the losses of all rows are reduced.
+    """The loss of a row, one weight per class (C,) or None, and the reduction over rows.
 
-    num_items: what "mean" divides the sum by in the place of the targets that count here: those of all
-    micro-batches and ranks, say. A number, or a tensor of one element on any device.
+    num_items: the divisor of "mean" in place of the targets that count here, for example those of all micro-batches
+    and ranks. A number, or a tensor of one element on any device.
     """
 
     rows: CrossEntropy
@@ -44,16 +44,16 @@ class Criterion:
             raise ValueError(f"num_items_in_batch must not be negative, got {self.num_items}")
 
     def check(self, targets: torch.Tensor, classes: int) -> None:
-        """Raise ValueError for class weights or targets that do not fit; a target out of range only on CPU."""
+        """Raise ValueError if class weights or targets do not fit. Targets out of range are found only on CPU."""
         if self.class_weight is not None and self.class_weight.numel() != classes:
             raise ValueError(f"the class weights are {self.class_weight.numel()} numbers for {classes} classes")
         if targets.device.type == "cpu":
             check_range(targets, classes, self.rows.ignore_index)
 
     def factor(self, targets: torch.Tensor, classes: int) -> torch.Tensor:
-        """(1,) float32 beside the int64 `targets`: what a row's loss is multiplied by. No wait for a device.
+        """Return the factor of each row's loss, (1,) float32 on the device of `targets`, without waiting for it.
 
-        Without a target that counts it is 1, so that the mean is 0 where torch's is NaN.
+        If no target counts it is 1, so that the mean is 0 where torch's is NaN.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":
@@ -68,7 +68,7 @@ class Criterion:
         return torch.where(total == 0, one, one / total)
 
     def reduce(self, losses: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The losses (N,) as they are, or as a scalar."""
+        """Return the losses (N,) as they are for reduction "none", otherwise their sum times `factor`, a scalar."""
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 
 
@@ -81,14 +81,14 @@ def criterion(
     softcap: float,
     num_items: NumItems,
 ) -> Criterion:
-    """A Criterion from the arguments of the public functions."""
+    """Return a Criterion from the arguments of the public functions."""
     rows = CrossEntropy(ignore_index, label_smoothing, z_loss, softcap)
     weight = None if class_weight is None else class_weight.detach().float().contiguous()
     return Criterion(rows, weight, reduction, num_items)
 
 
 def as_indices(targets: torch.Tensor) -> torch.Tensor:
-    """int64 targets, or a ValueError. Before any comparison: uint8 cannot hold -100."""
+    """Return the targets as int64, since uint8 cannot hold -100. Raise ValueError unless they are integers."""
     if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
         raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")
     return targets.long()
@@ -106,7 +106,7 @@ def check_range(targets: torch.Tensor, classes: int, ignore_index: int) -> None:
 
 
 def refuse_double_backward(function: str) -> None:
-    """Called in a backward: raise where autograd records it."""
+    """Raise RuntimeError in a backward that autograd records."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"A backward of a backward (create_graph=True) through {function} is not supported: its gradient is "

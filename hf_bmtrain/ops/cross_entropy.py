@@ -1,7 +1,7 @@
-"""Cross-entropy over rows of logits: losses and the gradient written over the logits, in one launch or two.
+"""Cross-entropy over rows of logits: losses, and the gradient written over the logits, in one launch or two.
 
-A `CrossEntropy` defines the loss of a row; its methods use kernels/cross_entropy*.cu for CUDA tensors and
-float32 torch for others. How rows become one number is the caller's: the factor of each row is an argument.
+The methods of `CrossEntropy` use kernels/cross_entropy*.cu for CUDA tensors and float32 torch for others. The caller
+reduces the rows: the factor of each row is an argument.
 """
 
 from functools import cache
@@ -13,22 +13,16 @@ from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel, shared_memory_limit
 from hf_bmtrain.ops.row_loss import RowLoss
 
-SCRATCH = 640  # bytes of shared memory beside the staged row, as in the source
-SHARE = 72 << 10  # a block's part of a row: three such blocks fit on an SM of 227 KiB
+SCRATCH = 640  # bytes of shared memory in addition to the staged row, as in the source
+SHARE = 72 << 10  # bytes of a row per block: three such blocks fit on an SM of 227 KiB
 BYTES_A_THREAD = 256  # sixteen 16-byte vectors, all in flight at once
-PART_VECTORS = 2048  # 16-byte vectors of a row that a block of the streaming kernels takes
+PART_VECTORS = 2048  # 16-byte vectors of a row per block of the streaming kernels
 
 
 @cache
 def gradient_variant(dtype: torch.dtype, general: bool, weighted: bool) -> Variant:
-    return Variant(
-        "cross_entropy_gradient",
-        (
-            ("ELEMENT", C_NAMES[dtype]),
-            ("GENERAL", str(int(general))),
-            ("WEIGHT", "float" if weighted else "none"),
-        ),
-    )
+    macros = ("ELEMENT", C_NAMES[dtype]), ("GENERAL", str(int(general))), ("WEIGHT", "float" if weighted else "none")
+    return Variant("cross_entropy_gradient", macros)
 
 
 @cache
@@ -38,20 +32,15 @@ def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int
 
 
 def variants(arch: int) -> list[Variant]:
-    """All that this module can ask the compiler for."""
+    """Return all variants that this module can compile."""
     clusters = (1, 2, 4, 8) if arch >= 90 else (1,)
-    kinds = [
-        (dtype, general, weighted)
-        for dtype in C_NAMES
-        for general, weighted in ((False, False), (True, False), (True, True))
-    ]
-    return [gradient_variant(*kind) for kind in kinds] + [
-        rows_variant(*kind, cluster) for kind in kinds for cluster in clusters
-    ]
+    kinds = [(dtype, *kind) for dtype in C_NAMES for kind in ((False, False), (True, False), (True, True))]
+    rows = [rows_variant(*kind, cluster) for kind in kinds for cluster in clusters]
+    return [gradient_variant(*kind) for kind in kinds] + rows
 
 
 class Plan(NamedTuple):
-    """How a row is shared out: blocks a row, threads a block, 16-byte vectors that a block keeps on chip."""
+    """The division of a row: blocks per row, threads per block, and 16-byte vectors that a block keeps on chip."""
 
     cluster: int
     threads: int
@@ -59,7 +48,7 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """The fewest blocks a row such that three of them fit on an SM; what does not fit is read twice."""
+    """Choose the fewest blocks per row such that three fit on an SM. Vectors beyond that are read twice."""
     row_bytes += 16  # a row that is not aligned touches one vector more
     cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1
     share = -(-row_bytes // (16 * cluster))  # vectors
@@ -69,20 +58,21 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
 
 
 class CrossEntropy(RowLoss):
-    """The losses of rows and their gradient, defined by RowLoss, computed where the logits are.
+    """The losses of rows and their gradient, defined by RowLoss, computed on the device of the logits.
 
     Arguments of all methods:
-        logits         (N, V) float32, float16 or bfloat16; rows contiguous, any distance and alignment
+        logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
         targets        (N,) int64
-        scale          (1,) or (N,) float32: 1 / number of targets for a mean, times the loss scale. In
-                       float16 it has to carry the loss scale, or the gradient underflows when rounded.
+        lses           (N,) float32: logsumexp of each row, as `losses` returns it
+        scale          (1,) or (N,) float32: 1 / number of targets for a mean, times the loss scale. For float16 it
+                       must include the loss scale, or the gradient underflows when rounded.
         class_weight   (V,) float32, or None
     """
 
     def losses(
         self, logits: torch.Tensor, targets: torch.Tensor, class_weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(losses, lses), each (N,) float32. Nothing is written."""
+        """Return (losses, lses), each (N,) float32. The arguments are not written."""
         _check(logits, targets, class_weight)
         if not logits.is_cuda:
             return self.reference_losses(logits, targets, class_weight)
@@ -97,7 +87,7 @@ class CrossEntropy(RowLoss):
         scale: torch.Tensor,
         class_weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`losses`, and the gradient of sum(scale * losses) written over the logits: one read, one write."""
+        """Return `losses`, and write the gradient of sum(scale * losses) over the logits: one read, one write."""
         _check(logits, targets, class_weight)
         _check_scale("scale", scale, logits)
         if not logits.is_cuda:
@@ -117,9 +107,21 @@ class CrossEntropy(RowLoss):
         lses: torch.Tensor,
         scale: torch.Tensor,
         class_weight: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> None:
-        """Write the gradient of sum(scale * losses) over the logits, given the `lses` of `losses`."""
-        self._gradient_into(logits, logits, targets, lses, scale, class_weight)
+        """Write the gradient of sum(scale * losses) over the logits, or into `out`, whose rows have equal strides and
+        alignment."""
+        _check(logits, targets, class_weight)
+        _check_scale("scale", scale, logits)
+        expect("lses", lses, (torch.float32,), (logits.shape[0],), logits.device)
+        out = logits if out is None else out
+        if not logits.is_cuda:
+            out.detach().copy_(self.reference_gradient(logits, targets, lses, scale, class_weight))
+        elif logits.shape[0] > 0:
+            parts = _parts(logits)
+            chosen = gradient_variant(logits.dtype, self._general(class_weight), class_weight is not None)
+            arguments = (*self._arguments(logits, targets, class_weight), parts, scale, _stride(scale), lses, out)
+            kernel(chosen, "cross_entropy_gradient", logits.device)(logits.shape[0] * parts, 256, *arguments)
 
     def gradient(
         self,
@@ -129,37 +131,17 @@ class CrossEntropy(RowLoss):
         scale: torch.Tensor,
         class_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`gradient_` into a new tensor like `logits`, which stay as they are."""
-        if logits.is_contiguous() and logits.data_ptr() % 16 == 0:  # then a new tensor's rows lie on the same grid
+        """Return the gradient of `gradient_` as a new tensor; `logits` are not written."""
+        if logits.is_contiguous() and logits.data_ptr() % 16 == 0:  # a new tensor has equal strides and alignment
             gradient = torch.empty_like(logits)
-            self._gradient_into(gradient, logits, targets, lses, scale, class_weight)
+            self.gradient_(logits, targets, lses, scale, class_weight, gradient)
         else:
             gradient = logits.detach().clone(memory_format=torch.contiguous_format)
-            self._gradient_into(gradient, gradient, targets, lses, scale, class_weight)
+            self.gradient_(gradient, targets, lses, scale, class_weight)
         return gradient
 
-    def _gradient_into(
-        self,
-        gradient: torch.Tensor,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        lses: torch.Tensor,
-        scale: torch.Tensor,
-        class_weight: torch.Tensor | None,
-    ) -> None:
-        _check(logits, targets, class_weight)
-        _check_scale("scale", scale, logits)
-        expect("lses", lses, (torch.float32,), (logits.shape[0],), logits.device)
-        if not logits.is_cuda:
-            gradient.detach().copy_(self.reference_gradient(logits, targets, lses, scale, class_weight))
-        elif logits.shape[0] > 0:
-            parts = _parts(logits)
-            chosen = gradient_variant(logits.dtype, self._general(class_weight), class_weight is not None)
-            arguments = (*self._arguments(logits, targets, class_weight), parts, scale, _stride(scale), lses, gradient)
-            blocks = logits.shape[0] * parts
-            kernel(chosen, "cross_entropy_gradient", logits.device)(blocks, 256, *arguments)
-
     def plan(self, logits: torch.Tensor) -> Plan:
+        """Return the plan for rows of `logits` on their device."""
         clusters = torch.cuda.get_device_capability(logits.device)[0] >= 9
         return plan(logits.shape[1] * logits.element_size(), clusters, shared_memory_limit(logits.device))
 
@@ -191,11 +173,11 @@ class CrossEntropy(RowLoss):
 
 
 def rescale_(gradient: torch.Tensor, wanted: torch.Tensor, used: torch.Tensor) -> None:
-    """Multiply rows by wanted / used; on CUDA equal factors are found out on the device and cost nothing.
+    """Multiply rows by wanted / used, in place. On CUDA rows with equal factors are neither read nor written.
 
-    gradient       (N, V), in place
-    wanted, used   (1,) or (N,) float32: the scale that backward was given, and the one the gradient was
-                   written with. A row written with 0 stays as it is.
+    gradient       (N, V)
+    wanted, used   (1,) or (N,) float32: the scale given to backward, and the scale with which the gradient was
+                   written. A row written with scale 0 stays as it is.
     """
     _check_logits(gradient)
     _check_scale("wanted", wanted, gradient)

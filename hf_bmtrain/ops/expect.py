@@ -1,4 +1,4 @@
-"""One way to say what a tensor must be."""
+"""The check of a tensor argument."""
 
 from collections.abc import Collection
 
@@ -6,13 +6,9 @@ import torch
 
 
 def expect(
-    name: str,
-    tensor: torch.Tensor,
-    dtypes: Collection[torch.dtype],
-    shape: tuple[int, ...],
-    device: torch.device,
+    name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """ValueError unless `tensor` is contiguous, on `device`, of this shape and of one of these dtypes."""
+    """Raise ValueError unless `tensor` is contiguous, on `device`, of this shape and of one of these dtypes."""
     if tensor.dtype in dtypes and tuple(tensor.shape) == shape and tensor.device == device and tensor.is_contiguous():
         return
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,7 +1,7 @@
-"""Squared norms of flat gradients, in one deterministic pass, with the result left on the device.
+"""Squared norms of flat gradients, in one deterministic pass, with the result on the device.
 
-A result is inf or NaN if and only if an element is: float64 holds the square of any float32. The kernels add
-the squares of up to 32 elements in float32 where that is finite: a square below 1e-38 may count as zero.
+A result is inf or NaN if and only if an element is: float64 holds the square of any float32. The kernels add the
+squares of up to 32 elements in float32 if the sum is finite: a square below 1e-38 may count as zero.
 """
 
 import itertools
@@ -14,9 +14,9 @@ from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-BLOCKS = 528  # fixed, not a function of the device: the order of additions is the same everywhere
+BLOCKS = 528  # the same on all devices, so that the order of additions is
 TILE_BYTES = THREADS * 64
-PIECE = 1 << 16  # elements of a segment that one block adds
+PIECE = 1 << 16  # elements of a segment per block
 
 
 @cache
@@ -25,16 +25,16 @@ def variant(dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """All that this module can ask the compiler for."""
+    """Return all variants that this module can compile."""
     return [variant(dtype) for dtype in C_NAMES]
 
 
 def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the squared norm of a buffer to `out`; call it once a buffer, on zeroed `out` first.
+    """Add the squared norm of a buffer to `out`, which is zeroed before the first buffer.
 
-    flat   (n,) contiguous float32, float16 or bfloat16, any alignment; all of it counts, so padding is zero
+    flat   (n,) contiguous float32, float16 or bfloat16, any alignment; all elements count, so padding must be zero
     out    (2,) float64 on the same device: [sum of squares, 1.0 if an element of any buffer was inf or NaN]
-    The same buffers in the same order give the same bits.
+    The result is bit-identical for the same buffers in the same order.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     expect("out", out, (torch.float64,), (2,), flat.device)
@@ -50,14 +50,14 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def reference(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """`accumulate_squared_norm` in torch, on any device."""
+    """Compute `accumulate_squared_norm` in torch, on any device."""
     total = _sum_of_squares(flat)
     out[0] += total
     out[1].copy_(torch.where(torch.isfinite(total), out[1], torch.ones_like(total)))
 
 
 class Segments:
-    """Where the segments of a flat tensor lie; made once a layout, kept on the device from the first use.
+    """The segments of a flat tensor. Make it once per layout: its tables stay on the device after the first use.
 
     offsets   k + 1 non-decreasing integers: segment s is flat[offsets[s]:offsets[s + 1]], and may be empty
     """
@@ -69,7 +69,7 @@ class Segments:
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Begins (int64) and lengths (int32) of the pieces of all segments, and each segment's first piece (int64)."""
+        """Starts (int64) and lengths (int32) of the parts of all segments, and each segment's first part (int64)."""
         begins, lengths, firsts = [], [], [0]
         for start, end in zip(self.offsets, self.offsets[1:], strict=False):
             begins += range(start, end, PIECE)
@@ -87,7 +87,7 @@ class Segments:
 
 
 def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The squared norm of each segment: (k,) float64 on the device of `flat`; inf or NaN where an element is.
+    """Return the squared norm of each segment: (k,) float64 on the device of `flat`; inf or NaN where an element is.
 
     flat   (n,) contiguous float32, float16 or bfloat16; elements outside all segments are not read
     """
@@ -110,9 +110,9 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
 
 def add_squares(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of each of the `parts`, (k_i,) float64, which may be empty, to `out`, (len(parts),) float64.
+    """Write the sum of each part, (k_i,) float64 and possibly empty, to `out`, (len(parts),) float64.
 
-    The same parts give the same bits.
+    The result is bit-identical for the same parts.
     """
     flat = torch.cat(list(parts))
     if flat.is_cuda and flat.numel():
@@ -126,19 +126,19 @@ def _firsts(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> None:
-    """out[s] = the sum of partials[firsts[s] : firsts[s + 1]], on CUDA."""
+    """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], on CUDA."""
     blocks = -(-out.numel() // (THREADS // 32))
     kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
 
 
 def segmented_reference(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """`segmented_squared_norm` in torch, on any device."""
+    """Compute `segmented_squared_norm` in torch, on any device."""
     parts = [_sum_of_squares(flat[a:b]) for a, b in zip(segments.offsets, segments.offsets[1:], strict=False)]
     return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=flat.device)
 
 
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """In float64, a chunk at a time to bound the copies."""
+    """Return the sum of squares in float64, by chunks to bound the memory of the copies."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for chunk in flat.detach().split(1 << 18):
         wide = chunk.double()

@@ -1,4 +1,4 @@
-"""A device scalar that the host reads later, without stopping the device."""
+"""A device scalar that the host reads later, without a synchronization at this point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class HostFlag:
-    """The value that `flag` (1,) has at this point of the current stream, on its way to the host."""
+    """An asynchronous copy to the host of the value that `flag` (1,) has at this point of the current stream."""
 
     def __init__(self, flag: torch.Tensor) -> None:
         self.immediate = not flag.is_cuda
@@ -18,7 +18,7 @@ class HostFlag:
             self._event.record()
 
     def read(self) -> float:
-        """The value; waits for the device only if it has not come to that point yet."""
+        """Return the value. Waits for the device if it has not reached that point yet."""
         if self._event is not None:
             self._event.synchronize()
         return self._value.item()

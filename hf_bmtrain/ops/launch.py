@@ -1,11 +1,11 @@
 """CUDA kernels: from a .cu file to a launch on torch's current stream, without nvcc and without CUDA headers.
 
     variant = Variant("grad_norm", (("ELEMENT", "bf16"),))   a source file and its macros
-    kernel(variant, "squared_norm_partials", device)         compiled once a machine, loaded once a process
+    kernel(variant, "squared_norm_partials", device)         compiled once per machine, loaded once per process
         (grid, block, x, n, partials)                        checked against the source's signature
 
-NVRTC makes a cubin, kept on disk under a name that is the hash of everything it was made from. A file lock on
-that name lets one process of a host compile while the others wait for the file.
+NVRTC makes a cubin, which is kept on disk under the hash of its inputs. With a file lock on that name one process of
+a host compiles while the others wait for the file.
 """
 
 import fcntl
@@ -30,21 +30,15 @@ from .torch_internals import current_raw_stream
 log = logging.getLogger(__name__)
 
 _POINTED = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "short": torch.int16,
-    "int": torch.int32,
-    "long long": torch.int64,
-    "none": None,
-}
+    "float": torch.float32, "double": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "short": torch.int16, "int": torch.int32, "long long": torch.int64, "none": None,
+}  # fmt: skip
 _SCALARS = {"int": (int, numpy.int32), "long long": (int, int), "float": ((int, float), numpy.float32)}
 C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def source_folder() -> Path:
-    """Where the .cu files lie: inside the installed package, or beside it in a checkout."""
+    """Return the folder of the .cu files: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "device.cuh").is_file():
@@ -56,7 +50,7 @@ def source_folder() -> Path:
 
 
 def import_cupy() -> Any:
-    """CuPy, imported only when a kernel is compiled or launched. RuntimeError names the extra to install."""
+    """Import CuPy when a kernel is first needed. Raise RuntimeError, naming the extra to install, if it is missing."""
     try:
         import cupy
         from cupy.cuda import nvrtc  # noqa: F401  (absent when the wheel does not fit the machine)
@@ -70,7 +64,7 @@ def import_cupy() -> Any:
 
 
 class Argument(NamedTuple):
-    """One parameter of a kernel as its source declares it; `c_type` is the pointed-to type for pointers."""
+    """One parameter of a kernel as its source declares it. c_type: for pointers, the type pointed to."""
 
     name: str
     c_type: str
@@ -94,7 +88,7 @@ class Variant:
         return {path.name: path.read_text() for path in sorted(source_folder().glob("*.cuh"))}
 
     def signature(self, name: str) -> tuple[Argument, ...]:
-        """The parameters of kernel `name`, with macros that stand for types replaced."""
+        """Return the parameters of kernel `name`, with macros for types replaced."""
         found = re.search(r'extern "C" __global__[^;{]*?\bvoid\s+' + name + r"\s*\(([^)]*)\)", self.source)
         if found is None:
             raise RuntimeError(f"{self.file}.cu has no kernel named {name}")
@@ -110,20 +104,21 @@ class Variant:
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 
     def options(self, arch: int) -> tuple[str, ...]:
-        """Subnormals, division and square root are IEEE's, so that results match torch's."""
+        """Return the compiler's options. Subnormals, division and square root follow IEEE, to match torch's results."""
         ieee = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true")
         macros = (f"-D{key}={value}" for key, value in self.macros)
         return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
 
     def digest(self, arch: int, compiler: tuple[int, int]) -> str:
+        """Return a hash of everything that the cubin depends on."""
         content = repr((self.source, self.headers, self.options(arch), compiler))
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> tuple[bytes, str]:
-    """The machine code of a variant for compute capability `arch` (90 is 9.0), and the compiler's log.
+    """Compile a variant for compute capability `arch` (90 is 9.0). Return the cubin and the compiler's log.
 
-    Needs neither a GPU nor a driver. `options` are added to the variant's own.
+    Needs neither a GPU nor a driver. options: added to the variant's own.
     """
     nvrtc = import_cupy().cuda.nvrtc
     program = nvrtc.createProgram(
@@ -145,7 +140,7 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 
 
 def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
-    """The newest architecture NVRTC knows whose cubins run on `capability`: same major, minor not above."""
+    """Return the newest architecture in `known` whose cubins run on `capability`: equal major, minor not above."""
     wanted = 10 * capability[0] + capability[1]
     fitting = [arch for arch in known if arch // 10 == capability[0] and arch <= wanted]
     if not fitting:
@@ -158,13 +153,13 @@ def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
 
 @cache
 def shared_memory_limit(device: torch.device) -> int:
-    """Bytes of shared memory one block may use on a CUDA device."""
+    """Return the bytes of shared memory that one block can use on a CUDA device."""
     runtime = import_cupy().cuda.runtime
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: $HF_BMTRAIN_KERNEL_CACHE, else hf_bmtrain/kernels in the user's cache folder."""
+    """Return the folder of cubins: $HF_BMTRAIN_KERNEL_CACHE, or hf_bmtrain/kernels in the user's cache folder."""
     chosen = os.environ.get("HF_BMTRAIN_KERNEL_CACHE")
     if chosen:
         return Path(chosen)
@@ -172,7 +167,7 @@ def cache_folder() -> Path:
 
 
 def cached_cubin(variant: Variant, arch: int) -> Path:
-    """The file that holds the variant's cubin. The first process to ask compiles it, others wait for it."""
+    """Return the file of the variant's cubin. The first process compiles it, other processes wait for it."""
     compiler = import_cupy().cuda.nvrtc.getVersion()
     folder = cache_folder()
     entry = folder / f"{variant.file}-sm_{arch}-{variant.digest(arch, compiler)}.cubin"
@@ -203,18 +198,12 @@ def _compile_into(entry: Path, variant: Variant, arch: int) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-    log.info(
-        "compiled %s.cu %s for sm_%d in %.1f s into %s",
-        variant.file,
-        dict(variant.macros),
-        arch,
-        time.monotonic() - start,
-        entry,
-    )
+    seconds = time.monotonic() - start
+    log.info("compiled %s.cu %s for sm_%d in %.1f s into %s", variant.file, dict(variant.macros), arch, seconds, entry)
 
 
 def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
-    """`values` as CuPy passes them bit for bit: pointers and long long as int, the rest as numpy scalars.
+    """Return `values` as CuPy passes them bit for bit: pointers and long long as int, others as numpy scalars.
 
     Raises TypeError for a wrong number of arguments or a wrong kind, ValueError for a wrong dtype or device.
     """
@@ -246,7 +235,7 @@ def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> 
 
 
 class Kernel:
-    """A loaded kernel. Calling it launches it, after checks; it never waits for the device."""
+    """A loaded kernel. A call checks the arguments and launches it, without waiting for the device."""
 
     def __init__(self, variant: Variant, name: str, index: int):
         self.cupy = import_cupy()
@@ -255,10 +244,10 @@ class Kernel:
         self.device = torch.device("cuda", index)
         self.signature = variant.signature(name)
         self.function = self.cupy.RawModule(path=str(cached_cubin(variant, arch))).get_function(name)
-        self.shared_limit = 48 << 10  # what a launch may ask for unless the attribute is raised first
+        self.shared_limit = 48 << 10  # the limit of a launch until the attribute is raised
 
     def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
-        """Launch on torch's current stream. Written tensors get a new version, as after an in-place op."""
+        """Launch on torch's current stream and increment the versions of written tensors, as an in-place operation."""
         index = self.device.index
         if torch.cuda.current_device() != index:
             raise RuntimeError(
@@ -266,13 +255,13 @@ class Kernel:
                 f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({index}) first"
             )
         runtime = self.cupy.cuda.runtime
-        if runtime.getDevice() != index:  # CuPy keeps its own current device, one a thread
+        if runtime.getDevice() != index:  # CuPy has its own current device per thread
             runtime.setDevice(index)
         arguments = pack(self.name, self.signature, values, self.device)
         if shared_memory > self.shared_limit:
             self.function.max_dynamic_shared_size_bytes = shared_memory
             self.shared_limit = shared_memory
-        # CuPy's own current stream is another one in torch's backward threads: never rely on it.
+        # CuPy's own current stream differs in torch's backward threads.
         stream = SimpleNamespace(ptr=current_raw_stream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
         for argument, value in zip(self.signature, values, strict=True):
@@ -282,9 +271,9 @@ class Kernel:
 
 @cache
 def kernel(variant: Variant, name: str, device: torch.device) -> Kernel:
-    """The kernel `name` of a variant on a CUDA device, compiled and loaded on the first request.
+    """Return the kernel `name` of a variant on a CUDA device, compiled and loaded in the first call.
 
-    Call it once before a CUDA graph is captured: loading is not allowed inside a capture.
+    Make the first call before a CUDA graph is captured: loading is not allowed inside a capture.
     """
     assert device.type == "cuda" and device.index is not None, device
     return Kernel(variant, name, device.index)

@@ -1,4 +1,4 @@
-"""The mean over ranks of one part of a gradient, to which every other rank has brought a row."""
+"""The mean over ranks of one part of a gradient, for which every other rank has delivered a row."""
 
 from functools import cache
 
@@ -16,29 +16,29 @@ def variant(dtype: torch.dtype, summed: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """All that this module can ask the compiler for."""
+    """Return all variants that this module can compile."""
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `peer_mean` takes gradients of this dtype on this device."""
+    """Return whether `peer_mean` supports gradients of this dtype on this device."""
     return dtype in C_NAMES or (dtype == torch.float64 and device.type == "cpu")
 
 
 def peer_mean(
     rows: torch.Tensor, mine: torch.Tensor, own: int, out: torch.Tensor, total: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Write the mean over ranks, or add it to a running sum and write that. Returns sums of squares of what is written.
+    """Write the mean over ranks, or add it to a running sum and write that. Return the result's sums of squares.
 
     rows     (size - 1, n) float32, float16 or bfloat16 (on CPU also float64): the other ranks' values, in the order of
-             ranks; a row's elements are adjacent, the rows may lie apart
-    mine     (n,) of that dtype: this rank's values. own: its place in the order of ranks
-    out      (n,) of that dtype, written: the mean, or `total` where there is one, rounded to nearest even
+             ranks; contiguous rows, any row stride
+    mine     (n,) of that dtype: this rank's values. own: this rank's number
+    out      (n,) of that dtype, written: the mean, or `total` if there is one, rounded to nearest even
     total    (n,) float32 (float64 for float64), to which the mean is added; or None. It may be `out` itself
-    returns  (k,) float64: sums of squares of parts of `out`, together all of it; inf or NaN where an element is
-    Values are added in the order of ranks, in float32 (float64 for float64), and divided once: the same values give the
-    same bits on every run. All on one device; `out` and `total` overlap nothing that is read. Fast when all begin on
-    16 bytes; right in any case.
+    returns  (k,) float64: sums of squares of the k parts of `out`; inf or NaN where an element is
+    Values are added in the order of ranks, in float32 (float64 for float64), and divided once, so results are
+    reproducible bit by bit. All tensors are on one device; `out` and `total` do not overlap the tensors that are read.
+    Vector loads are used if all begin on 16 bytes.
     """
     (others, n), device = rows.shape, rows.device
     expect("mine", mine, C_NAMES if rows.is_cuda else (*C_NAMES, torch.float64), (n,), device)
@@ -68,7 +68,7 @@ def peer_mean(
 
 
 def reference(rows: torch.Tensor, out: torch.Tensor, total: torch.Tensor | None = None) -> None:
-    """`peer_mean` of all ranks' `rows` (size, n), in torch, on any device."""
+    """Compute `peer_mean` of all ranks' `rows` (size, n) in torch, on any device."""
     mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         mean += row

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes directly."""
+"""Page-locked host memory, which a GPU reads and writes directly."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),
     (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files of a control group: the limit, what is used of it, and the field of memory.stat that counts the files' cache,
-which gives way."""
+"""Files of a control group: the limit, the usage, and the field of memory.stat that counts reclaimable file cache."""
 
 
 def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
-    """Zeroed host memory, uint8 (nbytes,), page-locked where `device` is CUDA, until its last view is gone.
+    """Allocate zeroed host memory, uint8 (nbytes,), page-locked if `device` is CUDA, until its last view is freed.
 
-    torch's own pinned allocator rounds up to a power of two; this memory is as large as asked for.
-    RuntimeError with the numbers where there is not that much; `purpose` says whose it is to be.
+    torch's own pinned allocator rounds up to a power of two; this function does not. Raises RuntimeError, with the
+    numbers, if the memory is not available. purpose: names the use of the memory in that error.
     """
     if nbytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
@@ -46,13 +45,13 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
             free = f"{available / 2**30:.1f} GiB are free"
             reason = f"CUDA refused to lock it ({error}; ulimit -l allows {locked}, {free})"
             raise RuntimeError(_shortage(nbytes, purpose, reason)) from error
-        # The storage of `tensor` and of its views holds `memory`, so this runs after the last of them.
+        # The storage of `tensor` and of its views references `memory`, so this runs after the last of them is freed.
         weakref.finalize(memory, unregister, tensor.data_ptr(), device).atexit = False
     return tensor
 
 
 def available_bytes() -> int:
-    """Host memory that this process may still take: what the system has, within what its control group may use."""
+    """Return the bytes of host memory available to this process, within the limits of its control group."""
     free = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     for limit, usage, cached in CONTROL_GROUPS:
         if limit.is_file() and limit.read_text().strip() != "max":
@@ -75,15 +74,15 @@ def _shortage(nbytes: int, purpose: str, reason: str) -> str:
 
 
 def register(pointer: int, nbytes: int, device: torch.device) -> None:
-    """Lock host memory into its pages, so that `device` reads and writes it directly."""
+    """Page-lock host memory, so that `device` reads and writes it directly."""
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)
     runtime.hostRegister(pointer, nbytes, _PORTABLE)
 
 
 def unregister(pointer: int, device: torch.device) -> None:
-    """Undo `register`, after all copies of the device."""
+    """Undo `register`, after all copies of the device are complete."""
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)
-    runtime.deviceSynchronize()  # copies from or to it may be under way
+    runtime.deviceSynchronize()
     runtime.hostUnregister(pointer)

@@ -12,10 +12,10 @@ class RowLoss:
         z = softcap * tanh(x / softcap) if softcap else x,   lse = log(sum(exp(z)))
         loss = (1 - s) w_t (lse - z_t)  +  s / V * sum_j w_j (lse - z_j)  +  z_loss * lse^2
 
-    s is `label_smoothing`, V the number of classes (as torch.nn.functional.cross_entropy before its
-    reduction; z_loss as in PaLM, Chowdhery et al. 2022). A row whose target is `ignore_index` has loss 0 and
-    gradient 0; a target outside 0 .. V - 1 has loss NaN and gradient 0. -inf logits are impossible classes;
-    logits below -2e38 count as -inf; a NaN or +inf logit makes its row NaN.
+    s is `label_smoothing`, V the number of classes (as torch.nn.functional.cross_entropy before its reduction; z_loss
+    as in PaLM, Chowdhery et al. 2022). A row whose target is `ignore_index` has loss 0 and gradient 0; a target outside
+    0 .. V - 1 has loss NaN and gradient 0. -inf logits are impossible classes; logits below -2e38 count as -inf; a row
+    with a NaN or +inf logit is NaN.
     """
 
     ignore_index: int = -100
@@ -30,7 +30,7 @@ class RowLoss:
             raise ValueError(f"softcap and z_loss must not be negative, got {self.softcap} and {self.z_loss}")
 
     def count(self, targets: torch.Tensor, classes: int, class_weight: torch.Tensor | None = None) -> torch.Tensor:
-        """(1,) float32: the sum of w_t over rows that are not ignored, by which a mean divides."""
+        """Return the divisor of a mean, (1,) float32: the sum of w_t over rows that are not ignored."""
         counted = targets != self.ignore_index
         if class_weight is None:
             return counted.sum(dtype=torch.float32).view(1)
@@ -39,7 +39,7 @@ class RowLoss:
     def reference_losses(
         self, logits: torch.Tensor, targets: torch.Tensor, class_weight: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`losses` in float32 torch, on any device."""
+        """Return (losses, lses), each (N,), computed in float32 torch on any device."""
         classes = logits.shape[1]
         z = self._capped(logits)
         ignored, outside = targets == self.ignore_index, (targets < 0) | (targets >= classes)
@@ -62,7 +62,7 @@ class RowLoss:
         scale: torch.Tensor,
         class_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient of sum(scale * losses), in float32 torch, on any device."""
+        """Return the gradient of sum(scale * losses), computed in float32 torch on any device."""
         classes = logits.shape[1]
         z = self._capped(logits)
         weight = z.new_ones(classes) if class_weight is None else class_weight

@@ -1,16 +1,15 @@
 """Every private name of torch that the package uses, with the reason. Import them from here.
 
-All exist in every supported version (torch 2.6 and later). They are plain aliases, so that a call through this page
-costs nothing.
+All exist in every supported version (torch 2.6 and later). They are plain aliases, so calls have no overhead.
 
-Private attributes have no alias. Used are:
+These private attributes, which cannot have an alias, are used as well:
 
 * `Tensor._version`, the counter that autograd compares (inference tensors have none);
-* `UntypedStorage._cdata`, the address of the storage itself, not of its memory, which is none while it is released;
-* `Module._parameters`, `._buffers` and `._modules`, the dictionaries behind `register_parameter` and its like, which
-  would check what is swapped in every forward; `._forward_hooks` and its like, since hooks cannot be listed otherwise;
-* `Module._apply` and `._load_from_state_dict`, which subclasses extend for want of public hooks;
-* `DistributedDataParallel._active_ddp_module`, the only sign of a forward inside DistributedDataParallel.
+* `UntypedStorage._cdata`, the address of the storage object, since that of its memory is null while it is released;
+* `Module._parameters`, `._buffers` and `._modules`, the dictionaries behind `register_parameter` and similar methods,
+  whose checks would cost time in every forward; `._forward_hooks` and similar, since hooks cannot be listed otherwise;
+* `Module._apply` and `._load_from_state_dict`, which subclasses extend since there are no public hooks;
+* `DistributedDataParallel._active_ddp_module`, the only indication of a forward inside DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -35,40 +34,40 @@ _engine: Any = torch.autograd.Variable._execution_engine
 # -- autograd -------------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = _C._current_graph_task_id
-"""The number of the backward that runs in this thread, -1 outside one. The public API does not tell."""
+"""Return the number of the backward that runs in this thread, -1 outside one. There is no public equivalent."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
-"""Call a function at the end of the running backward. Public hooks belong to one tensor or node, not to a backward."""
+"""Call a function at the end of the running backward. Public hooks belong to a tensor or node, not to a backward."""
 
 top_saved_tensors_hooks: Callable[[bool], tuple[Callable, Callable] | None] = (
     _C._autograd._top_saved_tensors_default_hooks
 )
-"""The innermost active (pack, unpack) hooks, or None. The public context manager sets hooks but does not read them.
-The argument says whether to read them under tracing as well."""
+"""Return the innermost active (pack, unpack) hooks, or None. The public context manager only sets hooks. The argument
+is True to read them under tracing as well."""
 
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
-"""Whether a transform of torch.func is active. The public API does not tell."""
+"""Return whether a transform of torch.func is active. There is no public equivalent."""
 
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
-"""`make_subclass(cls, data, requires_grad)`: an instance of a Parameter subclass over `data`, without calling its
-constructor. `Tensor.as_subclass` gives a view with a history, not a leaf."""
+"""`make_subclass(cls, data, requires_grad)`: make an instance of a Parameter subclass over `data` without calling its
+constructor. `Tensor.as_subclass` returns a view with a history, not a leaf."""
 
 no_torch_function: Any = _C._disabled_torch_function_impl
-"""As `__torch_function__` of a subclass: operations return plain tensors. This is how torch switches overrides
-off for its own subclasses, Parameter among them."""
+"""The `__torch_function__` of a subclass whose operations return plain tensors. torch disables overrides so for its own
+subclasses, such as Parameter."""
 
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
-"""A context in which subclasses are treated as plain tensors, so that attributes do not search for overrides. torch
-exports it at its top level without documentation; `torch.overrides` has no such context. Since torch 2.0."""
+"""A context in which subclasses are treated as plain tensors, so that attribute access does not search for overrides.
+torch exports it at its top level without documentation; `torch.overrides` has no such context. Since torch 2.0."""
 
 StorageWeakRef = StorageWeakRef
-"""A weak reference to a storage, hashed and compared by the storage's address; `weakref.ref` would refer to its Python
+"""A weak reference to a storage, hashed and compared by the storage's address; `weakref.ref` would reference its Python
 wrapper. The module is public, the class undocumented."""
 
 pytree = pytree
-"""Flattens arguments and outputs of any nesting. There is no public module for it."""
+"""Flattens arguments and outputs of any nesting. There is no public equivalent."""
 
 # -- one operation on many tensors ----------------------------------------------------------------------------------
 # torch's optimizers are built on these; the public API has loops over single tensors only.
@@ -86,10 +85,10 @@ amp_update_scale_ = torch._amp_update_scale_
 """Grow or back off a loss scale on the device. `torch.amp.GradScaler` is the public caller; its scaling is fixed."""
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-"""The operation with which `GradScaler` unscales gradients, named here because `GradSlice` overrides it."""
+"""The operation by which `GradScaler` unscales gradients. `GradSlice` overrides it."""
 
 # -- devices --------------------------------------------------------------------------------------------------------
 
 current_raw_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)
-"""`current_raw_stream(device_index)`: the handle of the current CUDA stream, for kernel launches.
-`torch.cuda.current_stream` makes an object each time and takes several times as long. None in a CPU build of torch."""
+"""`current_raw_stream(device_index)`: return the handle of the current CUDA stream, for kernel launches.
+`torch.cuda.current_stream` makes an object per call and takes several times as long. None in a CPU build of torch."""

@@ -1,4 +1,4 @@
-"""Sums of matrix products that are kept in float32 while their factors are in half precision."""
+"""Sums, in float32, of matrix products of half-precision factors."""
 
 import logging
 from functools import cache
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a @ b in float32: written over `total`, or into a new tensor where it is None.
+    """Return total + a @ b in float32, written over `total`, or into a new tensor if it is None.
 
     total          (M, N) float32 or None
     a, b           (M, K), (K, N) of one dtype: float32, float16 or bfloat16; either may be transposed
@@ -18,7 +18,7 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
         return torch.mm(a, b) if total is None else total.addmm_(a, b)
     if not a.is_cuda:
         return add_product(total, a.float(), b.float())
-    if _wide_output(a.device):  # the tensor cores add in float32 anyway: nothing is rounded on the way out
+    if _wide_output(a.device):  # tensor cores add in float32; the sum is not rounded
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -28,7 +28,7 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 
 @cache
 def _wide_output(device: torch.device) -> bool:
-    """Whether cuBLAS gives float32 from half-precision factors here."""
+    """Return whether cuBLAS returns float32 products of half-precision factors on this device; log a warning if not."""
     offered = "dtype_out" in torch.ops.aten.addmm.overloads()
     if offered and torch.cuda.get_device_capability(device)[0] >= 8:
         return True

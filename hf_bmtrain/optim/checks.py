@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..runtime.world import current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from .checkpoint import WholeState
@@ -51,15 +50,14 @@ class _Checked:
     """The parameter groups that `check` has seen, and how many buffers there were then."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._schedule = current_world().schedule
-        self._buffers_made = self._schedule.buffers_made
+        self._buffers_made = ShardedBuffer.made
         self._groups = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
 
     def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the groups are still these, and nothing has been sharded since."""
         groups = optimizer.param_groups
         return (
-            self._buffers_made == self._schedule.buffers_made
+            self._buffers_made == ShardedBuffer.made
             and len(groups) == len(self._groups)
             and all(group["params"] is seen and len(seen) == n for group, (seen, n) in zip(groups, self._groups))
         )

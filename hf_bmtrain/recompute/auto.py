@@ -17,7 +17,7 @@ Shapes = tuple[torch.Size, ...]
 
 
 class Block(Protocol):
-    """The part of a block's state that a plan reads and sets."""
+    """The attributes of a block's state that a plan reads and sets."""
 
     buffers: list[ShardedBuffer]
     zero_level: int
@@ -25,7 +25,7 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Forwards of one block: the shapes of their inputs, the most bytes one saves, the most that awaited a backward."""
+    """Forwards of one block: the shapes of their inputs, the most bytes saved by one, the most pending at once."""
 
     shapes: Shapes
     nbytes: int
@@ -49,14 +49,12 @@ class Owner(Protocol):
 
 
 class AutoCheckpoint:
-    """Recomputes a block or keeps its activations, as the planner's plan says.
+    """Recomputes a block or keeps its activations, according to the plan of `planner`.
 
-    planner: decides for all blocks.
-    kept: whether the plan keeps the block's activations.
-    calls: the most forwards measured ahead of one backward.
+    kept: whether the plan keeps the block's activations. calls: the most forwards measured ahead of one backward.
 
-    A plan holds for inputs whose tensors are in no dimension larger than those of one measured forward: such inputs
-    take no more memory. Larger inputs start a measurement.
+    A plan is valid for inputs that are in no dimension larger than those of one measured forward, since they need no
+    more memory. Larger inputs start a measurement.
     """
 
     def __init__(self, planner: Owner, block: Block) -> None:
@@ -68,12 +66,12 @@ class AutoCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block's activations: the most measured in a forward, times `calls`."""
+        """Bytes of the block's activations: the most of one measured forward, times `calls`."""
         return self._most * self.calls
 
     @property
     def parameters(self) -> int:
-        """Bytes of the whole parameters; 0 where they are not released between forward and backward anyway."""
+        """Bytes of the whole parameters; 0 if they are not released between forward and backward."""
         if self.block.zero_level == 2:
             return 0
         return sum(b.layout.numel * b.shard.dtype.itemsize for b in self.block.buffers if b.sharded)
@@ -86,11 +84,11 @@ class AutoCheckpoint:
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the training forward that is about to begin is recomputed in backward.
 
-        Called before the block is gathered. Collective in the first forward of a pass, until there is a plan.
-        pending: the number of the block's forwards whose backward is to come.
+        Call it before the block is gathered. Collective in the first forward of a pass, until there is a plan.
+        pending: the number of the block's forwards whose backward has not run.
 
-        True as well under saved-tensor hooks of others (a checkpoint or offloading around the block), which decide
-        themselves what is kept.
+        It is also True under saved-tensor hooks (of a checkpoint or of offloading around the block), which determine
+        themselves which tensors are kept.
         """
         self.planner.begin_forward()
         if self.planner.in_backward or top_saved_tensors_hooks(True) is not None:
@@ -106,7 +104,7 @@ class AutoCheckpoint:
 
     @contextmanager
     def count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        """Under `with`, count the bytes that autograd saves in the block's first forward."""
+        """Count, inside the context, the bytes that autograd saves in the block's first forward."""
         if self.planner.in_backward:
             yield
             return
@@ -122,7 +120,7 @@ class AutoCheckpoint:
         self.planner.mark(recomputed)
 
     def learn(self, measurement: Measurement) -> None:
-        """Accept a measurement whose backward has ended."""
+        """Add a measurement whose backward has ended."""
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._measured = [shapes for shapes in self._measured if not _within(shapes, measurement.shapes)]
         self._measured.append(measurement.shapes)
@@ -130,7 +128,7 @@ class AutoCheckpoint:
 
 
 def _shapes(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of the tensors among the arguments or, where none is a tensor, of those inside them."""
+    """Return the shapes of the tensors among the arguments or, if there are none, of those nested in them."""
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
         return shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,44 +13,29 @@ from ..ops.torch_internals import StorageWeakRef, top_saved_tensors_hooks
 _SMALLEST_RESERVE = 2 << 30
 
 
-class Memory(Protocol):
-    """Bytes of one device, as its caching allocator counts them."""
-
-    def allocated(self) -> int:
-        """Return the bytes that tensors take now."""
-        ...
-
-    def peak(self) -> int:
-        """Return the most bytes that tensors have taken since `reset_peak`."""
-        ...
-
-    def reset_peak(self) -> None: ...
-
-    def usable(self) -> int:
-        """Return the most bytes that tensors of this process may take."""
-        ...
-
-
 class DeviceMemory:
-    """The memory of a device whose torch module reports it. No method waits for the device.
-
-    Usable are the device's free bytes and those that the allocator holds, less a reserve of 5 % of the device or 2 GiB,
-    whichever is more, for fragmentation, for libraries that allocate outside torch, and for steps that differ a little.
-    """
+    """Bytes of one device, as its caching allocator counts them. No method waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
 
     def allocated(self) -> int:
+        """Return the bytes that tensors occupy now."""
         return self._module.memory_allocated(self._device)
 
     def peak(self) -> int:
+        """Return the most bytes that tensors have occupied since `reset_peak`."""
         return self._module.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
         self._module.reset_peak_memory_stats(self._device)
 
     def usable(self) -> int:
+        """Return the most bytes that tensors of this process can have.
+
+        They are the device's free bytes and those that the allocator holds, less a reserve of 5 % of the device or
+        2 GiB, whichever is more, for fragmentation, libraries that allocate outside torch, and differences of steps.
+        """
         free, total = self._module.mem_get_info(self._device)
         return free + self._module.memory_reserved(self._device) - max(_SMALLEST_RESERVE, total // 20)
 
@@ -58,7 +43,7 @@ class DeviceMemory:
 class SavedBytes:
     """Counts the bytes of the storages that autograd saves inside `counting()`.
 
-    Each storage counts once; those of the tensors in `held` do not count. Only strided tensors are seen.
+    Each storage counts once; those of the tensors in `held` do not count, nor do tensors that are not strided.
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:

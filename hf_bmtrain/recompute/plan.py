@@ -1,4 +1,4 @@
-"""A plan: the blocks that keep their activations, and those that stay whole, within the memory that is left."""
+"""A plan: the blocks that keep their activations, and those that stay whole, within the free memory."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Plan:
 def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_room: int, backward_room: int) -> Plan:
     """Choose the blocks that keep their activations and, where all do, those that stay whole until their backward.
 
-    activations, parameters: bytes per block in execution order; 0 parameters for a block that is whole anyway or must
-    not be. forward_room, backward_room: the bytes free at the peak of a step that recomputes every block;
+    activations, parameters: bytes per block in execution order; 0 parameters for a block that is always whole or must
+    not stay whole. forward_room, backward_room: the bytes free at the peak of a step that recomputes every block;
     backward_room while one block's recomputed activations are alive, forward_room at all other times (forward and
     loss). They may be negative.
 
-    Blocks are chosen from the last one back. All kept activations are alive when backward begins, before anything is
+    Blocks are chosen from the last one back. All kept activations are alive when backward begins, before any block is
     recomputed; those of the first blocks would still be alive while the last blocks are recomputed. The last block's
-    own activations do not count against backward_room, which already includes them. A block too large for the rest is
+    own activations do not count against backward_room, which already includes them. A block that does not fit is
     skipped.
     """
     kept = [False] * len(activations)

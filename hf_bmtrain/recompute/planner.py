@@ -1,4 +1,4 @@
-"""use_checkpoint="auto": keep activations, and leave blocks whole, as far as memory allows."""
+"""use_checkpoint="auto": keep activations, and keep blocks whole, within the memory of the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..runtime.world import World
 from .auto import AutoCheckpoint, Measurement, Shapes
-from .memory import Memory
+from .memory import DeviceMemory
 from .plan import make_plan
 
 _log = logging.getLogger("hf_bmtrain")
@@ -26,20 +26,20 @@ class _Reading:
 
 
 class Planner:
-    """Measures a pass, plans for all blocks of a world with use_checkpoint="auto", and measures again where needed.
+    """Measures a pass and makes the plan of all blocks with use_checkpoint="auto" of a world, repeatedly if needed.
 
     A pass runs from the end of one backward to the end of the next. A measured pass recomputes every block, counts the
     bytes autograd saves per block, and records two memory peaks (for which it resets the allocator's): one while a
     block's recomputed activations are alive, from its recomputation to the next block's backward, one for the rest of
-    the pass. Once an optimizer has made its first step, the ranks agree on a plan, by the largest activations and the
-    least memory of any rank.
+    the pass. After the first step of an optimizer the ranks agree on a plan, by the largest activations and the least
+    memory of any rank.
 
     A forward on inputs larger than measured is recomputed, and measured with the rest of its pass. After that, and
-    when less memory is free at the beginning of a pass than the plan was made for, a rank plans again by itself:
-    which blocks are recomputed changes no collective. Which blocks stay whole does, and remains as agreed.
+    when less memory is free at the beginning of a pass than the plan was made for, a rank plans again by itself: the
+    choice of blocks that are recomputed changes no collective. The choice of blocks that stay whole does, and is kept.
     """
 
-    def __init__(self, world: World, memory: Memory) -> None:
+    def __init__(self, world: World, memory: DeviceMemory) -> None:
         self._world, self.memory = world, memory
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: dict[tuple[AutoCheckpoint, Shapes], Measurement] = {}
@@ -59,11 +59,11 @@ class Planner:
 
     @property
     def outlived(self) -> bool:
-        """True if all blocks that were planned for are gone."""
+        """True if all blocks of the plan have been freed."""
         return bool(self._blocks) and not self.present()
 
     def present(self) -> list[AutoCheckpoint]:
-        """The policies of the blocks that exist, in the order of their first forwards."""
+        """Return the policies of the blocks that exist, in the order of their first forwards."""
         return [block for block in (reference() for reference in self._blocks) if block is not None]
 
     # -- a pass -------------------------------------------------------------------------------------------------
@@ -96,12 +96,12 @@ class Planner:
             self.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Add the measurement of a forward, which counts once its backward has ended."""
+        """Add the measurement of a forward, which is used after its backward has ended."""
         key = block, measurement.shapes
         self._fresh[key] = measurement.maximum(self._fresh.get(key, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Attribute the peak since the last mark. recomputed: a block's recomputation begins, not its backward."""
+        """Attribute the peak since the last mark. recomputed: True before a recomputation, False before a backward."""
         self._take_peak(recomputed)
         self._world.schedule.join_backward(self)
 
@@ -115,7 +115,7 @@ class Planner:
         self.memory.reset_peak()
 
     def flush_backward(self) -> None:
-        """Accept the measurements of the pass: a measured backward has ended."""
+        """Use the measurements of the pass at the end of a measured backward."""
         self._take_peak(recomputed=False)
         known = self.present()
         for (block, _), measurement in self._fresh.items():
@@ -141,7 +141,7 @@ class Planner:
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
         """Make the first plan, the same on every rank. Collective.
 
-        Return False, without a plan, while no rank has stepped its optimizer, whose state is still to be allocated.
+        Return False, without a plan, if no rank has stepped its optimizer, whose state is not allocated then.
         """
         free = self._read_free()
         readings = self._world.gather_objects(self._read(blocks, free))
@@ -162,7 +162,7 @@ class Planner:
         return True
 
     def _plan_alone(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
-        """Plan again which blocks of this rank recompute."""
+        """Make a new choice of the blocks that this rank recomputes."""
         reading = self._read(blocks, free - self._whole)
         no_parameters = [0] * len(blocks)
         plan = make_plan(reading.activations, no_parameters, reading.forward_room, reading.backward_room)

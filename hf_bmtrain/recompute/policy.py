@@ -1,4 +1,4 @@
-"""Whether a block's forward is recomputed in backward: the meaning of `use_checkpoint`."""
+"""The choice between recomputing a block's forward and keeping its activations: the meaning of `use_checkpoint`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ UseCheckpoint = bool | Literal["auto"]
 
 
 def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> bool | AutoCheckpoint:
-    """Return what decides for `block`: True or False for every forward, or an AutoCheckpoint.
+    """Return the policy of `block`: True or False for every forward, or an AutoCheckpoint.
 
-    Raises ValueError if `use_checkpoint` is none of True, False and "auto".
+    Raises ValueError if `use_checkpoint` is not True, False or "auto".
     """
     if use_checkpoint is True or use_checkpoint is False:
         return use_checkpoint

@@ -1,4 +1,4 @@
-"""Repeating a forward that changes state: the layer's buffers, and key-value caches among its arguments."""
+"""Repetition of a forward that changes state: the layer's buffers, and key-value caches among its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Buffers = dict[tuple[torch.nn.Module, str], torch.Tensor]
 
 @dataclass
 class Snapshot:
-    """The state that one forward began from.
+    """The state at the beginning of one forward.
 
     buffers: values of the buffers that the forward changed. caches: copies of its caches by position or keyword.
     """
@@ -25,7 +25,7 @@ class Snapshot:
 
 
 class Replay:
-    """Repeats forwards of a layer that change state (running means, activation ranges, a cache) without side effects.
+    """Repeats, without side effects, forwards of a layer that change state (running means, a key-value cache).
 
     The first forward in training mode and the first in evaluation mode copy all buffers and compare their values
     afterwards, which waits for the device; later ones copy only the buffers that changed. A cache is an object with
@@ -39,10 +39,10 @@ class Replay:
 
     @contextmanager
     def record(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Snapshot]:
-        """Yield the snapshot of the first forward, which runs on these arguments in this context.
+        """Yield the snapshot of the first forward, which runs on these arguments inside the context.
 
-        The snapshot is complete at the end of the context. RuntimeError if the forward changed a buffer that the
-        layer's first forward did not change.
+        The snapshot is complete at the end of the context. Raises RuntimeError if the forward changed a buffer that
+        the layer's first forward did not change.
         """
         training = self._layer.training
         known = self._changing.get(training)
@@ -70,9 +70,9 @@ class Replay:
     def restore(
         self, snapshot: Snapshot, args: tuple, kwargs: dict[str, Any]
     ) -> Iterator[tuple[tuple, dict[str, Any]]]:
-        """Yield the arguments for the recomputation, with copies of the snapshot's caches in place of the present ones.
+        """Yield the arguments of the recomputation, with copies of the snapshot's caches in place of the present ones.
 
-        Inside the context the layer's buffers are copies of the snapshot's; at its end they are the present ones again.
+        Inside the context the layer's buffers are copies of the snapshot's; at its end the present ones are restored.
         """
         present = {place: self._buffer(place) for place in snapshot.buffers}
         caches = {key: _copy_cache(cache) for key, cache in snapshot.caches.items()}
@@ -106,11 +106,8 @@ def _copy_cache(value: Any) -> Any:
         return type(value)(_copy_cache(item) for item in value)
     if isinstance(value, dict):
         return {key: _copy_cache(item) for key, item in value.items()}
-    if (
-        isinstance(value, torch.Tensor)
-        or not callable(getattr(value, "update", None))
-        or not hasattr(value, "__dict__")
-    ):
+    has_update = callable(getattr(value, "update", None)) and hasattr(value, "__dict__")
+    if isinstance(value, torch.Tensor) or not has_update:
         return value
     twin = copy.copy(value)
     twin.__dict__.update({key: _copy_cache(item) for key, item in vars(value).items()})

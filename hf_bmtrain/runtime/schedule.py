@@ -121,7 +121,7 @@ class Schedule:
     gather: gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the reductions of
     gradients of blocks, and of what is outside them. poison: a debug switch that fills unfilled and released memory
     with NaN. inspector: records activations, see `inspect`. planner: plans the blocks with use_checkpoint="auto".
-    buffers_made, backwards: counts since the start.
+    backwards: the number of backwards since the start.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Schedule:
         self.gather, self.reduce, self.blocks, self.outside, self.poison = gather, reduce, blocks, outside, poison
         self.inspector: Any = None
         self.planner: Any = None
-        self.buffers_made = self.backwards = 0
+        self.backwards = 0
         self._inside = _Inside()
         self._pass: ForwardPass | None = None
         self._members: dict[int, dict[Member, None]] = {}  # by graph task

@@ -29,10 +29,11 @@ class ShardedBuffer:
     pieces: the part of each parameter in this rank's shard. gradient: the buffer's gradient. update: the shard's last
     asynchronous update. on_demand: gathers the buffer where it is read outside blocks, None before the first read.
 
-    before_first: functions that are called once, before this process makes its first buffer. optim/checks.py, which
-    this folder may not import, prepares for slices by one.
+    made: the number of buffers that this process has made. before_first: functions that are called once, before the
+    first of them. By one of these optim/checks.py, which this folder may not import, prepares for slices.
     """
 
+    made: ClassVar[int] = 0
     before_first: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(
@@ -44,8 +45,10 @@ class ShardedBuffer:
         slice_class: type[torch.nn.Parameter],
     ) -> None:
         """Store `parameters`, with rank 0's values. Collective. reduction: averages the gradients."""
-        while ShardedBuffer.before_first:
-            ShardedBuffer.before_first.pop()()
+        if not ShardedBuffer.made:
+            for prepare in ShardedBuffer.before_first:
+                prepare()
+        ShardedBuffer.made += 1
         dtype = parameters[0].dtype
         assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
         self._gather, self._communicator = schedule.gather, schedule.gather.communicator
@@ -65,7 +68,6 @@ class ShardedBuffer:
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)
-        schedule.buffers_made += 1
 
     # -- construction -------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class Tracer:
 
     def __init__(self, package: Path) -> None:
         self._prefix = f"{package}{os.sep}"
-        self._entered: dict[CodeType, None] = {}
+        self._entered: dict[tuple[str, CodeType], None] = {}
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -67,12 +67,12 @@ class Tracer:
         if event != "call" or not code.co_filename.startswith(self._prefix):
             return
         if code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.endswith(("comp>", "<genexpr>")):
-            self._entered.setdefault(code)
+            self._entered.setdefault((code.co_filename, code))  # equal functions of two files are equal codes
 
     def visits(self) -> list[Visit]:
         """The files of the functions recorded, in the order in which they were first entered."""
         files: dict[str, list[str]] = {}
-        for code in self._entered:
+        for _, code in self._entered:
             name = getattr(code, "co_qualname", code.co_name).replace(".<locals>", "")
             files.setdefault(code.co_filename.removeprefix(self._prefix), []).append(name)
         return [Visit(file, names[0], len(names)) for file, names in files.items()]

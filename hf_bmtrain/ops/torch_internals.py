@@ -1,6 +1,7 @@
 """Every private name of torch that the package uses, with the reason. Import them from here.
 
-All exist in every supported version (torch 2.6 and later). They are plain aliases, so calls have no overhead.
+All but `top_saved_tensors_hooks` exist in every supported version (torch 2.6 and later). They are plain aliases, so
+calls have no overhead.
 
 These private attributes, which cannot have an alias, are used as well:
 
@@ -39,11 +40,9 @@ current_graph_task: Callable[[], int] = _C._current_graph_task_id
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Call a function at the end of the running backward. Public hooks belong to a tensor or node, not to a backward."""
 
-top_saved_tensors_hooks: Callable[[bool], tuple[Callable, Callable] | None] = (
-    _C._autograd._top_saved_tensors_default_hooks
-)
-"""Return the innermost active (pack, unpack) hooks, or None. The public context manager only sets hooks. The argument
-is True to read them under tracing as well."""
+top_saved_tensors_hooks: Any = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
+"""`top_saved_tensors_hooks(also_under_tracing)` returns the innermost active (pack, unpack) hooks, or None. The public
+context manager sets hooks but does not read them. In torch 2.6 they cannot be read, and this is None itself."""
 
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Return whether a transform of torch.func is active. There is no public equivalent."""

@@ -6,6 +6,9 @@ import functools
 import logging
 from typing import Literal
 
+import torch
+
+from ..ops.torch_internals import top_saved_tensors_hooks
 from ..runtime.world import World
 from .auto import AutoCheckpoint, Block
 from .memory import DeviceMemory
@@ -18,7 +21,7 @@ UseCheckpoint = bool | Literal["auto"]
 def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> bool | AutoCheckpoint:
     """Return the policy of `block`: True or False for every forward, or an AutoCheckpoint.
 
-    Raises ValueError if `use_checkpoint` is not True, False or "auto".
+    Raises ValueError if `use_checkpoint` is not True, False or "auto", and RuntimeError for "auto" with torch 2.6.
     """
     if use_checkpoint is True or use_checkpoint is False:
         return use_checkpoint
@@ -28,6 +31,11 @@ def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> 
     if schedule.planner is None and world.device.type == "cpu":
         _log_cpu()
         return False
+    if top_saved_tensors_hooks is None:
+        raise RuntimeError(
+            f"use_checkpoint='auto' counts what autograd saves, which torch {torch.__version__} does not allow: pass "
+            "True or False, or install a newer torch."
+        )
     if schedule.planner is None:
         schedule.planner = Planner(world, DeviceMemory(world.device))
     elif schedule.planner.outlived:

@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
+from hf_bmtrain.recompute import policy
 from hf_bmtrain.recompute.planner import Planner
 from inner import state_of
 from recomputed_models import Cache, Created, Decoder, Ranged, Recomputing
@@ -304,6 +306,15 @@ def two_models():
         gc.collect()
         four = bmt.auto_wrap(Tower(), use_checkpoint="auto")
         assert policies(four)[0].planner is policies(four)[2].planner is not planner, "the last models' maxima hold"
+
+
+def a_torch_whose_hooks_cannot_be_read():
+    """As 2.6: refused with the way out."""
+    with memory_of(ENOUGH), mock.patch.object(policy, "top_saved_tensors_hooks", None):
+        model = Tower()
+        with pytest.raises(RuntimeError, match="pass True or False, or install a newer torch"):
+            bmt.auto_wrap(model, use_checkpoint="auto")
+        check_twins(Tower, plain_loss, use_checkpoint=True)
 
 
 def asked_for_later():
@@ -602,7 +613,8 @@ def compiled(family):
 DECISIONS = [
     measured_then_planned, rank_dependent_room, waits_for_the_optimizer, larger_batches, more_is_allocated,
     less_is_usable, fixed, gradients_of_the_last_step, forwards_ahead_of_backward, dropped_forward,
-    inside_a_reentrant_checkpoint, two_models, asked_for_later, on_the_cpu, told_once,
+    inside_a_reentrant_checkpoint, two_models, asked_for_later,
+    a_torch_whose_hooks_cannot_be_read, on_the_cpu, told_once,
 ]  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Differentiable collectives, and reductions of results over all ranks.
 
 An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
-adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. To train on the mean over ranks, divide
-the loss by the world size, as OptimManager does for parameters. Every rank runs every operation, in the same order,
-forward and backward.
+adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. Gradients of sharded parameters are
+averaged over the ranks by their reduction, so do not divide the loss for them; divide by the world size where the
+gradient of another tensor is used. Every rank runs every operation, in the same order, forward and backward.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The boundaries are identity functions that notify an owner when backward reaches its layers and when it has left them.
 `enter_backward` is applied to the outputs: its backward runs once all their gradients exist, before any node of the
 layers. `leave_backward` is applied to the inputs: its backward runs once all their gradients exist, after the nodes
-that made them.
+that made them. By then the gradients of the layers' weights are complete as well: autograd's engine runs, of the nodes
+that are ready, those that accumulate gradients first and then the one that was made last.
 """
 
 from __future__ import annotations

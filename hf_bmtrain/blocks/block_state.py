@@ -21,7 +21,7 @@ from .autograd import enter_backward, leave_backward, uncached_autocast
 class BlockState:
     """A CheckpointBlock's buffers, the slots that show them, and its neighbours in execution order.
 
-    The block's parameters are whole exactly while forward or backward runs in it. The block that ran last stays whole
+    The wholes are in the slots exactly while forward or backward runs in the block. The block that ran last stays whole
     until another one opens, and its neighbour is prefetched.
 
     policy: True recomputes every forward, False none, and an AutoCheckpoint decides for each. own_forward: replaces
@@ -203,8 +203,8 @@ class BlockState:
         self._open = True
 
     def _show_slices(self) -> None:
-        for parameters, name, _, piece in self._places:
-            parameters[name] = piece
+        for parameters, name, _, slice_ in self._places:
+            parameters[name] = slice_
         self._open = False
 
     def release(self) -> None:

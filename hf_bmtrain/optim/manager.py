@@ -131,7 +131,7 @@ class OptimManager:
                 "clip_grad_norm after update_in_backward(): these gradients have been used during the backward. Leave "
                 "one of the two out; torch.nn.utils.get_total_norm of the gradients gives their norm."
             )
-        whole = [o for o in self.optimizers if chosen.issuperset(id(p) for p in _with_gradient(o))]
+        fully_clipped = [o for o in self.optimizers if chosen.issuperset(id(p) for p in _with_gradient(o))]
         for optimizer in list(self._clips):  # clipped before, and this norm is that of the clipped gradients
             earlier = _with_gradient(optimizer)
             if any(id(p) in chosen for p in earlier):
@@ -140,8 +140,8 @@ class OptimManager:
         if self._scale is not None:
             norm = norm / self._scale
         factor = (max_norm / (norm + eps)).clamp_(max=1.0)
-        self._clips.update(dict.fromkeys(whole, factor))
-        in_updates = {id(p) for optimizer in whole for p in _with_gradient(optimizer)}
+        self._clips.update(dict.fromkeys(fully_clipped, factor))
+        in_updates = {id(p) for optimizer in fully_clipped for p in _with_gradient(optimizer)}
         rest = [p.grad for p in parameters if id(p) not in in_updates]
         if rest:
             foreach_mul_(rest, factor)

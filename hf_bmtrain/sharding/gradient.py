@@ -82,8 +82,8 @@ class GradientBuffer:
 
     @property
     def _unused(self) -> bool:
-        for piece in self._slices:
-            if piece.grad is not None:
+        for slice_ in self._slices:
+            if slice_.grad is not None:
                 return False
         return True
 
@@ -149,8 +149,8 @@ class GradientBuffer:
     @property
     def intact(self) -> bool:
         """True if every slice's `.grad` is still the view of `shard` that was handed out."""
-        for piece, handed in zip(self._slices, self._handed):
-            gradient = piece.grad
+        for slice_, handed in zip(self._slices, self._handed):
+            gradient = slice_.grad
             if gradient is not None and gradient is not handed:
                 return False
         return True
@@ -185,11 +185,11 @@ class GradientBuffer:
         if self._total is None or not self._unwritten:
             wide = torch.promote_types(self.shard.dtype, torch.float32)
             self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
-        for piece, place, handed in zip(self._slices, self._pieces, self._handed):
-            if piece.grad is handed and piece.grad is not None:
+        for slice_, piece, handed in zip(self._slices, self._pieces, self._handed):
+            if slice_.grad is handed and slice_.grad is not None:
                 continue
-            target = self._total[place.shard_start : place.shard_stop]
-            target.zero_() if piece.grad is None else target.copy_(piece.grad)
+            target = self._total[piece.shard_start : piece.shard_stop]
+            target.zero_() if slice_.grad is None else target.copy_(slice_.grad)
 
     def _hand_out(self) -> None:
         assert self.shard is not None
@@ -201,15 +201,15 @@ class GradientBuffer:
         parts = self.shard.split_with_sizes(self._sizes)
         required, handed, hooked = self.requires_grad, self._handed, []
         with WithoutTorchFunction():  # else each attribute of a slice looks for overrides
-            for index, piece in enumerate(self._slices):
-                if required[index] and (handed[index] is None or piece.grad is not handed[index]):
+            for index, slice_ in enumerate(self._slices):
+                if required[index] and (handed[index] is None or slice_.grad is not handed[index]):
                     part = parts[self._parts[index]]
                     GradSlice.become(part, communicator, norms, index)
-                    handed[index] = piece.grad = part
-                if piece._gradient_hooks:
-                    hooked.append(piece)
-        for piece in hooked:
-            piece.run_gradient_hooks()
+                    handed[index] = slice_.grad = part
+                if slice_._gradient_hooks:
+                    hooked.append(slice_)
+        for slice_ in hooked:
+            slice_.run_gradient_hooks()
 
     def _make_segments(self) -> Segments | None:
         if self._like.dtype == torch.float64:

@@ -11,7 +11,11 @@ import torch
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for sharding and precision. `dtype` is None if none of its options is given."""
     parser.add_argument(
-        "--zero-level", type=int, choices=(2, 3), default=3, help="3 also shards the weights (%(default)s)"
+        "--zero-level",
+        type=int,
+        choices=(2, 3),
+        default=3,
+        help="2 keeps a layer whole until its backward (%(default)s)",
     )
     parser.add_argument("--no-checkpoint", action="store_true", help="keep activations instead of recomputing them")
     precision = parser.add_mutually_exclusive_group()

@@ -1,9 +1,12 @@
-"""ZeRO-2/3 training of any Hugging Face model; BMTrain's public names.
+"""ZeRO-2/3 training of any Hugging Face model, under BMTrain's public names.
 
-import hf_bmtrain as bmt
-bmt.init_distributed(seed=0)
-model = bmt.auto_wrap(model)
-optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
+    import hf_bmtrain as bmt
+    bmt.init_distributed(seed=0)
+    model = bmt.auto_wrap(model)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
+
+A file imports only from the folders to its left, or from its own folder:
+ops, comm, runtime, sharding, recompute, blocks, wrap, optim, the files of this folder, hf.
 """
 
 import importlib
@@ -24,52 +27,23 @@ from .utils import print_block, print_dict, see_memory
 from .wrap.auto_wrap import BMTrainModelWrapper, auto_wrap
 
 if TYPE_CHECKING:
-    from . import hf as hf  # at run time it is imported on first use, see below
+    from . import hf as hf  # at run time it is imported on first use, see __getattr__
 
 __version__ = "0.1.0"
 
-Block = CheckpointBlock  # BMTrain has two names for it
+Block = CheckpointBlock  # BMTrain's second name for it
 
 __all__ = [
-    "BMTrainModelWrapper",
-    "Block",
-    "CheckpointBlock",
-    "DistributedModule",
-    "DistributedParameter",
-    "ParameterInitializer",
-    "PipelineTransformerBlockList",
-    "TransformerBlockList",
-    "auto_wrap",
-    "config",
-    "current_world",
-    "distributed",
-    "gather_result",
-    "gathered",
-    "grouped_parameters",
-    "init_distributed",
-    "init_parameters",
-    "inspect",
-    "load",
-    "loss",
-    "lr_scheduler",
-    "nn",
-    "optim",
-    "print_block",
-    "print_dict",
-    "print_rank",
-    "rank",
-    "save",
-    "see_memory",
-    "sum_loss",
-    "synchronize",
-    "utils",
-    "wait_loader",
-    "world_size",
-]
+    "BMTrainModelWrapper", "Block", "CheckpointBlock", "DistributedModule", "DistributedParameter",
+    "ParameterInitializer", "PipelineTransformerBlockList", "TransformerBlockList", "auto_wrap", "config",
+    "current_world", "distributed", "gather_result", "gathered", "grouped_parameters", "init_distributed",
+    "init_parameters", "inspect", "load", "loss", "lr_scheduler", "nn", "optim", "print_block", "print_dict",
+    "print_rank", "rank", "save", "see_memory", "sum_loss", "synchronize", "utils", "wait_loader", "world_size",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """`hf` is imported on first use, because it imports transformers."""
+    """Import `hf` on first use, because it imports transformers."""
     if name == "hf":
         return importlib.import_module(f"{__name__}.hf")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

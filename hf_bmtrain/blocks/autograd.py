@@ -1,6 +1,6 @@
-"""What surrounds the forward of sharded layers: two boundaries for autograd, and autocast without its cache.
+"""Boundaries around the forward of sharded layers for autograd, and autocast without its cache.
 
-The boundaries are identity functions that tell an owner when backward reaches its layers and when it has left them.
+The boundaries are identity functions that notify an owner when backward reaches its layers and when it has left them.
 `enter_backward` is applied to the outputs: its backward runs once all their gradients exist, before any node of the
 layers. `leave_backward` is applied to the inputs: its backward runs once all their gradients exist, after the nodes
 that made them.
@@ -23,7 +23,7 @@ _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device
 
 class BackwardOwner(Protocol):
     def before_backward(self, token: Any) -> None:
-        """Called with what was given to `enter_backward`, ahead of the layers' backward."""
+        """Called before the layers' backward, with the token passed to `enter_backward`."""
 
     def after_backward(self) -> None:
         """Called when the gradients of all inputs exist."""
@@ -62,9 +62,9 @@ class _LeaveBackward(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)` without its search for functorch's wrappers, which takes as long as all the rest.
+    """Call `function.apply(*args)` without its search for functorch's wrappers, which takes half of its time.
 
-    Under a transform of functorch it is left to torch, which refuses; torch.compile knows the usual call alone.
+    Under a transform of functorch torch's own call raises; torch.compile supports only the usual call.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
@@ -72,7 +72,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def enter_backward(owner: BackwardOwner, token: Any, outputs: Any) -> tuple[Any, bool]:
-    """`outputs` (any pytree) with the boundary behind its differentiable tensors, and whether there were any."""
+    """Return `outputs` (any pytree) with its differentiable tensors behind the boundary, and True if there are any."""
     found: list[torch.Tensor] = []
     strange: list[Any] = []
     _find((outputs,), found, strange)
@@ -85,9 +85,9 @@ def enter_backward(owner: BackwardOwner, token: Any, outputs: Any) -> tuple[Any,
 
 
 def leave_backward(owner: BackwardOwner, args: tuple, kwargs: dict) -> tuple[tuple, dict, Sequence[torch.Tensor]]:
-    """`args` and `kwargs` (of pytrees) with the boundary in front, and the differentiable tensors they now hold.
+    """Return `args` and `kwargs` (pytrees) behind the boundary, and the differentiable tensors in them.
 
-    Without such a tensor backward does not come past the inputs: the owner must end with the whole backward.
+    Without such a tensor backward does not reach the inputs: the owner must be closed at the end of the backward.
     """
     found: list[torch.Tensor] = []
     _find(args, found, [])
@@ -107,7 +107,7 @@ def leave_backward(owner: BackwardOwner, args: tuple, kwargs: dict) -> tuple[tup
 def _find(values: Iterable[Any], found: list[torch.Tensor], strange: list[Any]) -> None:
     """Add the differentiable tensors in `values`, in the order of `_replace`, and leaves of unusual types.
 
-    What a layer usually takes and returns is opened here, several times faster than by pytree, which does the rest.
+    The usual containers are searched here, several times faster than by pytree, which searches the others.
     """
     for value in values:
         kind = type(value)
@@ -125,7 +125,7 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], strange: list[Any]) 
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
-    """`value` with the tensors that `_find` found replaced by the next ones of `guarded`; containers are new."""
+    """Return a copy of `value` in which the tensors of `_find` are replaced by the next ones of `guarded`."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return next(guarded) if value.requires_grad else value
@@ -143,7 +143,7 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 
 
 def _refuse_opaque(leaf: Any) -> None:
-    """Differentiable tensors inside an object that pytree does not open would leave without the boundary."""
+    """Raise RuntimeError if an object that pytree cannot open holds differentiable tensors: they lack the boundary."""
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in getattr(leaf, "__dict__", {}).values()):
         raise RuntimeError(
             f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "

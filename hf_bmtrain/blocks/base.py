@@ -27,8 +27,8 @@ class RefuseDataParallel:
 class ShardedModule(torch.nn.Module):
     """A module that holds sharded parameters and reduces their gradients itself.
 
-    Code that wraps modules is told so: `_is_accelerate_prepared` keeps Accelerate (and with it Trainer) from adding
-    DistributedDataParallel, which reads `_ddp_params_and_buffers_to_ignore` where it is added all the same.
+    `_is_accelerate_prepared` prevents Accelerate (and with it Trainer) from adding DistributedDataParallel, which
+    reads `_ddp_params_and_buffers_to_ignore` if it is added nevertheless.
     """
 
     _is_accelerate_prepared = True
@@ -39,7 +39,7 @@ class ShardedModule(torch.nn.Module):
         raise NotImplementedError
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """Return the whole tensors, on the CPU, under the module's own keys; tied ones stay one. Collective."""
+        """Return whole tensors on the CPU, under the module's own keys; tied weights stay tied. Collective."""
         collect = functools.partial(super().state_dict, prefix=prefix, keep_vars=True)
         if destination is not None:
             copy_wholes(destination, self._slots(), lambda: collect(destination=destination))
@@ -67,9 +67,9 @@ class ShardedModule(torch.nn.Module):
 
 
 def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
-    """Return a class that extends `cls` by `base` and `methods` and cannot be told from it by its name.
+    """Return a class that extends `cls` by `base` and `methods` and has its name, module and docstring.
 
-    Make one per `cls`, not one per module: torch.compile compiles once per class.
+    Create one per `cls`, not one per module: torch.compile compiles once per class.
     """
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls)(cls.__name__, (base, cls), {**names, **methods})

@@ -1,4 +1,4 @@
-"""A transformer layer whose class is extended in place, so that it is sharded and still itself."""
+"""CheckpointBlock: a transformer layer that is sharded in place by extending its class."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .block_state import BlockState
 
 
 class CheckpointBlock(ShardedModule):
-    """A transformer layer that is sharded in place.
+    """A transformer layer whose parameters are sharded, and whole only while its forward or backward runs.
 
-    `CheckpointBlock(layer)` returns `layer` itself, its class extended by this one.
+    `CheckpointBlock(layer)` shards `layer` in place and returns it, its class extended by this one: the layer's names,
+    `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. It may hold DistributedParameters already.
+    Collective.
 
-    Names, isinstance, hooks, attributes and state_dict keys of the layer stay true. use_checkpoint: recompute the
-    forward in backward instead of keeping its activations, "auto" as `auto_wrap` has it. zero_level: 3 frees the
-    parameters between forward and backward, 2 keeps them; None takes the world's. Layers that hold
-    DistributedParameters are accepted. Collective.
+    use_checkpoint: recompute the forward in backward instead of keeping its activations; for "auto" see `auto_wrap`.
+    zero_level: 3 frees the parameters between forward and backward, 2 keeps them; None takes the world's.
     """
 
     _bmt: BlockState
@@ -59,7 +59,7 @@ def extend(
     use_checkpoint: UseCheckpoint,
     zero_level: int,
 ) -> None:
-    """Make `layer` a CheckpointBlock over parameters that `shard_places` has sharded."""
+    """Make `layer` a CheckpointBlock. sharded: the result of `shard_places` for its parameters."""
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, Replay(layer), zero_level)
     state.policy = choose_policy(use_checkpoint, state, world)
@@ -68,6 +68,12 @@ def extend(
     layer._bmt.own_forward = layer.__dict__.pop("forward", None)  # pyright: ignore
     layer.__class__ = _extended_class(type(layer))
     slice_loads(slots)
+
+
+def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
+    """Add parameters that were put into `block` after it was sharded. sharded: the result of `shard_places`."""
+    block._bmt.add(*sharded, Replay(block))
+    slice_loads(sharded[1])
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Blocks in execution order."""
+"""TransformerBlockList: blocks in execution order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from .block import CheckpointBlock
 
 
 class TransformerBlockList(torch.nn.ModuleList):
-    """CheckpointBlocks in execution order, each knowing its neighbours, so that gathers run ahead.
+    """CheckpointBlocks in execution order, linked to their neighbours for prefetching.
 
-    Iterable, indexable and sliceable like any ModuleList (a slice is a plain ModuleList), and callable as in
-    BMTrain: `list(x, *args)` feeds x through all blocks, which all get the same `args` and `kwargs`.
+    Makes every module a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList (a slice
+    is a plain ModuleList), and called as in BMTrain: `list(x, *args)` passes x through all blocks, which all get the
+    same `args` and `kwargs`.
 
-    num_hidden: how many leading arguments are hidden states, fed from block to block; each block then returns as
-    many, a tuple where they are several.
+    num_hidden: the number of leading arguments that are hidden states, passed from block to block. Each block returns
+    as many, as a tuple if there are several.
     """
 
     num_hidden: int = 1  # of a list whose class was extended in place, too
@@ -30,16 +31,16 @@ class TransformerBlockList(torch.nn.ModuleList):
         self.link()
 
     def link(self) -> None:
-        """Tell every block its neighbours, in the order of the list."""
+        """Link every block to its neighbours in the list."""
         blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = following._bmt, block._bmt
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
-        """The last block's hidden state, or the tuple of them.
+        """Return the last block's hidden state, or a tuple if there are several.
 
-        return_hidden_states: after the last ones follow, for each hidden state, what entered every block, stacked
-        on a new dimension 0, shape (blocks, ...).
+        return_hidden_states: append, for each hidden state, the inputs of all blocks, stacked on a new dimension 0,
+        shape (blocks, ...). Raises ValueError if a block returns another number of hidden states.
         """
         if len(args) < self.num_hidden:
             raise ValueError(f"this list passes on {self.num_hidden} hidden states, got {len(args)} arguments")

@@ -1,4 +1,4 @@
-"""The steps around one block's forward and backward: gather, run, release, reduce."""
+"""The operations around one block's forward and backward: gather, compute, release, reduce."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class BlockState:
     """A CheckpointBlock's buffers, the slots that show them, and its neighbours in execution order.
 
     The block's parameters are whole exactly while forward or backward runs in it. The block that ran last stays whole
-    until another one opens, and the neighbour is prefetched.
+    until another one opens, and its neighbour is prefetched.
 
-    policy: True or False recompute every forward or none, an AutoCheckpoint decides for each. own_forward: replaces
+    policy: True recomputes every forward, False none, and an AutoCheckpoint decides for each. own_forward: replaces
     the forward of the layer's class (one set on the instance, or a compiled one). pending: the number of forwards whose
-    backward is to come, so that a block that is used several times is reduced once, when its gradient is complete.
+    backward has not run yet, so that a block that is used several times is reduced once, when its gradient is complete.
 
     Whether a block is reduced follows from `pending` and `_entered` (backward has entered the block, and its gradient
     is not reduced yet), and not from the presence of gradients, because these are the same on every rank.
@@ -53,7 +53,7 @@ class BlockState:
         self._entered = False
 
     def add(self, buffers: list[ShardedBuffer], slots: list[Slot], replay: Replay) -> None:
-        """Add parameters that were put into the layer after wrapping, in buffers of their own."""
+        """Add the buffers and slots of parameters that were put into the layer after it was sharded."""
         self.buffers += buffers
         self.slots += slots
         self._places += [slot.place() for slot in slots]

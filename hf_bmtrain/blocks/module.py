@@ -1,4 +1,4 @@
-"""Parameters outside blocks: reading one inside a forward gathers it."""
+"""DistributedModule: parameters outside blocks, gathered when they are read inside a forward."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .base import ShardedModule, extend_class
 class DistributedModule(ShardedModule):
     """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
 
-    Inside means: within a call of this or of an enclosing DistributedModule, after auto_wrap also of a method
-    `forward_…` of theirs, or a recomputation in backward. The first read of a pass gathers the parameter's buffer
-    (every rank must read it); it is freed when the backward is over, or after the forward where nothing needs a
-    gradient. A read at rest never communicates: it shows the slice, with its name, dtype, device and `full_shape`;
-    `parameter.gather()` is the explicit collective.
+    Inside a forward means during a call of this or an enclosing DistributedModule, after auto_wrap also of their
+    methods `forward_…`, or during a recomputation in backward. The first read of a forward pass gathers the parameter's
+    buffer, so every rank must read it. The buffer is released when backward no longer needs it, or after the forward
+    if nothing requires a gradient. Any other read returns the slice (name, dtype, device, `full_shape`) without
+    communication; `parameter.gather()` is the explicit collective.
     """
 
     _schedule: Schedule
@@ -48,7 +48,7 @@ class DistributedModule(ShardedModule):
         return self._run(super().__call__, args, kwargs)
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """`function`, the call of this module or a part of it, with parameters that are whole when read."""
+        """Call `function`, the forward of this module or a part of it, with parameters that are whole when read."""
         schedule = self._schedule
         if schedule.in_forward:
             with self._watch_own():
@@ -72,7 +72,7 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """A module without children does all its reads itself: what it saves for backward can be seen."""
+        """Watch what autograd saves, if this module has no children and so does all reads itself."""
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
         buffers = dict.fromkeys(p.buffer for p in self._parameters.values() if type(p) is DistributedParameter)
@@ -114,7 +114,7 @@ def _distributed_class(cls: Any) -> type[torch.nn.Module]:
 
 
 def _parts(cls: type) -> list[str]:
-    """Methods that are called in the place of the module, for a part of its forward (timm's forward_features)."""
+    """Return the methods that are called instead of the module, for a part of its forward (forward_features)."""
     return [name for name in dir(cls) if name.startswith("forward_") and inspect.isfunction(getattr(cls, name))]
 
 
@@ -127,7 +127,7 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """`ParameterInitializer(torch.nn.init.normal_, mean=0, std=1)`: a fill to give as `init_method`."""
+    """An `init_method`: `ParameterInitializer(torch.nn.init.normal_, std=1)` calls `normal_(tensor, std=1)`."""
 
     def __init__(self, function: Callable, *args, **kwargs) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
@@ -153,9 +153,9 @@ def init_parameters(model: torch.nn.Module) -> None:
 
 
 def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """(group, its parameters) for every `group=` that DistributedParameters of `model` were given, None for none.
+    """Yield (group, parameters) for every `group=` of the parameters of `model`, None for those without one.
 
-    Groups come in the order they are met, each parameter once, so that an optimizer can be made of them:
+    Groups are in order of first appearance, and each parameter occurs once, for use in an optimizer:
     `[{"params": parameters, "lr": rates[group]} for group, parameters in bmt.grouped_parameters(model)]`.
     """
     groups: dict[str | None, list[torch.nn.Parameter]] = {}

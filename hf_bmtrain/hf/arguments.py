@@ -1,4 +1,4 @@
-"""TrainingArguments that a sharded model cannot honour: each is refused with the way out."""
+"""Checks of Trainer's arguments, model and optimizer; each error says how to resolve it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OLDEST_ACCELERATE = (1, 14)
 
 
 def check_versions() -> None:
-    """RuntimeError where the installed accelerate would wrap a sharded model in DistributedDataParallel."""
+    """Raise RuntimeError if the installed accelerate would wrap a sharded model in DistributedDataParallel."""
     installed = importlib.metadata.version("accelerate")
     numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
     if numbers < _OLDEST_ACCELERATE:
@@ -30,7 +30,7 @@ def check_versions() -> None:
 
 
 def check_model(model: Any) -> None:
-    """RuntimeError unless every parameter of `model` is sharded."""
+    """Raise RuntimeError unless every parameter of `model` is sharded."""
     parameters = list(model.parameters())
     sharded = sum(type(parameter) is DistributedParameter for parameter in parameters)
     if sharded < len(parameters):
@@ -41,7 +41,7 @@ def check_model(model: Any) -> None:
 
 
 def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
-    """ValueError for an argument that does not go with a sharded model."""
+    """Raise ValueError for an argument that does not work with a sharded model."""
     if args.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size=True: when one rank runs out of memory the others wait for it for ever. Choose "
@@ -65,7 +65,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """RuntimeError where all that `optimizer` holds are frozen slices."""
+    """Raise RuntimeError if all parameters of `optimizer` are frozen slices."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if held and all(isinstance(p, DistributedParameter) and not p.requires_grad for p in held):
         raise RuntimeError(
@@ -76,7 +76,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def warn_of_missing_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One warning where half-precision weights are updated without a float32 copy."""
+    """Log a warning if half-precision weights are updated without float32 masters."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if dtypes & {torch.float16, torch.bfloat16} and type(optimizer).__module__.split(".")[0] != "hf_bmtrain":
         _log.warning(

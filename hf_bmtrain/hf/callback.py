@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, unmodified, around a sharded model."""
+"""BMTrainCallback: train a sharded model with Hugging Face's Trainer, unmodified."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from ..blocks.block import CheckpointBlock
 from ..optim import AdamOptimizer
@@ -20,16 +20,16 @@ from .staging import StagedWeights
 
 
 class BMTrainCallback(TrainerCallback):
-    """`Trainer(model=bmt.auto_wrap(model), …, callbacks=[bmt.hf.BMTrainCallback()])`
+    """Trains a sharded model with Trainer: `Trainer(model=bmt.auto_wrap(model), …, callbacks=[BMTrainCallback()])`.
 
-    Refuses at the start what a sharded model cannot honour, and shards the adapters that the trainer itself put in;
-    gathers the weights ahead of every save, where Trainer would ask rank 0 alone for them; saves and loads the
-    optimizer's state, each rank its own; compiles the blocks under `torch_compile`. Adds to every log entry of the
-    training loss: samples_per_second, tokens_per_second (all ranks), model_tflops_per_device, peak_memory_gib (the
-    rank with most) and, under fp16, loss_scale.
+    At the start it raises an error for arguments that do not work with a sharded model, and shards adapters that the
+    trainer itself added. Before every save, which Trainer performs on rank 0 alone, it gathers the weights. It saves
+    and loads the optimizer's state rank by rank, and compiles the blocks if `torch_compile` is set. To log entries of
+    the training loss it adds samples_per_second, tokens_per_second (of all ranks), model_tflops_per_device,
+    peak_memory_gib (of the rank with most) and, with loss scaling, loss_scale.
 
-    Put it last in `callbacks`, where it sees whether the others have asked for a save. Reporters such as
-    TensorBoard run before it and miss its numbers; `bmt.hf.Trainer` gives them to these too.
+    Pass it last in `callbacks`, so that it sees whether the others requested a save. Reporters such as TensorBoard run
+    before it and miss its numbers; with `bmt.hf.Trainer` they receive them.
     """
 
     def __init__(self) -> None:
@@ -41,29 +41,21 @@ class BMTrainCallback(TrainerCallback):
 
     # -- start and end ------------------------------------------------------------------------------------------
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        if holds_additions(model):  # adapters that the trainer itself put in (TRL's peft_config=)
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if holds_additions(model):  # adapters that the trainer itself added (TRL's peft_config=)
             auto_wrap(model)
         self._adopt(args, model)
 
-    def _adopt(self, args: TrainingArguments, model: Any) -> None:
+    def _adopt(self, args: Any, model: Any) -> None:
         check_model(model)
         if self._weights is None or self._weights.model is not model:
             check_arguments(args, model)
             self._weights = StagedWeights(model)
-            if hasattr(model, "num_parameters"):  # Trainer's total_flos: a slice would count as the whole
+            if hasattr(model, "num_parameters"):  # for Trainer's total_flos, which would count a slice as the whole
                 model.num_parameters = functools.partial(count_parameters, model)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         self._adopt(args, model)
         self._close()
@@ -79,9 +71,7 @@ class BMTrainCallback(TrainerCallback):
                     block.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
             self._compiled = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._optimizer_files is not None
         self._optimizer_files.withdraw()
         self.stage(args, self._weights.model)
@@ -95,74 +85,60 @@ class BMTrainCallback(TrainerCallback):
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._optimizer_files is not None and self._speed is not None
         self._weights.drop()
         self._optimizer_files.withdraw()
         self._speed.resume()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._before_log_and_save(args, state, control, kwargs.get("optimizer"))
-
-    on_epoch_end = on_step_end
-
-    def _before_log_and_save(self, args: Any, state: TrainerState, control: TrainerControl, optimizer: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._speed is not None
         if control.should_log:
-            self._report = {**self._speed.read(), **_loss_scale(optimizer)}
+            self._report = {**self._speed.read(), **_loss_scale(kwargs.get("optimizer"))}
         if control.should_evaluate or control.should_save:
             self._speed.pause()
         if control.should_save and not control.should_evaluate:
             self._stage(args, state)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
-    ) -> None:
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if self._optimizer_files is None:
             return  # an evaluation outside training
         best = args.save_strategy == "best"
         if _is_best(args, state, metrics or {}) if best else control.should_save:
             self._stage(args, state)
 
-    def _stage(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _stage(self, args: Any, state: Any) -> None:
         assert self._weights is not None and self._optimizer_files is not None
         self._weights.gather(checkpoint=True)
         if not args.save_only_model:
             self._optimizer_files.save(self._folder(args, state))
 
-    def stage(self, args: TrainingArguments, model: Any) -> None:
-        """Gather the present weights of `model`, for a `save_model` that rank 0 enters alone. Collective."""
+    def stage(self, args: Any, model: Any) -> None:
+        """Gather the present weights of `model`, for a `save_model` that runs on rank 0 alone. Collective."""
         self._adopt(args, model)
         assert self._weights is not None
         self._weights.gather(checkpoint=False)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._optimizer_files is not None and self._weights is not None:
             self._optimizer_files.keep()
             self._weights.drop()
 
     @staticmethod
-    def _folder(args: TrainingArguments, state: TrainerState) -> str:
+    def _folder(args: Any, state: Any) -> str:
         return os.path.join(str(args.output_dir), f"checkpoint-{state.global_step}")
 
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Add what was measured to `logs` if they are those of the training loss."""
+        """Move the report into `logs` if they contain the training loss."""
         if "loss" in logs:
             logs.update(self._report)
             self._report = {}
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
             report = dict(self._report)
             self.take_report(logs)
@@ -176,7 +152,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _loss_scale(optimizer: Any) -> dict[str, float]:
-    """The loss scale, where there is one."""
+    """Return the loss scale as a log entry, {} without one."""
     scaler, inner = getattr(optimizer, "scaler", None), _inner(optimizer)
     if scaler is not None:
         return {"loss_scale": float(scaler.get_scale())}
@@ -185,8 +161,8 @@ def _loss_scale(optimizer: Any) -> dict[str, float]:
     return {}
 
 
-def _is_best(args: TrainingArguments, state: TrainerState, metrics: dict[str, float]) -> bool:
-    """Whether Trainer will save after this evaluation; where it cannot be told from these metrics, it will not."""
+def _is_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
+    """Return whether Trainer will save after this evaluation, False if these metrics do not show it."""
     name = args.metric_for_best_model or "loss"
     value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
     if value is None:

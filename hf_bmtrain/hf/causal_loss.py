@@ -1,4 +1,4 @@
-"""A Hugging Face language model that computes its loss without its logits."""
+"""fuse_causal_loss: compute the loss of a Hugging Face language model without its logits."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def fuse_causal_loss(model: torch.nn.Module) -> bool:
-    """Make `model(input_ids, labels=…)` in training compute its loss by `linear_cross_entropy`. The switch for it.
+    """Make `model(input_ids, labels=…)` compute its training loss by `linear_cross_entropy`. Return whether it does.
 
-    The returned `loss` is the model's own (shift, `num_items_in_batch` and all), `logits` is None: the logits never
-    exist whole. In evaluation, and without labels, nothing changes. The model's own forward runs: its head hands
-    on the hidden states with a note of what becomes of them, and the cross entropy at the end reads the note. What
-    is known there: scaling (Cohere, Granite), soft-capping (Gemma), casts, reshaping and slicing of rows. At
-    anything else the logits are made after all, and one log line says at what.
+    The returned `loss` is the model's own (shift and `num_items_in_batch` included) and `logits` is None: the logits
+    never exist whole. In evaluation and without labels nothing changes. The model's own forward runs; its head returns
+    UnbornLogits, which record the operations on them until the cross entropy. Scaling (Cohere, Granite), soft-capping
+    (Gemma), casts, reshaping and slicing of rows are recorded; any other operation computes the logits, and one log
+    line names it.
 
-    model: any model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`.
-    Returns whether it is on; if not, one log line says why, and the model is as it was.
+    model: any model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`. If its
+    loss cannot be fused, it is left unchanged, and one log line gives the reason.
     """
     head = _find_head(model)
     reason = _why_not(model, head)
@@ -36,7 +36,7 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
         return False
     if not isinstance(head, ChunkedHead):
         head.__class__ = _chunked_class(type(head))
-        head.armed = head.told = False
+        head.armed = head.warned = False
         model.register_forward_pre_hook(_arm, with_kwargs=True)
         model.register_forward_hook(_disarm, with_kwargs=True, always_call=True)
     _log.info("%s computes its training loss without whole logits", type(model).__name__)
@@ -44,10 +44,10 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 
 
 class ChunkedHead:
-    """What a plain Linear is extended by. armed: a training forward with labels is running. told: see UnbornLogits."""
+    """Extends the class of an output layer. armed: a training forward with labels is running. warned: about logits."""
 
     armed: bool
-    told: bool
+    warned: bool
 
 
 @functools.cache
@@ -63,10 +63,10 @@ def _chunked_class(cls: Any) -> type:
 
 
 class UnbornLogits:
-    """Stands for `logits = head(hidden) * scale`, and with a cap for `cap * tanh(logits)`, until a loss asks.
+    """Represents `logits = head(hidden) * scale`, with a cap `cap * tanh(logits)`, without computing them.
 
-    Not a tensor, but torch's functions accept it: those it knows give a loss or another UnbornLogits, all others
-    get the logits, made on the spot.
+    It is not a tensor, but torch's functions accept it: those that it knows return a loss or another UnbornLogits, all
+    others receive the logits, computed on the spot.
     """
 
     def __init__(self, head: Any, linear: Any, hidden: torch.Tensor, scale: float = 1.0, cap: float | None = None):
@@ -77,9 +77,9 @@ class UnbornLogits:
         return UnbornLogits(self._head, self._linear, **values)
 
     def _born(self, asked: str) -> torch.Tensor:
-        """The logits themselves."""
-        if not self._head.told:
-            self._head.told = True
+        """Compute the logits, and log once which operation `asked` for them."""
+        if not self._head.warned:
+            self._head.warned = True
             _log.warning("whole logits are made after all: the model, or its loss, calls %s on them", asked)
         logits = self._linear(self._hidden)
         logits = logits * self._scale if self._scale != 1 else logits
@@ -115,7 +115,7 @@ class UnbornLogits:
         return function(*args, **kwargs)
 
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
-        """Rows and class indices; the deprecated arguments are dropped where they say nothing."""
+        """Return whether the loss takes rows and class indices. Drops deprecated arguments that are None."""
         old = [kwargs.pop(name, None) for name in ("size_average", "reduce")]
         target = args[1] if len(args) > 1 else kwargs.get("target")
         if old != [None, None]:
@@ -124,7 +124,7 @@ class UnbornLogits:
         indices = isinstance(target, torch.Tensor) and target.dim() == 1 and not target.is_floating_point()
         return indices and self.dim() == 2 and len(args) <= 3
 
-    # -- what a model does to logits on their way to the loss ---------------------------------------------------
+    # -- operations between the head and the loss ----------------------------------------------------------------
 
     def __mul__(self, other):
         if not isinstance(other, numbers.Real) or not float(other) > 0:
@@ -211,7 +211,7 @@ def _find_head(model: torch.nn.Module) -> Any:
 
 
 def _why_not(model: torch.nn.Module, head: Any) -> str | None:
-    """Why the loss of `model` cannot be fused, or None."""
+    """Return why the loss of `model` cannot be fused, or None."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return "its forward takes no labels"

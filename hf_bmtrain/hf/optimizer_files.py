@@ -1,4 +1,4 @@
-"""The optimizer's state in a Trainer checkpoint: one file a rank beside Trainer's own."""
+"""The optimizer's state in a Trainer checkpoint: one file per rank, in addition to Trainer's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MARK = "hf_bmtrain"
 
 
 class OptimizerFiles:
-    """Saves and loads the slices of `optimizer`, any that is element-wise, rank by rank.
+    """Saves and loads the state of an element-wise `optimizer` over slices, rank by rank.
 
-    Trainer writes `optimizer.pt` on rank 0 alone. With several ranks it holds the parameter groups and a mark that
-    names the checkpoint; the state lies in `optimizer_rank<r>.pt`. These are written before Trainer writes anything,
-    because it deletes older checkpoints when it is done: at any time one is whole. Trainer loads `optimizer.pt` as
-    it always does, `load` the state after it. With one rank Trainer's file holds everything.
+    Trainer writes `optimizer.pt` on rank 0 alone. With several ranks that file contains the parameter groups and a mark
+    that names the checkpoint, and `optimizer_rank<r>.pt` the state of rank r. The ranks' files are written before
+    Trainer's, because Trainer deletes older checkpoints at the end of a save: one is complete at any time. On resuming,
+    Trainer loads `optimizer.pt`, and then `load` the state. With one rank Trainer's file contains everything.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -44,8 +44,8 @@ class OptimizerFiles:
     def save(self, folder: str) -> None:
         """Write this rank's file of the checkpoint `folder`, which Trainer is about to write. Collective.
 
-        It is complete on all ranks when this returns. From here to `keep` or `withdraw`, state_dict() is the mark
-        without state. RuntimeError on every rank where one cannot write.
+        All ranks' files are complete when this returns. Until `keep` or `withdraw`, the optimizer's state_dict()
+        contains the mark and no state. Raises RuntimeError on every rank if one cannot write.
         """
         world = current_world()
         if world.size == 1 or self._mark is not None:
@@ -65,11 +65,11 @@ class OptimizerFiles:
         world.raise_everywhere(f"The optimizer's state of checkpoint {folder} could not be written", problem)
 
     def keep(self) -> None:
-        """Trainer has written the rest."""
+        """Keep the files: Trainer has written the rest of the checkpoint."""
         self._mark = None
 
     def withdraw(self) -> None:
-        """Where Trainer has not written the checkpoint after all, what `save` wrote goes."""
+        """Delete what `save` wrote, if Trainer did not write the checkpoint."""
         if self._mark is None:
             return
         folder, self._mark = self._mark["folder"], None
@@ -85,7 +85,10 @@ class OptimizerFiles:
         return {"state": {}, "param_groups": groups}
 
     def load(self, *folders: str | None) -> None:
-        """After Trainer has loaded a mark: load this rank's file, from where it was saved or `folders`."""
+        """Load this rank's file, from its original folder or `folders`, if Trainer has loaded a mark.
+
+        Raises RuntimeError for another number of ranks, or if the file is missing.
+        """
         mark = self._optimizer.param_groups[0].pop(_MARK, None)
         if mark is None:
             return
@@ -108,7 +111,7 @@ class OptimizerFiles:
         )
 
     def _load_state(self, state: dict) -> None:
-        """Beside the groups that Trainer has loaded: a schedule may have changed them after the state was written."""
+        """Load `state` with the groups that Trainer has loaded, which a schedule may have changed since."""
         with self._whole_state.local():
             groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,4 +1,4 @@
-"""How fast a model trains, and with how much memory."""
+"""Training speed and peak memory, for Trainer's logs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Speedometer:
-    """Counts what `model` is trained on, by a hook before its forward, until `close`.
+    """Counts samples, tokens and FLOPs of training by a hook before the model's forward, until `close`.
 
-    The FLOPs of a model are those its training needs, without recomputation: 6N a token for N parameters that
-    multiply, and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022,
-    appendix B). Mixtures of experts and encoder-decoders are not of that kind; their FLOPs are left out.
+    The FLOPs are those that training requires, without recomputation: per token 6N for N parameters in matrix products
+    and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022, appendix B). For
+    mixtures of experts and encoder-decoders, which the formula does not describe, they are not reported.
     """
 
     def __init__(self, model: Any) -> None:
@@ -45,7 +45,7 @@ class Speedometer:
         self._counts += torch.tensor([len(inputs), tokens, flops], dtype=torch.float64)
 
     def pause(self) -> None:
-        """Training stops here for an evaluation or a save, `resume` is where it goes on."""
+        """Stop the clock for an evaluation or a save, until `resume`."""
         if self._paused is None:
             self._paused = time.perf_counter()
 
@@ -55,7 +55,7 @@ class Speedometer:
             self._paused = None
 
     def read(self) -> dict[str, float]:
-        """Rates over all ranks since the last read, and the highest memory of a rank. Collective."""
+        """Return the rates over all ranks since the last read, and the highest memory of a rank. Collective."""
         world = current_world()
         totals = self._counts.to(world.device)
         world.reduce.all_reduce(totals).wait()
@@ -74,7 +74,7 @@ class Speedometer:
 
 
 def _flops_a_token(model: Any) -> tuple[float, float]:
-    """FLOPs of a token: by the weights, and by attention for each token of the sequence. Zeros where unknown."""
+    """Return the FLOPs per token of the weights, and of attention per token of the sequence; zeros if unknown."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
@@ -86,7 +86,10 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 
 
 def count_parameters(model: torch.nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Elements of the whole parameters, tied ones once; of embeddings those that are an output layer too."""
+    """Return the number of elements of the whole parameters, tied ones counted once.
+
+    exclude_embeddings: leave out embeddings that are not tied to another layer.
+    """
     looked_up = set()
     if exclude_embeddings:
         modules = list(model.modules())
@@ -98,7 +101,7 @@ def count_parameters(model: torch.nn.Module, only_trainable: bool = False, exclu
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Bytes: the most that torch has allocated on the device; on CPU the process's largest resident size."""
+    """Return the most bytes that torch has allocated on the device, or on CPU the process's peak resident size."""
     if device.type != "cpu":
         return float(torch.accelerator.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

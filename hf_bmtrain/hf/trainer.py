@@ -1,4 +1,4 @@
-"""Trainer for those who would rather change the class than add a callback."""
+"""Trainer with BMTrainCallback built in, and a mixin that adds it to any trainer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _Base: Any = transformers.Trainer
 
 
 class TrainerMixin:
-    """`class MyTrainer(bmt.hf.TrainerMixin, SomeTrainer)`: BMTrainCallback is there, its numbers reach every reporter,
-    and parameters are counted whole, not by this rank's slices."""
+    """Adds BMTrainCallback to a trainer: `class MyTrainer(bmt.hf.TrainerMixin, SomeTrainer)`.
+
+    The callback's numbers reach every reporter, and parameters are counted whole, not by this rank's slices.
+    """
 
     callback_handler: Any
     args: Any
@@ -33,7 +35,7 @@ class TrainerMixin:
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
-        """Trainer's own, which rank 0 enters alone, at any time: the weights are gathered first. Collective."""
+        """Gather the weights, then call Trainer's `save_model`, whose body rank 0 runs alone. Collective."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, BMTrainCallback) and not _internal_call:
                 callback.stage(self.args, self.model)

@@ -1,1 +1,11 @@
-"""Operations on one device: each has a contract, a torch reference and a CUDA launch, chosen by `tensor.is_cuda`."""
+"""Operations on the tensors of one device, and what the package uses of torch's private interface.
+
+Each operation is a contract (shapes, dtypes, aliasing), a reference in torch and a CUDA launch; the public function
+chooses between them by `tensor.is_cuda`. Nothing here knows ranks, parameters, modules or optimizers.
+
+* *launch*: compile a kernel of `kernels/*.cu` by CuPy, once, and start it on the current stream.
+* *reference*: the same arithmetic in torch, used on the CPU and as the kernel's test.
+* *master*: the float32 value of a half-precision weight. *residual*: the 16 bits by which a stored master differs from
+  its bfloat16 weight.
+* *segment*: a range of a flat tensor whose norm is measured by itself.
+"""

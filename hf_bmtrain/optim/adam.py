@@ -24,11 +24,11 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     State: m, v and, for half-precision weights, a master copy of w, all float32; the weights are the masters rounded to
     nearest even. On CUDA the master of a bfloat16 weight is stored as the 16 bits by which it differs from the weight,
-    plus one bit for ties, which is the sign of v. That restores every float32 master exactly (ops/residual.py) and
+    plus one bit for ties, the sign of v. This restores every float32 master exactly (ops/residual.py) and
     takes 10 bytes of state per element, instead of 12 as for float16 weights; float32 weights, their own masters, take
-    8. `optimizer.state[p]` then has "residual" in the place of "master". `state_dict()` shows float32 masters and v,
-    the same on every device and in AdamOffloadOptimizer; it joins them one parameter after another in host memory, so
-    that the device needs no room for them.
+    8. `optimizer.state[p]` then has "residual" instead of "master". `state_dict()` contains float32 masters and v,
+    the same on every device and in AdamOffloadOptimizer; it assembles them in host memory, one parameter at a time, so
+    that the device needs no memory for them.
 
     Writing half-precision weights between steps (a load, an average, a mask) moves their masters: that of a bfloat16
     weight keeps its distance from its rounding, at most half a unit in the last place, and so rounds to the new weight;
@@ -37,17 +37,17 @@ class AdamOptimizer(torch.optim.Optimizer):
     lr, betas, eps, weight_decay: numbers, or tensors of one element; those on the weights' device are read there.
 
     hold_steps: the number of first steps of a parameter that update m, v and t but not w, so that the moments settle
-    before they move anything. t counts these steps, because m and v hold their gradients: the first step after them
-    has the bias correction of step `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of
-    the parameter group, like lr, and is saved and loaded with the state.
+    first. t counts these steps, because m and v contain their gradients: the next step has the bias correction of step
+    `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the parameter group, like lr, and
+    is saved and loaded with the state.
 
-    exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically with bits that depend on the element and
-    the step alone, not on the number of ranks.
+    exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically by bits that depend only on the element
+    and the step, not on the number of ranks.
 
     `grad_scale` and `found_inf` (float32 scalars on the device, set by OptimManager or torch.amp.GradScaler before
     `step`) divide the gradients and skip the update. The host never waits for the device in `step`.
 
-    ValueError for settings out of range, and for parameters that are not float32, float16 or bfloat16.
+    Raises ValueError for settings out of range, and for parameters that are not float32, float16 or bfloat16.
     """
 
     _step_supports_amp_scaling = True
@@ -77,8 +77,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         )
         self.loss_scale: torch.Tensor | None = None  # OptimManager's
         self._exp_avg_dtype = exp_avg_dtype
-        self._loaded: set[torch.nn.Parameter] = set()  # their state comes from a file and is in no run yet
-        self._active: list[list[torch.nn.Parameter]] = []  # by group, the parameters that the runs consist of
+        self._loaded: set[torch.nn.Parameter] = set()  # whose state was loaded and is in no run yet
+        self._active: list[list[torch.nn.Parameter]] = []  # by group, the parameters of the runs
         self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
 
@@ -113,7 +113,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """One step of the runs with these numbers, in ascending order, whose gradients have arrived."""
+        """Make one step of the runs with these numbers, in ascending order, whose gradients have arrived."""
         states = [self._states[number] for number in numbers]
         # 1. No earlier update of these buffers is under way, and masters follow what was written to the weights.
         for state in states:
@@ -133,12 +133,12 @@ class AdamOptimizer(torch.optim.Optimizer):
             state.version = state.run.weights._version
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """One launch per run; a subclass may return while weights and state are still being written."""
+        """Update each run in one launch. A subclass may return before weights and state are written."""
         for number in numbers:
             self._steps.update(number, self._states[number].elements())
 
     def _settings(self) -> list[Hyper]:
-        """Every parameter group's values, in the order of HYPER."""
+        """Return the values of every parameter group, in the order of HYPER."""
         others = ("eps", "weight_decay", "hold_steps")
         return [(group["lr"], *group["betas"], *(group[name] for name in others)) for group in self.param_groups]
 
@@ -158,9 +158,9 @@ class AdamOptimizer(torch.optim.Optimizer):
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
-        """Cut the parameters that have gradients, by group, into runs. Return False if they are those of the last step.
+        """Arrange the `active` parameters, by group, in runs. Return False if they are those of the last step.
 
-        Runs that stay keep their state where it is.
+        Unchanged runs keep their state in place.
         """
         if _same(active, self._active):
             return False
@@ -191,25 +191,25 @@ class AdamOptimizer(torch.optim.Optimizer):
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
-        """What all parameters of a run have in common: the number of steps taken."""
+        """Return the value that all parameters of a run share: the number of steps taken."""
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
     def _allocate(self, runs: Sequence[Run]) -> list[tuple[Master, torch.Tensor]]:
-        """The masters, with exp_avg_sq, and exp_avg of each run before its first step."""
+        """Allocate the masters, with exp_avg_sq, and exp_avg of each run before its first step."""
         dtypes = [master_dtype(run.weights.dtype, run.weights.device) for run in runs]
         return [new_state(run, dtype, self._exp_avg_dtype) for run, dtype in zip(runs, dtypes)]
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # which another AdamW does not have
+        for group in self.param_groups:  # missing in the state of another AdamW
             group.setdefault("hold_steps", self.defaults["hold_steps"])
 
     def state_dict(self) -> dict:
-        """Return the state of torch's AdamW, and float32 "master" for half-precision weights.
+        """Return the state of torch's AdamW, with a float32 "master" for half-precision weights.
 
-        Tensors on the device or in AdamOffloadOptimizer's host memory are not copied: the next step changes them. Only
-        what is joined from residuals is new (see the class).
+        Its tensors are the optimizer's own, which the next step changes, except masters and exp_avg_sq assembled from
+        residuals.
         """
         self._finish()
         kept = self.state
@@ -220,9 +220,9 @@ class AdamOptimizer(torch.optim.Optimizer):
             self.state = kept
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of any AdamW. It stays float32, while torch would cast it to the dtype of the parameters.
+        """Load the state of any AdamW as float32; torch would cast it to the dtype of the parameters.
 
-        It is copied into host memory, from which the next step takes it, so that no device holds it twice.
+        It is copied to host memory until the next step, so that no device stores it twice.
         """
         self._finish()
         groups = state_dict["param_groups"]

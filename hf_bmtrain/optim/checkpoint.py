@@ -1,4 +1,4 @@
-"""The state of an optimizer over slices in checkpoints: this rank's part, or whole tensors, out and in."""
+"""Save and load the state of an optimizer over slices: this rank's slices, or whole tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 
 States = dict[Any, dict[str, Any]]
-"""The "state" of an optimizer's state dict: values by name, by the number of the parameter."""
+"""The "state" of an optimizer's state dict: by the number of the parameter, its values by name."""
 
 
 # -- OptimManager's checkpoints -----------------------------------------------------------------------------------
 
 
 def sharded_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Copy this rank's own part into host memory; it fits the same rank of an equally large world."""
+    """Return a copy of this rank's state in host memory, for the same rank of an equally large world."""
     state = _own_state(optimizer)
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
 
 
 def load_sharded(optimizer: torch.optim.Optimizer, state: dict[str, Any], world: World) -> None:
-    """The reverse of `sharded_state`. ValueError for another rank's part or another number of ranks."""
+    """Load a `sharded_state`. Raises ValueError if it is of another rank or another number of ranks."""
     saved = state["rank"], state["world_size"]
     if saved != (world.rank, world.size):
         raise ValueError(
@@ -39,9 +39,9 @@ def load_sharded(optimizer: torch.optim.Optimizer, state: dict[str, Any], world:
 
 
 def gathered_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Put every rank's parts together in host memory on rank 0; other ranks get the groups alone. Collective.
+    """Return the whole state in host memory on rank 0, and the parameter groups alone on the others. Collective.
 
-    `sliced` names the tensors that are laid out like the parameters; the others are whole on every rank.
+    Its "sliced" names the tensors that are laid out like the parameters; the others are whole on every rank.
     """
     state = _own_state(optimizer)
     whole, sliced = _gather(_by_key(optimizer, state), state["state"], world, keep=world.rank == 0)
@@ -49,7 +49,7 @@ def gathered_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, 
 
 
 def load_gathered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The reverse of `gathered_state`: every rank passes the whole state and takes its part."""
+    """Load this rank's part of a `gathered_state`, which every rank passes whole."""
     parameters = _by_key(optimizer, state)
     own: States = {}
     for key, values in state["state"].items():
@@ -63,7 +63,7 @@ def load_gathered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
 
 
 def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """This rank's slices, also while an Accelerator runs, for which `state_dict` gives whole tensors."""
+    """Return the state dict with this rank's slices, even while an Accelerator runs (see WholeState)."""
     whole_state: WholeState | None = getattr(optimizer, "whole_state", None)
     with nullcontext() if whole_state is None else whole_state.local():
         return optimizer.state_dict()
@@ -73,14 +73,14 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 class WholeState:
-    """Makes `optimizer.state_dict()` give whole tensors while an Accelerator runs, and lets whole ones be loaded.
+    """Makes `optimizer.state_dict()` return whole tensors while an Accelerator runs, and allows loading whole tensors.
 
-    An optimizer over slices has one as its attribute `whole_state`. Accelerate writes rank 0's state_dict and gives the
-    file to every rank, so slices of rank 0 would reach all. Then `state_dict()` is collective: every rank calls it, as
-    `accelerator.save_state` does. Without an Accelerator it gives this rank's slices. Either can be loaded: a tensor
-    with as many elements as the whole parameter is sliced before the next step.
+    An optimizer over slices has one as its attribute `whole_state`. Accelerate saves rank 0's state_dict and loads the
+    file on every rank, so rank 0's slices would reach all. With an Accelerator `state_dict()` is therefore collective,
+    and `accelerator.save_state` calls it on every rank. Without one it returns this rank's slices. Either can be
+    loaded: a tensor with as many elements as the whole parameter is sliced before the next step.
 
-    loaded: True from a load to `slice_loaded`, which the check before the next step calls.
+    loaded: True from a load until `slice_loaded`, which the check before the next step calls.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -90,7 +90,7 @@ class WholeState:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """`with whole_state.local(): optimizer.state_dict()` gives this rank's slices, without communicating."""
+        """Make `optimizer.state_dict()` return this rank's slices under `with`, without communication."""
         self._local = True
         try:
             yield
@@ -98,7 +98,7 @@ class WholeState:
             self._local = False
 
     def slice_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace whole tensors in the state by this rank's slices, once after a load."""
+        """Replace whole tensors in the state with this rank's slices, after a load."""
         self.loaded = False
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
@@ -118,7 +118,7 @@ class WholeState:
 
 
 def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
-    """This rank's part of `value` if that is whole; ValueError if it belongs to another model or rank."""
+    """Return this rank's part of `value` if it is whole, otherwise `value`. Raises ValueError if it fits neither."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == parameter.shape:
         return value
     if value.numel() == parameter.full_shape.numel():
@@ -136,7 +136,7 @@ def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
 
 
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
-    """The optimizer's parameters by the keys of a state dict. ValueError if they are not as many."""
+    """Return the optimizer's parameters by the keys of a state dict. Raises ValueError for another number of them."""
     mine = [[*group["params"]] for group in optimizer.param_groups]
     theirs = [group["params"] for group in state["param_groups"]]
     if [len(group) for group in mine] != [len(group) for group in theirs]:
@@ -149,9 +149,9 @@ def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any
 
 @torch.no_grad()
 def _gather(parameters: dict[Any, Any], state: States, world: World, keep: bool) -> tuple[States, list[str]]:
-    """Make every tensor that is laid out like its parameter whole, in host memory. Collective.
+    """Gather every tensor that is laid out like its parameter, into host memory. Collective.
 
-    Returns the state, empty unless this rank should `keep` it, and the names of the tensors that were gathered.
+    Returns the state, empty unless `keep`, and the names of the gathered tensors.
     """
     sliced, whole = _divide(parameters, state, world)
     for name in sorted({name for _, name in sliced}):
@@ -161,17 +161,18 @@ def _gather(parameters: dict[Any, Any], state: States, world: World, keep: bool)
                 buffers.setdefault(parameters[key].buffer, {})[parameters[key].index] = key
         for buffer, keys in buffers.items():
             pieces = {index: state[key][name] for index, key in keys.items()}
-            for index, value in _gather_buffer(world, buffer, pieces, keep).items():
-                whole[keys[index]][name] = value
+            for index, value in buffer.gather_like_slices(pieces).items():
+                if keep:
+                    whole[keys[index]][name] = _copy(value)
     return whole if keep else {}, sorted({name for _, name in sliced})
 
 
 def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[Any, str]], States]:
-    """The (key, name) of all per-element tensors of slices, in one order on all ranks, and everything else. Collective.
+    """Return the (key, name) of slices' per-element tensors, in the same order on all ranks, and all other values.
 
-    A tensor is per-element if it has its slice's shape on every rank; one rank alone cannot tell a step count from a
-    slice of one element. Counters and the like come from the rank that holds most of the parameter: one that holds
-    nothing need not count.
+    A tensor is per-element if it has its slice's shape on every rank; a single rank cannot distinguish a step count
+    from a slice of one element. Counters come from the rank that holds most of the parameter, because a rank that holds
+    none of it need not count. Collective. Raises RuntimeError if the ranks hold state for different parameters.
     """
     mine: dict[tuple[Any, str], tuple[bool, int, Any]] = {}  # fits its slice, elements of the slice, a copy of few
     others: States = {key: {} for key in state}
@@ -195,26 +196,6 @@ def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[li
             copies = [(numel, copy) for _, numel, copy in held if copy is not None]
             others[key][name] = max(copies, key=lambda each: each[0])[1]
     return sliced, others
-
-
-def _gather_buffer(
-    world: World, buffer: ShardedBuffer, pieces: dict[int, torch.Tensor], keep: bool
-) -> dict[int, torch.Tensor]:
-    """Whole tensors of one name, by the index of their slice in one buffer, by one all-gather; none unless `keep`."""
-    like = next(iter(pieces.values()))
-    flat = torch.zeros(buffer.layout.shard_numel, dtype=like.dtype, device=buffer.shard.device)
-    for index, values in pieces.items():
-        place = buffer.pieces[index]
-        flat[place.shard_start : place.shard_stop] = values
-    full = flat.new_empty(buffer.layout.numel)
-    world.gather.all_gather(full, flat).wait()
-    if not keep:
-        return {}
-    whole = {}
-    for index in pieces:
-        offset, shape = buffer.layout.offsets[index], buffer.slices[index].full_shape
-        whole[index] = full[offset : offset + shape.numel()].view(shape).to("cpu", copy=True)
-    return whole
 
 
 def _copy(value: Any) -> Any:

@@ -1,10 +1,9 @@
-"""Checks of every optimizer that steps over slices, whichever class it is.
+"""Checks of every optimizer that steps over slices, of any class.
 
-A user may make any torch optimizer over slices, or have made it before the model was sharded; only torch knows of all
-of them. So its process-wide hook before a step is the one place where none escapes. It is registered when the process
-makes its first sharded buffer: a program that only imports this package is left as it is. What has been checked is
-noted on each optimizer. The checks are made in its first step, and again after its parameter groups have changed or
-something was sharded; any other step only pays for finding that neither has happened.
+A user may create any torch optimizer over slices, or may have created it before the model was sharded. Only torch's
+process-wide hook before a step reaches all of them. It is registered when the process creates its first sharded buffer,
+so that importing this package alone changes nothing. An optimizer is checked in its first step, and again after its
+parameter groups have changed or something was sharded; any other step only verifies that neither has happened.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _ROWS, _COLUMNS, _CUT, _STEPS, _LR = 6, 8, 19, 3, 0.05
 
 
 def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
-    """Refuse an optimizer that would train wrongly. Return what gathers its state, None if it holds no slice.
+    """Check that `optimizer` can step over slices. Return its WholeState, or None if it holds no slice.
 
-    RuntimeError for parameters from before wrapping, TypeError for an update rule that depends on shapes.
+    Raises RuntimeError if it holds parameters from before wrapping, and TypeError if its update depends on shapes.
     """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [p for p in parameters if getattr(p, "sharded_elsewhere", False)]
@@ -47,14 +46,14 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
 
 
 class _Checked:
-    """The parameter groups that `check` has seen, and how many buffers there were then."""
+    """The parameter groups that `check` has seen, and the number of buffers at that time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._buffers_made = ShardedBuffer.made
         self._groups = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
 
     def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the groups are still these, and nothing has been sharded since."""
+        """Return whether the groups are unchanged, and nothing has been sharded since."""
         groups = optimizer.param_groups
         return (
             self._buffers_made == ShardedBuffer.made
@@ -80,10 +79,10 @@ ShardedBuffer.before_first.append(lambda: register_optimizer_step_pre_hook(_befo
 
 
 def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """TypeError unless `optimizer` moves a matrix and flat pieces of it alike: slices are such pieces.
+    """Raise TypeError unless `optimizer` moves a matrix and flat parts of it alike, because slices are such parts.
 
-    For each parameter group, new optimizers of the same class and options make three steps, one of them on a small
-    matrix and two on the same values as flat pieces. Adafactor, LAMB, Muon and LBFGS move them differently.
+    For each parameter group, three new optimizers of the same class and options make three steps: one on a small matrix
+    and two on the same values in flat parts. Adafactor, LAMB, Muon and LBFGS move them differently.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
@@ -105,7 +104,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def _compare(optimizer: Any, group: dict, moved: torch.Tensor, values: torch.Tensor, gradients: list) -> None:
-    """TypeError unless flat pieces of `values` are moved as the matrix was, by `moved`."""
+    """Raise TypeError unless flat parts of `values` are moved as the matrix was, by `moved`."""
     try:
         pieces = [
             _movement(optimizer, group, values[cut], [gradient[cut] for gradient in gradients])

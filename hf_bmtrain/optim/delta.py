@@ -1,4 +1,4 @@
-"""The mean and the variance of what a step moves the parameters by."""
+"""The mean and the variance of an optimizer step's update."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DeltaRecord:
         δ = d + wd·w    d = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps)    w' = w − lr·δ
 
     computed after the step from m, v and the new masters w', which give w = (w' + lr·d) / (1 − lr·wd). m and v hold the
-    step's gradient, and d is that of the update but for what storing m rounds away: nothing in float32, up to 2⁻⁸ of d,
-    at random and without bias, in bfloat16. w is right to some units in the last place of float32 as long as lr·wd is
-    well below 1 (at 1 nothing of it is left). Sums are float64. Ordinary parameters count once, not once per rank. A
+    step's gradient, so d is the update's except for the rounding of the stored m: none in float32; in bfloat16 up to
+    2⁻⁸ of d, stochastic and unbiased. w is exact to a few units in the last place of float32 as long as lr·wd is well
+    below 1 (at 1 it cannot be recovered). Sums are float64. Ordinary parameters count once, not once per rank. A
     skipped step leaves the values of the last one.
     """
 
@@ -39,7 +39,7 @@ class DeltaRecord:
         return self._moments[1].item()
 
     def record(self, states: Sequence[RunState], settings: Sequence[Hyper], found_inf: torch.Tensor | None) -> None:
-        """Take the moments of the step that `states`, each with its `settings`, have just made.
+        """Compute the mean and the variance of the step that `states`, each with its `settings`, have just made.
 
         found_inf: a scalar, not 0 if the step was skipped. Collective if there are slices among the parameters.
         """
@@ -62,7 +62,7 @@ class DeltaRecord:
 
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
-    """δ of the last step of a run's elements, float32, on the device of its weights, a piece at a time."""
+    """Yield δ of the last step for parts of a run, (≤ _PIECE,) float32 on the device of its weights."""
     lr, beta1, beta2, eps, weight_decay, hold_steps = settings
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)

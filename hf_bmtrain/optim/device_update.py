@@ -1,4 +1,4 @@
-"""AdamW on the device with state in host memory: the chunks of state pass through the device."""
+"""AdamW on the device with state in host memory: chunks of state are copied to the device and back."""
 
 from __future__ import annotations
 

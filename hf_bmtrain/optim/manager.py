@@ -1,4 +1,4 @@
-"""The end of a step: mean gradients come in, and every optimizer makes one update, or none does."""
+"""OptimManager: from mean gradients to one update of every optimizer, or of none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class OptimManager:
-    """Steps optimizers and their schedulers, with loss scaling, clipping and skipping of steps that overflow.
+    """Steps optimizers and their schedulers, with loss scaling and clipping, and skips steps that overflow.
 
         manager.add_optimizer(optimizer, lr_scheduler)
         for batch in batches:
@@ -34,12 +34,12 @@ class OptimManager:
     loss_scale: the initial scale, a power of two (for fp16), or None for no scaling. It is multiplied by
     loss_scale_factor after loss_scale_steps clean steps in a row (defaults: the world's, 2 and 1024), up to
     max_loss_scale. If a gradient is inf or nan, the scale is divided by the factor while it is above min_loss_scale,
-    the gradients are zeroed, and neither optimizers nor schedulers step. Without a loss scale such a step is skipped,
-    too.
+    the gradients are zeroed, and neither optimizers nor schedulers step. Such a step is skipped without a loss scale
+    as well.
 
     With AdamOptimizer the host never waits for the device: norm, clip factor, scale and skip flag are scalars on the
-    device. The host reads the skip flag in the next `backward` or `step`, when it has long arrived, and advances the
-    schedulers then; on CPU it does so at once. Other optimizers wait for the flag in `step`.
+    device. The host reads the skip flag in the next `backward` or `step`, after it has arrived, and then advances the
+    schedulers; on CPU it does so at once. Other optimizers wait for the flag in `step`.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class OptimManager:
         self._bounds = min_loss_scale, max_loss_scale
         self._scale = self._scalar(loss_scale) if loss_scale is not None else None
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
-        # Of the step in preparation: the clip factor of optimizers clipped as a whole, which apply it in their update;
-        # the ids of the parameters whose gradients are known to be finite or not; and whether one of those is not.
+        # For the next step: the clip factors of optimizers of which all gradients are clipped, applied in their update;
+        # the ids of parameters whose gradients have been measured; and 1 if one of those is inf or nan.
         self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}
         self._checked: set[int] = set()
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
-        # Of the last step: whether it was skipped, until the host reads it; whether a backward made a part of it; and
-        # the gradients with their versions, to be dropped after a skipped step unless they have changed since.
+        # Of the last step: the skip flag, until the host reads it; True if a backward made a part of the step; and the
+        # gradients with their versions, to be dropped after a skipped step unless they have changed since.
         self._skipped: HostFlag | None = None
         self._updated_in_backward = False
         self._used: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
@@ -81,9 +81,9 @@ class OptimManager:
         return None if self._scale is None else float(self._scale)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Let `step` step `optimizer`, then `lr_scheduler` (any object with a `step()`).
+        """Add `optimizer`, and `lr_scheduler` (any object with a `step()`), which is stepped after it.
 
-        ValueError for an optimizer that was made before its model was sharded, which would train nothing.
+        Raises ValueError for an optimizer that was created before its model was sharded: it would train nothing.
         """
         stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
         if stale:
@@ -116,12 +116,12 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Scale these gradients by max_norm / (norm + eps), as torch.nn.utils.clip_grad_norm_ does, if that is below 1.
+        """Scale the gradients by max_norm / (norm + eps) if that is below 1, as torch.nn.utils.clip_grad_norm_ does.
 
-        norm is over all ranks and without the loss scale. Where all gradients of an optimizer are clipped, its update
+        The norm is over all ranks, without the loss scale. If all gradients of an optimizer are clipped, its update
         scales them; others are scaled in place. Returns the norm before clipping, a float32 scalar on the device
-        (formatting it waits). scale: BMTrain's, ignored, because the manager knows the loss scale. Collective.
-        RuntimeError after `update_in_backward`, which has used the gradients.
+        (formatting it waits for the device). scale: an argument of BMTrain's, ignored. Collective.
+        Raises RuntimeError after `update_in_backward`, which has used the gradients.
         """
         parameters = [p for group in param_groups for p in group["params"] if p.grad is not None]
         chosen = {id(p) for p in parameters}
@@ -177,7 +177,7 @@ class OptimManager:
             self._end_last_step()
 
     def _divisor(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        """The number by which the optimizer's gradients are still to be divided: loss scale over clip factor."""
+        """Return the divisor of the optimizer's gradients, loss scale over clip factor, or None for 1."""
         clip = self._clips.get(optimizer)
         if clip is None:
             return self._scale
@@ -197,7 +197,7 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the global norm of the parameters' gradients as they are, and note whether it is finite."""
+        """Return the global norm of the parameters' gradients, and set the skip flag if it is inf or nan."""
         norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, _non_finite(norm), out=self._found_inf)
         self._checked.update(id(p) for p in parameters)
@@ -211,10 +211,10 @@ class OptimManager:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Return optimizers, schedulers and loss scale, copied into host memory, to save with torch.save. Collective.
+        """Return the state of optimizers, schedulers and loss scale, in host memory, for torch.save. Collective.
 
-        gather_opt: gather the optimizers' whole state on rank 0 (other ranks get no tensors), to be loaded by any
-        number of ranks. Otherwise every rank gets its own part, to be loaded by that rank of an equally large world.
+        gather_opt: gather the optimizers' whole state on rank 0 (other ranks get no tensors), for any number of ranks.
+        Otherwise every rank gets its own part, for the same rank of an equally large world.
         """
         world = current_world()
         world.assemble("OptimManager.state_dict")
@@ -228,10 +228,10 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
-        """Continue from `state_dict`, after `add_optimizer` was called as it was then.
+        """Load `state_dict`, after the same calls of `add_optimizer` as when it was saved.
 
-        Give a state saved with gather_opt to every rank, whole; passing gather_opt is optional. ValueError, with the
-        manager's own numbers unchanged, for a state of other optimizers or of another manager.
+        Every rank passes a state saved with gather_opt whole; the argument gather_opt is optional. Raises ValueError,
+        with the manager's own state unchanged, for the state of other optimizers or of another manager.
         """
         states, schedulers = state_dict["optimizers"], state_dict["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
@@ -261,7 +261,7 @@ class OptimManager:
     # -- the end of the last step -------------------------------------------------------------------------------
 
     def _end_last_step(self) -> None:
-        """Read whether the last step was skipped: drop its gradients then, otherwise advance the schedulers."""
+        """Read the skip flag of the last step. Drop its gradients if it was skipped, else advance the schedulers."""
         if self._skipped is None:
             return
         skipped, self._skipped = self._skipped.read(), None
@@ -284,7 +284,7 @@ class OptimManager:
 
 
 def _non_finite(norm: torch.Tensor) -> torch.Tensor:
-    """1.0 if the norm is inf or nan, else 0.0; shape (1,), as torch's fused optimizers want it."""
+    """Return 1.0 if the norm is inf or nan, else 0.0, in the shape (1,) that torch's fused optimizers take."""
     return torch.isfinite(norm).logical_not().float().reshape(1)
 
 
@@ -302,11 +302,11 @@ def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 def global_norm(
     parameters: Sequence[Any], order: float, communicator: Communicator, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of the parameters' `.grad`s over all ranks: a scalar on `device`, inf or NaN if an element is.
+    """Return the norm of the parameters' `.grad`s over all ranks, a scalar on `device`. Collective.
 
-    The 2-norm reads every gradient once, a flat range at a time, or not at all if its reduction has measured it; it
-    adds squares in float64 and is a float64. Other orders are computed by torch in float32. One scalar is all-reduced.
-    Ordinary parameters count once, not once per rank. ValueError unless order > 0.
+    It is inf or NaN if an element is. The 2-norm is float64; it reads every gradient once, a flat range at a time, or
+    not at all if its reduction has measured it. Other orders are computed by torch in float32. One scalar is
+    all-reduced. Ordinary parameters count once, not once per rank. Raises ValueError unless order > 0.
     """
     if order <= 0:
         raise ValueError(f"norm_type must be positive or inf, not {order}")
@@ -320,7 +320,7 @@ def global_norm(
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Σg² of all elements, float64 (2,); the second element is `accumulate_squared_norm`'s flag."""
+    """Return Σg² of all elements, (2,) float64; the second element is `accumulate_squared_norm`'s flag."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []
     for members in neighbours(parameters):
@@ -339,14 +339,14 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 
 
 def _measured(members: list) -> torch.Tensor | None:
-    """The sums of squares of neighbouring slices' gradients, (k,) float64; None if no reduction has measured them."""
+    """Return the sums of squares of k adjacent slices' gradients, (k,) float64, or None if they are not measured."""
     if not isinstance(members[0], DistributedParameter):
         return None
     return members[0].buffer.gradient.squares([piece.index for piece in members])
 
 
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Σ|g|^order of all elements (their maximum for inf), float32 (1,)."""
+    """Return Σ|g|^order of all elements (the maximum for inf), (1,) float32."""
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
     if not filled:
         return torch.zeros(1, dtype=torch.float32, device=device)
@@ -355,7 +355,7 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
 
 
 def _flat(members: list) -> list[torch.Tensor]:
-    """1-D tensors that hold every element of neighbouring parameters' `.grad`s once, and zeros; as few as possible."""
+    """Return as few 1-D tensors as possible with every element of adjacent parameters' `.grad`s once, and zeros."""
     flat = Run.over(members).flat_gradient() if isinstance(members[0], DistributedParameter) else None
     if flat is not None:
         return [flat]

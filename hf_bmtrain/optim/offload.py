@@ -1,4 +1,4 @@
-"""AdamW with its state in host memory, which may also update each block during the backward."""
+"""AdamOffloadOptimizer: AdamW with its state in host memory, and updates during the backward."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """AdamOptimizer with its state in page-locked host memory; the results are the same bits.
+    """AdamOptimizer with its state in page-locked host memory. The results are bitwise the same.
 
     An element of bfloat16 weights takes 10 bytes of host memory and as many over PCIe each way, of float16 weights 12,
     of float32 weights 8; 2 less with exp_avg_dtype=torch.bfloat16. The state dict is AdamOptimizer's; for bfloat16
-    weights it takes 8 bytes more per element. On CPU there is nothing to copy, and this is AdamOptimizer itself.
+    weights it takes 8 bytes more per element. On CPU nothing is copied, and it works like AdamOptimizer.
 
-    `step` streams the state through the device in chunks, on streams of its own, and returns while chunks are still
-    under way. Those of the first buffers come first, so that the next forward begins before the last ones are updated:
-    a buffer waits for its own update when it is gathered (see PendingUpdate). So forward, backward,
-    `parameter.gather()`, `state_dict`, loading, `.data` and the next `step` need no care. After a `step`, before any
-    other read or write of slices or of `optimizer.state`, or a write into their gradients (an average over
-    `model.parameters()`, say), call `wait()`.
+    `step` copies the state through the device in chunks, on streams of its own, and returns before the last chunks are
+    updated. The chunks of the first buffers are the first, so that the next forward can begin early: a buffer waits for
+    its own update when it is gathered (see PendingUpdate). Forward, backward, `parameter.gather()`, `state_dict`,
+    loading, `.data` and the next `step` wait by themselves. After a `step`, call `wait()` before any other read or
+    write of slices or of `optimizer.state`, and before writing to their gradients (an average over
+    `model.parameters()`, for example).
 
     record_delta: after every step compute the mean and the variance of its update over all elements, in units of the
-    learning rate (see DeltaRecord), for `get_avg_delta()` and `get_var_delta()`. This is for inspection, not for
-    training at full speed: the host waits for the step, all state is copied to the device once more, in pieces that
-    take some 30 MiB there, and the ranks reduce three numbers.
+    learning rate (see DeltaRecord), for `get_avg_delta()` and `get_var_delta()`. This is slow, for inspection only: the
+    host waits for the step, all state is copied to the device once more, in parts of about 30 MiB, and the ranks
+    reduce three numbers.
 
-    RuntimeError if there is less host memory than the state takes.
+    Raises RuntimeError if the host memory is insufficient for the state.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 ticket.wait()  # nothing waits before an ordinary parameter is read
 
     def _announce(self, numbers: Sequence[int]) -> None:
-        """Tell the gathering communicator which updates are under way, on all ranks alike."""
+        """Announce the pending updates of these runs to the gathering communicator, alike on all ranks. Collective."""
         for owner in by_owner(self._states, numbers):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
@@ -143,16 +143,16 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 model(batches[-1]).backward()
             optimizer.step()
 
-        The weights after `step` are the same bits as without it; between the backward and `step` they are partly
+        The weights after `step` are bitwise the same as without it; between the backward and `step` they are partly
         updated and must not be used. The state of all blocks is copied during the backward, from the last block to
         the first, so the next forward begins after the last chunk.
 
-        This is for training that does not look at all gradients together: clipping, a loss scale and skipping come too
-        late, and raise in `clip_grad_norm` and `step`. An inf or nan reaches the weights, and OptimManager raises.
+        Use it only if the update does not depend on all gradients together: clipping, loss scaling and skipping come
+        too late, and `clip_grad_norm` and `step` raise. An inf or nan reaches the weights, and OptimManager raises.
         `step` updates ordinary parameters, and all parameters of a buffer in the first step, in the first after a load
         and whenever other parameters of the buffer have gradients than in the last step.
 
-        ValueError with a loss scale; RuntimeError for a second backward inside, or if the last `step` is missing.
+        Raises ValueError with a loss scale, and RuntimeError for a second backward inside or a missing `step`.
         """
         if self.loss_scale is not None:
             raise ValueError(
@@ -163,7 +163,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             raise RuntimeError("update_in_backward() again before step(): call step() once after each.")
         with ExitStack() as hooks:
             for slices in self._slices_by_buffer():
-                # Hooks run in the order of the buffer: the last one comes when users' own have seen their gradients.
+                # Hooks run in the order of the buffer: the last one runs after users' hooks have seen their gradients.
                 last = [piece for piece in slices[0].buffer.slices if piece.requires_grad][-1]
                 hook = last.register_post_accumulate_grad_hook(lambda _, slices=slices: self._update_early(slices))
                 hooks.callback(hook.remove)
@@ -182,9 +182,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return list(slices.values())
 
     def _update_early(self, slices: list[Any]) -> None:
-        """Update a buffer whose gradient has been reduced, if its runs consist of just the slices with a gradient.
+        """Update a buffer whose gradient has been reduced, if its runs are exactly the slices with a gradient.
 
-        Otherwise leave it to `step`, which arranges the runs. The gradient of a buffer reaches all its slices at once.
+        Otherwise `step` does, after arranging the runs. The gradient of a buffer reaches all its slices at once.
         Its reduction makes it safe to write the weights: every rank has left the block's backward, or its part of the
         gradient would be missing, and the next forward waits for the update (see PendingUpdate).
         """
@@ -222,7 +222,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return super()._kind(parameter), parameter in self._early.parameters
 
     def _allocate(self, runs: Sequence[Run]) -> list[tuple[Master, torch.Tensor]]:
-        """In slabs, in the order of the buffers and not of the groups, so that the first buffers are updated first."""
+        """Allocate slabs in the order of buffers, not of groups, so that the first buffers are updated first."""
         if not runs or not has_own_memory(runs[0].weights.device):
             return super()._allocate(runs)
         bases = index_bases(self.param_groups)
@@ -249,7 +249,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
 
 class _EarlyUpdates:
-    """The updates that the backward has made: which parameters of the next step, with which settings and gradients."""
+    """The updates that the backward has made: their parameters, and the settings and gradients that they used."""
 
     def __init__(self) -> None:
         self.parameters: set[torch.nn.Parameter] = set()
@@ -275,7 +275,7 @@ class _EarlyUpdates:
         self.parameters, self._settings, self._gradients = set(), [], []
 
     def check_first_backward(self, slices: Sequence[DistributedParameter]) -> None:
-        """RuntimeError if any of these has been updated already."""
+        """Raise RuntimeError if any of these has been updated already."""
         if not self.parameters.isdisjoint(slices):
             raise RuntimeError(
                 f"A second backward inside update_in_backward() brought gradients of {len(slices)} parameters that "
@@ -284,7 +284,7 @@ class _EarlyUpdates:
             )
 
     def check_unchanged(self, settings: Sequence[Hyper], grad_scale: torch.Tensor | None) -> None:
-        """RuntimeError if `step` would have made another update than the backward has."""
+        """Raise RuntimeError if `step` would have made another update than the backward."""
         if not self:
             return
         problem = None
@@ -310,5 +310,5 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """A value to compare later settings with, without reading a tensor, which may be on a device."""
+    """Return a value to compare with later settings, without reading tensors, which may be on a device."""
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

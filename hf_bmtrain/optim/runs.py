@@ -1,4 +1,4 @@
-"""Runs: ranges of neighbouring parameters, updated in one launch and measured in one pass, and their AdamW state."""
+"""Runs: adjacent slices, updated in one launch and measured in one pass, and their AdamW state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..sharding.parameter import DistributedParameter
 
 @dataclass(eq=False)
 class Run:
-    """Neighbouring slices of one shard, or one ordinary parameter; the padding between slices is zero.
+    """Adjacent slices of one shard, or one ordinary parameter. The padding between slices is zero.
 
     parameters: in the order of the buffer. weights: (n,) the range of storage that they cover. buffer: None for
     an ordinary parameter. start: the first element of the range in the buffer's shard.
@@ -29,7 +29,7 @@ class Run:
 
     @classmethod
     def over(cls, parameters: list[torch.nn.Parameter]) -> Run:
-        """The run of `parameters`, which are neighbours. ValueError for an ordinary one that is not contiguous."""
+        """Return the run of adjacent `parameters`. Raises ValueError for an ordinary one that is not contiguous."""
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
             start = first.buffer.pieces[first.index].shard_start
@@ -45,13 +45,13 @@ class Run:
         return self.parameters[0] if self.buffer is None else self.buffer
 
     def begin(self, parameter: torch.nn.Parameter) -> int:
-        """The first element of `parameter` in the range."""
+        """Return the index of the first element of `parameter` in the range."""
         if not isinstance(parameter, DistributedParameter):
             return 0
         return parameter.buffer.pieces[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """(n,) the `.grad`s as one tensor, not copied; None if the user has replaced one by another tensor."""
+        """Return the `.grad`s as one view, (n,), or None if the user has replaced one by another tensor."""
         if self.buffer is None:
             gradient = self.parameters[0].grad
             assert gradient is not None
@@ -62,7 +62,7 @@ class Run:
         return self.buffer.gradient.shard[self.start : self.start + self.weights.numel()]
 
     def gradient(self) -> torch.Tensor:
-        """(n,) the float32 running sum of an accumulation if there is one, otherwise the `.grad`s. To be read only."""
+        """Return the float32 running sum of an accumulation, or the `.grad`s without one; (n,), not to be written."""
         flat = self.flat_gradient()
         if flat is None:
             return self._assembled()
@@ -72,7 +72,7 @@ class Run:
         return flat if wide is None else wide
 
     def _assembled(self) -> torch.Tensor:
-        """(n,) float32, a copy of the `.grad`s, of which some are tensors of the user's own."""
+        """Return a copy of the `.grad`s, (n,) float32, if the user has replaced some of them."""
         flat = torch.zeros(self.weights.numel(), dtype=torch.float32, device=self.weights.device)
         for parameter in self.parameters:
             assert parameter.grad is not None
@@ -84,8 +84,10 @@ class Run:
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:
-    """Divide `parameters` into maximal lists that are adjacent in one buffer and of one `kind`; an ordinary parameter
-    is a list of its own."""
+    """Divide `parameters` into maximal lists that are adjacent in one buffer and of one `kind`.
+
+    Each ordinary parameter is a list of its own.
+    """
     runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     buffers = {buffer: number for number, buffer in enumerate(dict.fromkeys(p.buffer for p in slices))}
@@ -105,7 +107,7 @@ def neighbours(
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Number all elements of the `groups` in their order; return the first of every buffer (or ordinary parameter)."""
+    """Number all elements of `groups` in order. Return the first number of every buffer or ordinary parameter."""
     bases, end = {}, 0
     for parameter in (p for group in groups for p in group["params"]):
         sliced = isinstance(parameter, DistributedParameter)
@@ -141,18 +143,19 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if someone else has written the weights of float32 masters (a load, an average) since the last step.
+        """True if weights with float32 masters were written since the last step (a load, an average).
 
-        Residuals follow the weights by themselves."""
+        Residuals follow the weights by themselves.
+        """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and self.version not in (-1, self.run.weights._version)
 
     def elements(self) -> Elements:
-        """All of the run, for one step with its current gradient."""
+        """Return all elements of the run, for one step with its current gradient."""
         return Elements(self.run.gradient(), self.master, self.exp_avg, self.index_base)
 
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
-        """One parameter's part, under the names of torch's AdamW."""
+        """Return the views of one parameter's part, under the names of torch's AdamW."""
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + parameter.numel()), self.master.stored
         views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
@@ -184,11 +187,11 @@ def by_owner(
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return what a state dict has of the state `held`: float32 masters of the weights as they are now, and no marks.
+    """Return the state `held` as in a state dict: float32 masters of the present weights, and no marks.
 
-    loaded: the state comes from a file and is in no run yet, so its master wins over the weights.
-    A master and exp_avg_sq joined from residuals are new and in host memory, wherever the residuals are: on the device
-    they would take 8 bytes more per element. All other tensors are the optimizer's own.
+    loaded: the state was loaded and is in no run yet, so its master has precedence over the weights.
+    A master and exp_avg_sq assembled from residuals are new and in host memory: on the device they would take 8 bytes
+    more per element. All other tensors are the optimizer's own.
     """
     weights = parameter.detach().view(-1)
     if "residual" in held:
@@ -202,9 +205,9 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
     """Move the state that a parameter had `earlier` into `views`, its place in the flat tensors of a run.
 
-    loaded: `earlier` comes from a file; otherwise it is that of another run, and what was written to the weights since
-    counts. Where a float32 master becomes a residual the weights are written: with the bits that they have, unless
-    the file is of other weights.
+    loaded: `earlier` was loaded; otherwise it is of another run, and writes to the weights since then count. If a
+    float32 master becomes a residual, the weights are written: with their own bits, unless the loaded state is of other
+    weights.
     """
     if not ("residual" in earlier and "residual" in views):
         earlier = shown(parameter, earlier, loaded)

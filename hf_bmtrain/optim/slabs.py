@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: runs side by side in slabs, cut into chunks that go to the device and back."""
+"""Optimizer state in host memory: the state of runs in slabs, cut into chunks that are copied to the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLAB_ELEMENTS = 1 << 28
 CHUNK_ELEMENTS = 1 << 22
 """16 MiB of float32: long enough for full speed over PCIe, short compared with a step."""
 ALIGNMENT = 64
-"""Runs begin at multiples of so many elements, so that a run is aligned in a slab as it is in a shard."""
+"""Runs begin at multiples of this many elements, so that a run is aligned in a slab as in a shard."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """Neighbouring elements of one slab, copied at once; parts: the pieces of runs that it consists of."""
+    """Adjacent elements of one slab, copied at once. parts: of the runs that it contains."""
 
     slab: Slab
     start: int
@@ -78,7 +78,7 @@ class Chunk:
 def allocate_slabs(
     runs: Sequence[Run], masters: Sequence[torch.dtype | None], exp_avg_dtype: torch.dtype
 ) -> dict[Run, Place]:
-    """Allocate a place for every run, side by side in the order given. RuntimeError where memory does not suffice.
+    """Allocate a place for every run, in the given order. Raises RuntimeError if memory is insufficient.
 
     masters: the dtype of each run's master, None for none; a slab holds those of one dtype.
     """
@@ -101,7 +101,7 @@ def allocate_slabs(
 
 
 def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> list[Chunk]:
-    """Cut the state of `runs`, whose numbers are taken in the `order` given, into chunks."""
+    """Cut the state of `runs` into chunks, in the `order` of run numbers."""
     chunks: list[Chunk] = []
     for number in order:
         place, numel = places[runs[number]], runs[number].weights.numel()
@@ -119,7 +119,7 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
 
 
 class ChunkUpdate:
-    """One step of runs whose state comes in chunks: their gradients and weights, and the arithmetic for each part.
+    """One step of runs whose state is in chunks: their gradients and weights, and the arithmetic for each part.
 
     chunks: all those of the runs. gradients: (n,) of each run, by its number, on the parameters' device.
     """

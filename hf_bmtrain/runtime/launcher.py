@@ -1,4 +1,4 @@
-"""What the launcher and a running Accelerator say about this process: its place, its device, its precision.
+"""The rank, device and precision of this process, read from the launcher and a running Accelerator.
 
 Accelerate is not imported: its state is looked up where the program has imported it.
 """

@@ -1,4 +1,4 @@
-"""What is open in the current forward and backward: which blocks are whole, which gradients are in flight."""
+"""The schedule: which blocks are whole, and which gradients are in flight, in the current forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Member(Protocol):
         """Send the gradients that are still to be reduced, and release what is whole."""
 
     def abandon_backward(self) -> None:
-        """After a backward that raised: drop partial gradients, and release what is whole."""
+        """Drop partial gradients and release what is whole, after a backward that raised."""
 
 
 class Releasable(Protocol):
@@ -54,7 +54,7 @@ class Reader(Protocol):
 
 
 class ForwardPass:
-    """An outermost forward, which owns the boundary at the model's outputs where its backward begins.
+    """A call of the outermost sharded module. It owns the boundary at the outputs, where its backward begins.
 
     readers: the buffers outside blocks that it read. blocks: the blocks that autograd recorded in it.
 

@@ -1,4 +1,4 @@
-"""The processes that train together. The only global of the library."""
+"""The world: the processes that train together. The only global of the library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXIT_SECONDS = 30
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together, as this one sees them.
+    """The ranks that train together, and this rank's place, device and communicators.
 
     rank: 0 ... size - 1. local_rank: on this host. device: where this rank computes and stores its shards. gather,
     reduce: communicators for flat tensors. schedule: what is open in the current forward and backward. control:
@@ -45,7 +45,7 @@ class World:
     loss_scale_steps: int
 
     def assemble(self, occasion: str, seconds: float = 300) -> None:
-        """Wait for every rank. Raises RuntimeError naming those that are missing, or that are at another occasion."""
+        """Wait for every rank. Raises RuntimeError that names the ranks that are missing or at another occasion."""
         try:
             self.control.barrier(seconds)
         except RuntimeError as error:
@@ -68,9 +68,9 @@ class World:
     def raise_everywhere(self, what: str, problem: str | None) -> None:
         """Raise RuntimeError on every rank if one has a problem, so that the others do not hang. Collective."""
         problems = self.gather_objects(problem)
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
-        if told:
-            raise RuntimeError(f"{what}. {told}")
+        report = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
+        if report:
+            raise RuntimeError(f"{what}. {report}")
 
 
 _world: World | None = None
@@ -93,17 +93,18 @@ def init_distributed(
     pipe_size: int = 1,
     tp_size: int = 1,
 ) -> None:
-    """Join the processes that the launcher started; one process under plain `python`.
+    """Initialize the world of the processes that the launcher started, or of one process without a launcher.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun, torch.distributed.launch and
-    accelerate set them, or joins a torch process group that is already up. CUDA where it is (NCCL through CuPy),
-    otherwise CPU (gloo); ACCELERATE_USE_CPU=true asks for the CPU.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as set by torchrun, torch.distributed.launch and
+    accelerate, or joins an initialized torch process group. Uses CUDA if available (NCCL through CuPy), otherwise the
+    CPU (gloo); ACCELERATE_USE_CPU=true selects the CPU. Raises RuntimeError on a second call.
 
     seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
-    zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. timeout: seconds that an
-    operation on CPU waits for other ranks. gather: "peer" copies weights out of the other ranks' memory, and
-    gradients of blocks into it, which takes one host and, between GPUs, peer access; "collective" uses NCCL or gloo;
-    "auto" copies what is large between GPUs where it can. pipe_size, tp_size: BMTrain's, only 1 (NotImplementedError).
+    zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. loss_scale_factor,
+    loss_scale_steps: defaults of OptimManager. timeout: seconds that an operation on CPU waits for other ranks.
+    gather: "peer" copies weights from the other ranks' memory and gradients of blocks to it, which requires one host
+    and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" copies large shards between GPUs if possible.
+    pipe_size, tp_size: BMTrain's; other values than 1 raise NotImplementedError.
     """
     global _world
     if _world is not None:
@@ -147,9 +148,9 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 
 
 def synchronize() -> None:
-    """Wait until every rank has come here and this rank's device has finished what was queued.
+    """Wait until every rank has called this and this rank's device has finished all queued work. Collective.
 
-    Shards of models that every rank has dropped are given back to the device.
+    Frees the shards of models that every rank has dropped.
     """
     world = current_world()
     world.schedule.quiesce()
@@ -159,15 +160,16 @@ def synchronize() -> None:
 
 
 def wait_loader() -> None:
-    """Wait until this rank's device has finished what was queued, so that a loader does not run ahead of it.
+    """Wait until this rank's device has finished all queued work, so that a loader does not run ahead of it.
 
-    Not collective. Nothing in this library needs it: gathers wait for what they use by themselves.
+    Not collective. This library does not need it: gathers wait for their inputs by themselves.
     """
     world = current_world()
     torch.get_device_module(world.device).synchronize(world.device)
 
 
 def check_zero_level(zero_level: int) -> None:
+    """Raise ValueError unless `zero_level` is 2 or 3."""
     if zero_level not in (2, 3):
         raise ValueError(
             f"zero_level must be 2 (parameters stay whole from forward to backward) or 3 (freed between them), "
@@ -183,7 +185,7 @@ def check_sizes(pipe_size: int, tp_size: int) -> None:
 
 
 def refuse_parallelism(what: str) -> NoReturn:
-    """Raise NotImplementedError about `what`, which BMTrain has and which splits a model in another way than ZeRO."""
+    """Raise NotImplementedError for `what`, an option of BMTrain's that splits a model in another way than ZeRO."""
     raise NotImplementedError(
         f"{what} is not offered: hf_bmtrain splits weights, gradients and optimizer state over all ranks (ZeRO-2/3) "
         "and keeps every layer's computation whole. Leave pipe_size and tp_size at 1, and use bmt.nn.Linear or any "
@@ -192,16 +194,16 @@ def refuse_parallelism(what: str) -> NoReturn:
 
 
 def _leave(world: World, joined: bool) -> None:
-    """At exit: end the lanes together, or each alone where another rank does not come.
+    """Close the communicators at exit: on all ranks together, or alone if another rank does not come.
 
-    joined: the process group was up before and is ended by whoever made it.
+    joined: the process group existed before `init_distributed`, and its creator destroys it.
     """
-    # A process group that has gone (accelerator.end_training() ends it) leaves nothing to agree through.
+    # Without a process group (accelerator.end_training() destroys it) the ranks cannot agree.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
     if not failed:
         try:
             world.assemble("exit", seconds=_EXIT_SECONDS)
-        except (RuntimeError, ValueError):  # ValueError: the process group that is up is another one
+        except (RuntimeError, ValueError):  # ValueError: the present process group is another one
             failed = True
     world.gather.close(abort=failed)
     world.schedule.close(abort=failed)

@@ -1,4 +1,4 @@
-"""A flat buffer of parameters, of which every rank keeps a shard."""
+"""ShardedBuffer: parameters in one flat buffer, of which every rank stores a shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .pending_update import PendingUpdate
 
 
 class ShardedBuffer:
-    """Parameters alike in dtype and device in one flat buffer, of which every rank keeps 1/N.
+    """Parameters of one dtype and device in one flat buffer, of which every rank stores 1/N.
 
     shard: (n,) this rank's elements, never reallocated. slices: a `slice_class` for each parameter, views of `shard`.
     wholes: a Parameter in its own shape for each, views of the full buffer, readable only while that is whole (after
@@ -105,7 +105,7 @@ class ShardedBuffer:
 
     @property
     def version(self) -> int:
-        """A number that changes whenever the weights do."""
+        """A number that changes whenever the weights are written."""
         return self.shard._version
 
     def gather(self) -> None:
@@ -152,9 +152,9 @@ class ShardedBuffer:
 
     @contextmanager
     def whole_now(self) -> Iterator[None]:
-        """`with buffer.whole_now():` the wholes are readable; released at the end unless they were whole before.
+        """Make the wholes readable under `with`, and release them at the end unless they were whole before.
 
-        The weights may be written afterwards. Collective.
+        Collective. After it the shards may be written.
         """
         was_whole = self.is_whole
         self.gather()
@@ -172,13 +172,23 @@ class ShardedBuffer:
 
     def gather_piecewise(self, index: int, values: torch.Tensor) -> torch.Tensor:
         """Return whole tensor `index` made of every rank's `values`, which are laid out like its slices. Collective."""
-        piece = self.pieces[index]
-        flat = torch.zeros(self.layout.shard_numel, dtype=values.dtype, device=self.shard.device)
-        flat[piece.shard_start : piece.shard_stop] = values.detach().as_subclass(torch.Tensor)
+        return self.gather_like_slices({index: values})[index].clone()
+
+    def gather_like_slices(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Assemble whole tensors from every rank's `values`, laid out like the slices of their indices. Collective.
+
+        The values have one dtype. One all-gather; the results are views of one new flat tensor on the shard's device.
+        """
+        first = next(iter(values.values()))
+        flat = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=self.shard.device)
+        for index, part in values.items():
+            piece = self.pieces[index]
+            flat[piece.shard_start : piece.shard_stop] = part.detach().as_subclass(torch.Tensor)
         full = flat.new_empty(self.layout.numel)
         self._communicator.all_gather(full, flat).wait()
-        offset, shape = self.layout.offsets[index], self.wholes[index].shape
-        return full[offset : offset + shape.numel()].view(shape).clone()
+        shapes = {index: self.wholes[index].shape for index in values}
+        starts = self.layout.offsets
+        return {i: full[starts[i] : starts[i] + shape.numel()].view(shape) for i, shape in shapes.items()}
 
     # -- refused ------------------------------------------------------------------------------------------------
 

@@ -1,85 +1,85 @@
-"""Whole parameters for a while, to read or to change them."""
+"""The context manager `gathered`: whole parameters, to be read or modified."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ..runtime.world import World, current_world
-from .buffer import ShardedBuffer
 from .parameter import DistributedParameter
 from .slots import Slot, find_slots
 
-Key = tuple[ShardedBuffer, int]
+Wholes = dict[DistributedParameter, torch.nn.Parameter]
+"""Copies of whole parameters, by their slices."""
 
 
 @contextmanager
 def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
     """Under `with bmt.gathered(model):` the model's parameters are whole, in their own shapes. Collective.
 
-    what: a module, which is yielded, its attributes and `parameters()` whole; or a parameter or several, for which
-    the whole tensors are yielded in a list. They are copies in the ranks' memory, made without gradients.
+    The wholes are copies on each rank's device, made without gradients. Inside the context the model cannot be called,
+    nor its `state_dict()`. Raises RuntimeError at the end if another parameter or module was put in the place of one
+    (resizing embeddings, tying): do that before auto_wrap. After an exception inside nothing is written.
 
-    modify: at the end what rank 0 has made of them becomes everyone's weights; a float32 master of AdamOptimizer
-    follows where it differs. Without it a change raises RuntimeError at the end, as does, in both cases, putting
-    another parameter or module in the place of one (resizing embeddings, tying): do that before auto_wrap. The
-    model cannot be called, nor asked for its state_dict, inside. After an exception inside nothing is written.
+    what: a module, which is yielded, its attributes and `parameters()` whole; or one or several parameters, for which
+    a list of the whole tensors is yielded.
+    modify: write back. At the end all ranks get the weights as they are on rank 0; AdamOptimizer's float32 masters
+    follow where the weights differ. If False, changed values raise RuntimeError at the end.
     """
     world = current_world()
     occasion = f"gathered(modify={modify})"
     world.assemble(occasion)
+    inside: AbstractContextManager[None] = nullcontext()
     if isinstance(what, torch.nn.Module):
         slots = find_slots(what.modules())
-        wholes = _copies([(slot.buffer, slot.index) for slot in slots])
+        wholes = _copies([slot.piece for slot in slots])
         inside = _shown(what, slots, wholes)
         result: Any = what
     else:
-        pieces = [what] if isinstance(what, torch.Tensor) else list(what)
-        wholes = _copies([_key(piece) for piece in pieces])
-        inside = None
-        result = [wholes[_key(piece)] for piece in pieces]
+        pieces = [_check_slice(piece) for piece in ([what] if isinstance(what, torch.Tensor) else what)]
+        wholes = _copies(pieces)
+        result = [wholes[piece] for piece in pieces]
     with torch.no_grad():
-        if inside is None:
+        with inside:
             yield result
-        else:
-            with inside:
-                yield result
         world.assemble(f"end of {occasion}")
         (_write_back if modify else _check_unchanged)(world, wholes)
 
 
-def _key(piece: torch.Tensor) -> Key:
+def _check_slice(piece: torch.Tensor) -> DistributedParameter:
     if not isinstance(piece, DistributedParameter):
         raise ValueError(
             f"gathered takes a model or sharded parameters, not a {type(piece).__name__} of shape "
             f"{tuple(piece.shape)}: an ordinary tensor is whole already."
         )
-    return piece.buffer, piece.index
+    return piece
 
 
-def _copies(keys: Sequence[Key]) -> dict[Key, torch.nn.Parameter]:
-    """A whole parameter in memory of its own for each key, one buffer gathered at a time."""
-    copies: dict[Key, torch.nn.Parameter] = {}
-    for buffer in dict.fromkeys(buffer for buffer, _ in keys):
+def _by_buffer(pieces: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
+    """Yield each slice once, while the wholes of its buffer are readable; one buffer is gathered at a time."""
+    unique = dict.fromkeys(pieces)
+    for buffer in dict.fromkeys(piece.buffer for piece in unique):
         with buffer.whole_now():
-            for index in dict.fromkeys(index for other, index in keys if other is buffer):
-                whole = buffer.wholes[index]
-                copies[buffer, index] = torch.nn.Parameter(whole.detach().clone(), buffer.slices[index].requires_grad)
-    return copies
+            yield from (piece for piece in unique if piece.buffer is buffer)
+
+
+def _copies(pieces: Iterable[DistributedParameter]) -> Wholes:
+    """Return a whole parameter in memory of its own for each slice. Collective."""
+    return {p: torch.nn.Parameter(p.whole.detach().clone(), p.requires_grad) for p in _by_buffer(pieces)}
 
 
 @contextmanager
-def _shown(model: torch.nn.Module, slots: Sequence[Slot], wholes: dict[Key, torch.nn.Parameter]) -> Iterator[None]:
-    """The wholes stand in the model's slots; whatever happens, the slices and modules stand there again at the end."""
+def _shown(model: torch.nn.Module, slots: Sequence[Slot], wholes: Wholes) -> Iterator[None]:
+    """Put the wholes into the model's slots, and restore its slices and modules at the end in any case."""
     modules = list(model.modules())
     children = [dict(module._modules) for module in modules]
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
     hooks += [module.register_state_dict_pre_hook(_refuse) for module in modules]
     for slot in slots:
-        slot.module._parameters[slot.name] = wholes[slot.buffer, slot.index]
+        slot.module._parameters[slot.name] = wholes[slot.piece]
     parameters = [dict(module._parameters) for module in modules]
     try:
         yield
@@ -116,29 +116,26 @@ def _refuse(*args: Any) -> None:
     )
 
 
-def _write_back(world: World, wholes: dict[Key, torch.nn.Parameter]) -> None:
+def _write_back(world: World, wholes: Wholes) -> None:
+    """Store rank 0's values of the wholes. Collective. Raises RuntimeError if a shape or dtype was changed."""
     misfits = [
-        f"{tuple(buffer.slices[index].full_shape)} {buffer.shard.dtype} became {tuple(whole.shape)} {whole.dtype}"
-        for (buffer, index), whole in wholes.items()
-        if whole.dtype != buffer.shard.dtype or whole.shape != buffer.slices[index].full_shape
+        f"{tuple(piece.full_shape)} {piece.dtype} became {tuple(whole.shape)} {whole.dtype}"
+        for piece, whole in wholes.items()
+        if whole.dtype != piece.dtype or whole.shape != piece.full_shape
     ]
     problem = f"Shapes and dtypes are fixed by auto_wrap, change them before: {', '.join(misfits)}" if misfits else None
     world.raise_everywhere("gathered: nothing is changed", problem)
-    for (buffer, index), whole in wholes.items():
-        values = whole.detach().to(buffer.shard.device, copy=True).contiguous()
+    for piece, whole in wholes.items():
+        values = whole.detach().to(piece.device, copy=True).contiguous()
         if values.numel():
             world.gather.broadcast(_bytes(values), 0).wait()
-        buffer.slices[index].copy_(buffer.slices[index].take(values))
+        piece.copy_(piece.take(values))
 
 
-def _check_unchanged(world: World, wholes: dict[Key, torch.nn.Parameter]) -> None:
-    changed: list[str] = []
-    for buffer in dict.fromkeys(buffer for buffer, _ in wholes):
-        with buffer.whole_now():
-            for (other, index), whole in wholes.items():
-                if other is buffer and not torch.equal(_bytes(whole), _bytes(buffer.wholes[index])):
-                    changed.append(str(tuple(buffer.wholes[index].shape)))
-    problem = f"shapes {', '.join(changed)}" if changed else None
+def _check_unchanged(world: World, wholes: Wholes) -> None:
+    """Raise RuntimeError on every rank if values were changed on one. Collective."""
+    changed = [p for p in _by_buffer(wholes) if not torch.equal(_bytes(wholes[p]), _bytes(p.whole))]
+    problem = f"shapes {', '.join(str(tuple(piece.full_shape)) for piece in changed)}" if changed else None
     world.raise_everywhere(
         "gathered: parameters were changed inside, which has no effect: write with bmt.gathered(..., modify=True)",
         problem,
@@ -146,4 +143,5 @@ def _check_unchanged(world: World, wholes: dict[Key, torch.nn.Parameter]) -> Non
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as uint8, which compares NaNs by their bits."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

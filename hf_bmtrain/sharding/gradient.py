@@ -27,7 +27,7 @@ class GradientBuffer:
     One backward: `collect` takes over gradients that arrive one by one, `send` the `.grad` of every whole and starts
     the reduction, `receive` waits for the mean and sets every slice's `.grad` to a view of `shard`.
 
-    wholes: the whole parameters, whose `.grad` autograd sets. slices: this rank's 1-D parameters. A new accumulation
+    wholes: the whole parameters, whose `.grad` autograd sets. slices: this rank's slices. A new accumulation
     begins if no slice has a `.grad`. While several backwards accumulate, half-precision gradients are summed in float32
     and rounded once into `shard`. A parameter without a gradient on this rank counts as zero.
     requires_grad: of each slice; the slices write it.

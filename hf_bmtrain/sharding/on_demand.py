@@ -1,4 +1,4 @@
-"""Parameters outside blocks: gathered where a forward reads them, and released when backward needs them no more."""
+"""Parameters outside blocks: gathered when a forward reads them, released when backward no longer needs them."""
 
 from __future__ import annotations
 
@@ -149,13 +149,13 @@ class OnDemandGather:
 
 @contextmanager
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
-    """Under `with`, note what autograd saves of these buffers, which only the code inside reads.
+    """Note the views of these buffers that autograd saves under `with`; only the code inside reads the buffers.
 
     A buffer of which nothing was saved, and which has no other reader, is released at the end.
     """
 
     def pack(tensor: torch.Tensor):
-        view = tensor.detach()  # autograd must not find itself in what it saves
+        view = tensor.detach()  # a saved tensor with autograd history would be a cycle
         for gather in group:
             if gather._buffer.holds(view):
                 return gather, gather._save(view)

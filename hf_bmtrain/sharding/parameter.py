@@ -1,4 +1,4 @@
-"""A slice: this rank's part of one parameter."""
+"""DistributedParameter: this rank's slice of one parameter."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from .buffer import ShardedBuffer
 class DistributedParameter(torch.nn.Parameter):
     """This rank's 1-D slice of a parameter. `model.parameters()` yields slices, and optimizers update them.
 
-    `DistributedParameter(data)` shards `data` (of any shape, with rank 0's values) over the current world, as in
-    BMTrain. Read inside the forward of a `DistributedModule`, it is whole. The slice is a view of the flat shard of its
-    `ShardedBuffer`: writing to it writes the shard. It may be empty on a rank.
+    `DistributedParameter(data)` shards `data` (any shape, rank 0's values) over all ranks, as in BMTrain. Collective.
+    The slice is a view of the shard of its `ShardedBuffer`: writing to it writes the shard. It may be empty on a rank.
+    The attribute of a `DistributedModule` is whole when it is read inside a forward. Raises ValueError if `data` is on
+    the meta device.
 
     full_shape: shape of the whole parameter. init_method: fills a whole tensor, see `init_parameters`. group: a name
     for `grouped_parameters`.
 
-    A backward sets `.grad` of every parameter of the blocks that it went through, and outside blocks of the model. If
-    no rank used the parameter itself, the gradient is zero, where plain torch would leave None (also under
-    `torch.autograd.grad` for inputs alone).
+    A backward sets the `.grad` of every parameter in the blocks that it passed through, and of those outside blocks
+    whose buffers its forward read. If no rank used the parameter, the gradient is zero, where plain torch would leave
+    None (also under `torch.autograd.grad` with respect to inputs alone).
     """
 
     buffer: ShardedBuffer
@@ -52,12 +53,18 @@ class DistributedParameter(torch.nn.Parameter):
         return piece
 
     @property
+    def whole(self) -> torch.nn.Parameter:
+        """The whole parameter, a view of the full buffer; its values are readable only while the buffer is whole."""
+        return self.buffer.wholes[self.index]
+
+    @property
     def full_shape(self) -> torch.Size:
-        return self.buffer.wholes[self.index].shape
+        """The shape of the whole parameter."""
+        return self.whole.shape
 
     @property
     def ds_shape(self) -> torch.Size:
-        """`full_shape`, under the name by which PEFT reads it of a sharded parameter."""
+        """`full_shape`, under the name that PEFT reads."""
         return self.full_shape
 
     @property
@@ -84,7 +91,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Copy `values`, because a slice must keep its place in the flat shard."""
+        """Copy `values` into the shard. Raises RuntimeError unless shape, dtype and device are those of the slice."""
         if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
             raise RuntimeError(
                 f"`.data` of a sharded parameter can only be set to what fits its slice ({tuple(self.shape)}, "
@@ -97,14 +104,17 @@ class DistributedParameter(torch.nn.Parameter):
     def gather(self) -> torch.Tensor:
         """Return the whole parameter, a new detached tensor of `full_shape` on this device. Collective."""
         with self.buffer.whole_now():
-            return self.buffer.wholes[self.index].detach().clone()
+            return self.whole.detach().clone()
 
     def gather_gradient(self) -> torch.Tensor | None:
         """Return the whole gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
         return None if self.grad is None else self.buffer.gather_piecewise(self.index, self.grad)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a `whole` tensor of `full_shape`, as a 1-D view. Not collective."""
+        """Return this rank's part of a `whole` tensor of `full_shape`, as a 1-D view. Not collective.
+
+        Raises ValueError for another shape.
+        """
         if whole.shape != self.full_shape:
             raise ValueError(f"expected a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}")
         self.buffer.update.wait()  # the part is about to be written
@@ -112,12 +122,13 @@ class DistributedParameter(torch.nn.Parameter):
         return whole.reshape(-1)[place.tensor_start : place.tensor_stop]
 
     def register_post_accumulate_grad_hook(self, hook):
-        """Call `hook(parameter)` when the gradient, averaged over the ranks, has been added to `.grad`."""
+        """Call `hook(parameter)` after the gradient, averaged over all ranks, was added to `.grad`."""
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
         return handle
 
     def run_gradient_hooks(self) -> None:
+        """Call the registered hooks; `.grad` has been set."""
         for hook in list(self._gradient_hooks.values()):
             hook(self)
 

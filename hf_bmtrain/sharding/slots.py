@@ -1,4 +1,4 @@
-"""Places in modules where sharded parameters are held."""
+"""Slots: the places in modules that hold sharded parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .parameter import DistributedParameter
 
 @dataclass(frozen=True)
 class Slot:
-    """`module.name` holds parameter `index` of `buffer`. Tied parameters have several slots."""
+    """The attribute `name` of `module`, which holds parameter `index` of `buffer`. Tied parameters have several."""
 
     module: torch.nn.Module
     name: str
@@ -26,18 +26,18 @@ class Slot:
 
     def place(self) -> tuple[dict, str, torch.nn.Parameter, DistributedParameter]:
         """Return the module's dict, the name in it, the whole and the slice, for code that swaps them often."""
-        return (
-            self.module._parameters,
-            self.name,
-            self.buffer.wholes[self.index],
-            self.buffer.slices[self.index],
-        )
+        return self.module._parameters, self.name, self.buffer.wholes[self.index], self.piece
+
+    @property
+    def piece(self) -> DistributedParameter:
+        """This rank's slice of the parameter."""
+        return self.buffer.slices[self.index]
 
     def show_whole(self) -> None:
         self.module._parameters[self.name] = self.buffer.wholes[self.index]
 
     def show_slice(self) -> None:
-        self.module._parameters[self.name] = self.buffer.slices[self.index]
+        self.module._parameters[self.name] = self.piece
 
     def hide(self) -> None:
         self.module._parameters[self.name] = None
@@ -47,7 +47,7 @@ Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 
 
 def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
-    """Return every (module, name, parameter) that the modules hold themselves."""
+    """Return every (module, name, parameter) of the modules themselves, without their children."""
     return [
         (module, name, parameter)
         for module in modules
@@ -57,7 +57,7 @@ def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
 
 
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
-    """Return the slots of the modules that hold slices now."""
+    """Return the slots of the modules' parameters that are slices now."""
     return [
         Slot(module, name, parameter.buffer, parameter.index)
         for module, name, parameter in find_places(modules)
@@ -66,9 +66,9 @@ def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
 
 
 def shard_places(world: World, places: Sequence[Place], reduction: Reduction) -> tuple[list[ShardedBuffer], list[Slot]]:
-    """Move the parameters of `places` into flat buffers, alike in dtype and requires_grad, and leave slices there.
+    """Move the parameters of `places` into flat buffers by dtype and requires_grad, and put slices in the places.
 
-    A parameter that occurs twice is stored once. One group of whole parameters is held at a time. The old parameters
+    A parameter that occurs twice is stored once. One group of whole parameters is in memory at a time. The old ones
     are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
 
     reduction: averages the gradients.
@@ -109,8 +109,7 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
     Raises RuntimeError if `convert` would move or cast them.
     """
     for slot in slots:
-        piece = slot.buffer.slices[slot.index]
-        probe = torch.empty(0, dtype=piece.dtype, device=piece.device)
+        probe = torch.empty(0, dtype=slot.piece.dtype, device=slot.piece.device)
         converted = convert(probe)
         if converted.dtype != probe.dtype or converted.device != probe.device:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The state dict of a sharded model: whole tensors out, this rank's parts in."""
+"""The state dict of a sharded model: save whole tensors, load this rank's parts of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .slots import Slot
 
 
 class StateDict(OrderedDict):
-    """The result of a collective `state_dict` while it is made. It remembers copies, so that ties stay ties.
+    """The result of a collective `state_dict` under construction. It remembers copies, so that tied weights stay tied.
 
-    keep: False on a rank that takes part but keeps no values; it gets empty tensors.
+    keep: False on a rank that participates without keeping values; it gets empty tensors.
     """
 
     def __init__(self, keep: bool = True) -> None:
@@ -53,9 +53,9 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
 
 
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
-    """Return the whole state dict of `model` on the CPU, in memory of its own, with ties kept. Collective.
+    """Return the whole state dict of `model` on the CPU, in new memory, tied weights tied. Collective.
 
-    keep: if False, this rank takes part and gets the keys, with empty tensors.
+    keep: if False, this rank participates and gets the keys, with empty tensors.
     """
     destination = StateDict(keep)
     type(model).state_dict(model, destination=destination)  # not a state_dict set on the instance
@@ -79,7 +79,7 @@ class _Part(torch.Tensor):
 def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:
     """Replace the whole tensors of `state_dict` that belong to `slots` by this rank's part, to be loaded in place.
 
-    A module may be asked twice, for its block and for itself (a DistributedModule in a block): parts stay parts.
+    It may run twice for a module (a DistributedModule inside a block); entries that are parts already stay as they are.
     """
     for buffer in dict.fromkeys(slot.buffer for slot in slots):
         buffer.prepare_write()
@@ -92,17 +92,16 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
                 "load_state_dict(assign=True) would replace the slices of a sharded model: use assign=False, "
                 "which copies into them."
             )
-        piece = slot.buffer.slices[slot.index]
         try:
-            part = piece.take(state_dict[key])
+            part = slot.piece.take(state_dict[key])
         except ValueError as error:
             errors.append(f"{key}: {error}. Is this the state dict of another model?")
-            part = piece.detach()
+            part = slot.piece.detach()
         state_dict[key] = part.as_subclass(_Part)
 
 
 def slice_loads(slots: Iterable[Slot]) -> None:
-    """Register hooks that give the slots' modules this rank's part of a state dict that is loaded."""
+    """Register hooks on the slots' modules that cut a state dict being loaded to this rank's parts."""
     by_module: dict[torch.nn.Module, list[Slot]] = {}
     for slot in slots:
         by_module.setdefault(slot.module, []).append(slot)

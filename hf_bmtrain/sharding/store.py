@@ -1,4 +1,4 @@
-"""Whole checkpoints: one file with the whole tensors under the model's own keys, for any number of ranks."""
+"""Whole checkpoints: one file with whole tensors under the model's own keys, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAFETENSORS = ".safetensors"
 
 
 class Saving:
-    """A checkpoint that is being written behind the program; the interpreter does not end before it is."""
+    """A checkpoint that a thread is writing. The interpreter does not exit before the file is complete."""
 
     def __init__(self, state: OrderedDict | None, path: Path) -> None:
         self._error: BaseException | None = None
@@ -34,10 +34,10 @@ class Saving:
             write_atomically(state, path)
         except BaseException as error:
             self._error = error
-            raise  # threading's hook tells it, should nobody wait
+            raise  # threading's hook reports it even without a wait
 
     def wait(self) -> None:
-        """Until the file is whole and in its place. Raises what went wrong; only rank 0 writes and can."""
+        """Block until the file is complete and in its place. Raises RuntimeError, on rank 0, if writing failed."""
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:
@@ -47,15 +47,15 @@ class Saving:
 
 
 def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: bool = False) -> Saving | None:
-    """Write the whole tensors of `model`, persistent buffers included, into one file. Collective.
+    """Write the whole tensors of `model`, persistent buffers included, to one file. Collective.
 
-    The file is a `safetensors` one where the name ends so (tied weights then stand there once), otherwise a
-    `torch.save` of the state dict that `torch.load(weights_only=True)` opens. Rank 0 writes it beside its place,
-    flushes it to disk and renames it, so that a kill at any moment leaves the previous file or the new one, and at
-    most a `.tmp` file beside it. A failure to write raises RuntimeError on every rank.
+    If the name ends in `.safetensors`, the file has that format and contains tied weights once; otherwise it is a
+    `torch.save` of the state dict, which `torch.load(weights_only=True)` opens. Rank 0 writes a `.tmp` file in the same
+    folder, flushes it to disk and renames it, so that a kill at any moment leaves the previous file or the new one.
+    Raises RuntimeError on every rank if writing fails.
 
-    non_blocking: return when the values are copied to host memory; wait on the returned `Saving` before the same
-    file is saved again. Only rank 0 holds a copy.
+    non_blocking: return a `Saving` as soon as the values are in host memory, on rank 0 alone. Call its `wait` before
+    saving to the same file again.
     """
     world = current_world()
     world.assemble("save")
@@ -74,12 +74,12 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 
 
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
-    """Read a whole checkpoint into `model`, in place; returns what `load_state_dict` returns. Collective.
+    """Load a whole checkpoint into `model`, in place, and return the result of `load_state_dict`. Collective.
 
-    Opens files of `save`, of `torch.save(model.state_dict())`, of Hugging Face and of BMTrain, torch's with
-    weights_only=True. Every rank reads its own parts, so every host needs the file. A tied weight may stand there
-    once. Raises RuntimeError on every rank where the file cannot be read or, naming them, where keys (unless not
-    strict) or shapes are not the model's; entries that fit may have been loaded by then.
+    Reads files of `save`, of `torch.save(model.state_dict())`, of Hugging Face and of BMTrain, torch's with
+    weights_only=True. Every rank reads its own parts, so every host needs the file. The file may contain a tied weight
+    once. Raises RuntimeError on every rank if the file cannot be read, or if its keys (unless strict is False) or
+    shapes are not the model's; the error names them, and entries that fit may have been loaded.
     """
     world = current_world()
     world.assemble("load")
@@ -100,17 +100,17 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
 
 def write_atomically(state: dict, path: Path) -> None:
-    """Write `state` beside `path` first, then in its place: there is never half a file. Not collective."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """Write `state` to a temporary file and rename it to `path`, which is never incomplete. Not collective."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         if path.suffix == _SAFETENSORS:
-            save_file(_each_once(state), beside, metadata={"format": "pt"})
+            save_file(_each_once(state), temporary, metadata={"format": "pt"})
         else:
-            torch.save(state, beside)
-        _flush(beside)
-        os.replace(beside, path)
+            torch.save(state, temporary)
+        _flush(temporary)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     _flush(path.parent)
 
@@ -124,7 +124,7 @@ def _flush(path: Path) -> None:
 
 
 def _each_once(state: dict) -> dict[str, torch.Tensor]:
-    """safetensors refuses tensors that share memory: of tied ones the first key stays, as Hugging Face does it."""
+    """Keep the first key of tied tensors, as Hugging Face does: safetensors refuses tensors that share memory."""
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     for key, value in state.items():
@@ -140,7 +140,7 @@ def _read(path: Path) -> OrderedDict:
     try:
         if path.suffix == _SAFETENSORS:
             return OrderedDict(load_file(path))
-        mapped = zipfile.is_zipfile(path)  # torch's format of today can be read in parts
+        mapped = zipfile.is_zipfile(path)  # torch's present format can be read in parts
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except safetensors.SafetensorError as error:
         raise ValueError(f"not a safetensors file ({error})") from error
@@ -156,7 +156,7 @@ def _read(path: Path) -> OrderedDict:
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
-    """A tied weight of the model that stands in the file under one of its names stands there under all."""
+    """Add a tied weight that `state` contains under one of its names in `model` under the other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

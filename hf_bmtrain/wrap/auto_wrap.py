@@ -1,22 +1,24 @@
-"""Any nn.Module in, sharded in place."""
+"""The automatic wrapper: shard any `nn.Module` in place."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from ..blocks.block import extend
+from ..blocks.block import CheckpointBlock, enlarge, extend
 from ..blocks.block_list import TransformerBlockList
+from ..blocks.module import DistributedModule
 from ..recompute.policy import UseCheckpoint
 from ..runtime.world import World, check_zero_level, current_world
+from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Place, find_places, shard_places
-from .adapters import adopt
-from .check import admit, holds_additions
+from .check import admit, admit_parameters, holds_additions
 from .compile import compile_blocks
-from .find import choose_chains
-from .outside import place_buffers, shard_outside, shared_parameters
+from .find import Chain, choose_chains
+from .outside import place_buffers, places_outside, shard_outside, shared_parameters
 from .patches import (
     follow_accelerator,
     install_guard,
@@ -35,55 +37,48 @@ def auto_wrap(
     compile: bool | str = False,
     blocks: Iterable[torch.nn.Module] | None = None,
 ) -> torch.nn.Module:
-    """Shard `model` over the world, in place, and return it. Collective.
+    """Shard `model` over all ranks, in place, and return it. Collective.
 
     The items of the outermost `nn.ModuleList`s that hold parameters become CheckpointBlocks and the lists
-    TransformerBlockLists; everything else reads its parameters through DistributedModule. Classes keep their
-    names, `state_dict` its keys, tied weights their tie. The model moves to the rank's device; rank 0's weights
-    and buffers are everyone's. `model.parameters()` yields 1-D slices afterwards: make the optimizer from them,
-    and cast the model before wrapping. What cannot be sharded is refused with the reason (ValueError).
+    TransformerBlockLists; every other module reads its parameters as a DistributedModule does. Class names, the keys
+    of `state_dict` and tied weights are preserved. The model moves to the rank's device, and all ranks get rank 0's
+    weights and buffers. Afterwards `model.parameters()` yields 1-D slices: create the optimizer from them, and cast
+    the model before wrapping it. Raises ValueError, with the reason, for a model that cannot be sharded.
 
-    A model that was wrapped before and got parameters since, such as adapters, is given to it again: those are
-    sharded too, in the block they lie in.
+    If parameters, such as adapters, were added to a wrapped model, call `auto_wrap` on it again: each is sharded with
+    the block that holds it, and the other arguments have no effect.
 
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them; None takes the world's.
-    use_checkpoint: recompute each block in backward instead of keeping its activations. "auto": on a GPU the first
-    step measures, and then only as many blocks recompute as memory asks for; where none does, as many as it allows
-    stay whole from forward to backward. On the CPU, whose memory is not measured, none recomputes.
-    compile: torch.compile the blocks, with its default backend or the one that is named.
-    blocks: modules of the model to make blocks instead, in the order in which they run; a ModuleList or Sequential
+    use_checkpoint: recompute each block in backward instead of keeping its activations. With "auto" on a GPU the first
+    step is measured, and then only as many blocks are recomputed as memory requires; if none is, as many as memory
+    allows stay whole from forward to backward. On the CPU, whose memory is not measured, "auto" recomputes none.
+    compile: compile the blocks with torch.compile, with its default backend or the named one.
+    blocks: the modules of the model that become blocks instead, in execution order; a ModuleList or Sequential
     stands for its items.
     """
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
     if holds_additions(model):
-        return adopt(model, world)
+        return _shard_additions(model, world)
     admit(model)
     chains, lists = choose_chains(model, blocks)
     layers = list(dict.fromkeys(block for chain in chains for block in chain))
-    inside = {id(module) for block in layers for module in block.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside]
+    outside = _outside(model, layers)
     shared = shared_parameters(layers, outside)
-    left: list[Place] = find_places(outside)
     for block in layers:
-        places = find_places(block.modules())
-        left += [place for place in places if id(place[2]) in shared]
-        own = [place for place in places if id(place[2]) not in shared]
+        own = [place for place in find_places(block.modules()) if id(place[2]) not in shared]
         extend(block, shard_places(world, own, world.schedule.blocks), world, use_checkpoint, level)
-    shard_outside(world, left, outside)
+    shard_outside(world, places_outside(layers, outside, shared), outside)
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
-    place_buffers(model, world)
     route_recomputation(model, layers)
-    keep_cache_out(model.modules(), layers)
     if compile:
         compile_blocks(layers, "inductor" if compile is True else compile)  # pyright: ignore[reportArgumentType]
-    if world.size > 1:
-        keep_ranks_together(model, layers)
+    _finish(model, world, model.modules(), layers)
     follow_accelerator(model, world.device)
     install_guard(model, world)
     _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)
@@ -91,6 +86,43 @@ def auto_wrap(
 
 
 BMTrainModelWrapper = auto_wrap
+
+
+def _shard_additions(model: torch.nn.Module, world: World) -> torch.nn.Module:
+    """Shard the parameters that were added to `model` since it was wrapped (adapters, a new head). Collective."""
+    admit_parameters(model)
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
+    outside = _outside(model, layers)
+    shared, count = shared_parameters(layers, outside), 0
+    for block in layers:
+        own = [place for place in find_places(block.modules()) if id(place[2]) not in shared and _is_new(place)]
+        count += len(own)
+        if own:
+            enlarge(block, shard_places(world, own, world.schedule.blocks))
+    left = [place for place in places_outside(layers, outside, shared) if _is_new(place)]
+    fresh = [module for module in outside if not isinstance(module, DistributedModule)]
+    shard_outside(world, left, fresh)
+    _finish(model, world, fresh, layers)
+    _log.info("rank %d: sharded %d new parameters in blocks and %d outside", world.rank, count, len(left))
+    return model
+
+
+def _is_new(place: Place) -> bool:
+    return not isinstance(place[2], DistributedParameter)
+
+
+def _outside(model: torch.nn.Module, blocks: Chain) -> Chain:
+    """Return the modules of `model` that are not inside one of `blocks`."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return [module for module in model.modules() if id(module) not in inside]
+
+
+def _finish(model: torch.nn.Module, world: World, fresh: Iterable[torch.nn.Module], blocks: list[Any]) -> None:
+    """Place the module buffers, and patch the modules that were not wrapped before, `fresh`. Collective."""
+    place_buffers(model, world)
+    keep_cache_out(fresh, blocks)
+    if world.size > 1:
+        keep_ranks_together(model, blocks)
 
 
 def _report(model: torch.nn.Module, world: World, sharded: str, level: int) -> None:

@@ -1,4 +1,4 @@
-"""What cannot be sharded is refused before anything is changed, with the reason and the way out."""
+"""Checks that refuse a model that cannot be sharded, before anything is changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..sharding.parameter import DistributedParameter
 
 
 def admit(model: torch.nn.Module) -> None:
-    """ValueError that says why `model` cannot be wrapped."""
+    """Raise ValueError, with the reason, if `model` cannot be wrapped."""
     kind = type(model).__name__
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise ValueError(f"auto_wrap: unwrap {kind} first and pass `.module`; both would reduce.")
@@ -31,7 +31,7 @@ def admit(model: torch.nn.Module) -> None:
 
 
 def admit_parameters(model: torch.nn.Module) -> None:
-    """ValueError that names the first parameter that cannot be sharded."""
+    """Raise ValueError if a parameter of `model` cannot be sharded, naming the first one."""
     for name, parameter in model.named_parameters():
         _admit_parameter(name, parameter)
 
@@ -57,6 +57,6 @@ def _admit_parameter(name: str, parameter: torch.nn.Parameter) -> None:
 
 
 def holds_additions(model: torch.nn.Module) -> bool:
-    """Return whether `model` has blocks, and parameters that are not sharded."""
+    """Return whether `model` has CheckpointBlocks, and parameters that are not sharded."""
     wrapped = any(isinstance(module, CheckpointBlock) for module in model.modules())
     return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())

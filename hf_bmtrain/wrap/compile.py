@@ -1,4 +1,4 @@
-"""torch.compile for sharded blocks: one compilation serves all layers of a class."""
+"""torch.compile for sharded blocks, once per layer class."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..blocks.block import CheckpointBlock
 
 
 def compile_blocks(blocks: Iterable[CheckpointBlock], backend: str) -> None:
-    """Run the blocks' own forwards through torch.compile. What shards them stays outside of the graphs.
+    """Compile the blocks' own forwards with torch.compile. Gathers and reductions stay outside the graphs.
 
     The forward of the class is compiled, not the bound one of each layer: torch takes the parameters as inputs, so
-    layers that differ in nothing else share a graph. A forward that was set on the instance is compiled by itself.
+    layers that differ in nothing else share a graph. A forward that was set on an instance is compiled separately.
     """
     for block in blocks:
         state = block._bmt

@@ -1,4 +1,4 @@
-"""Which modules of a model become blocks, and in which order they are expected to run."""
+"""Choose the modules of a model that become blocks, and their expected execution order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import torch
 
 Chain = list[torch.nn.Module]
+"""Blocks in execution order."""
 
 
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """The outermost ModuleLists whose items hold parameters; a list of lists is descended into."""
+    """Return the outermost ModuleLists whose items hold parameters, searching inside lists of lists."""
     found: list[torch.nn.ModuleList] = []
 
     def visit(module: torch.nn.Module) -> None:
@@ -29,11 +30,11 @@ def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
 def choose_chains(
     model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """The blocks, in chains that run one after another, and the ModuleLists among them.
+    """Return the blocks, in chains that run one after another, and the ModuleLists among them.
 
-    blocks: what a user asked for, None for what `find_block_lists` finds. A ModuleList or Sequential stands for its
-    items, a chain; the other modules make one chain more. ValueError where one is not part of the model, or lies
-    in another.
+    blocks: the modules that the user named, or None to use `find_block_lists`. A ModuleList or Sequential stands for
+    its items, which form a chain; all other modules form one more. Raises ValueError if one is not part of the model
+    or is inside another.
     """
     if blocks is None:
         lists = find_block_lists(model)

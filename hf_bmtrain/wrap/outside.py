@@ -1,4 +1,4 @@
-"""What of a model lies outside its blocks."""
+"""Shard the parameters and place the buffers of a model outside its blocks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..runtime.world import World
 from ..sharding.slots import Place, find_places, shard_places
 
 OWN_BUFFER_NUMEL = 1 << 20
-"""Elements from which a parameter outside blocks gets a flat buffer of its own, whole only while it is needed."""
+"""Parameters outside blocks with at least this many elements get a flat buffer of their own, to be gathered alone."""
 
 
 def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module]) -> set[int]:
-    """The ids of parameters used by two blocks, or by a block and the rest of the model: they live outside."""
+    """Return the ids of parameters used by two blocks, or by a block and the rest: they are sharded outside blocks."""
     owners: dict[int, set[int]] = {}
     for number, block in enumerate(blocks):
         for _, _, parameter in find_places(block.modules()):
@@ -25,8 +25,16 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
     return {key for key, numbers in owners.items() if len(numbers) > 1}
 
 
+def places_outside(
+    blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]
+) -> list[Place]:
+    """Return the places of the modules `outside`, and those in `blocks` that hold `shared` parameters."""
+    inside = find_places(module for block in blocks for module in block.modules())
+    return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
+
+
 def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
-    """Shard the parameters of `places`; they, and the modules `outside`, read as DistributedModules. Collective."""
+    """Shard the parameters of `places`; make their modules, and those `outside`, DistributedModules. Collective."""
     small = [place for place in places if place[2].numel() < OWN_BUFFER_NUMEL]
     large: dict[int, list[Place]] = {}
     for place in places:
@@ -41,7 +49,10 @@ def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch
 
 @torch.no_grad()
 def place_buffers(model: torch.nn.Module, world: World) -> None:
-    """The module buffers (running means, masks, rotary tables) on the rank's device, with rank 0's values."""
+    """Move the module buffers (running means, masks, rotary tables) to the rank's device, with rank 0's values.
+
+    Collective.
+    """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:

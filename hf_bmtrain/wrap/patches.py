@@ -1,4 +1,4 @@
-"""Every patch on a model's instance: what Hugging Face models do themselves and a sharded one leaves to its blocks."""
+"""All patches on instances of models: their own recomputation, caching and casting give way to the blocks'."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
 
 
 def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
-    """Replace gradient_checkpointing_enable and _disable. Their options, those of torch's checkpoint, are ignored."""
+    """Switch the blocks' recomputation on or off. The options, which are torch.utils.checkpoint's, are ignored."""
     _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
     for block in blocks:
         block._bmt.policy = on
@@ -66,8 +66,8 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Sequence[Any]) ->
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
     """Make all ranks call the same blocks, because a collective runs in every block.
 
-    Turns layer-drop off, for which each rank draws on its own which layers to skip. Makes generation continue until
-    every rank is done: transformers does that for modules with this mark, and `generate` by its `synced_gpus`.
+    Turns off layer-drop, which skips random layers, different ones on each rank. Makes generation continue until every
+    rank is done: transformers does that for modules marked as FSDP's, and `generate` if `synced_gpus` is set.
     """
     dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
     for module in dropping:
@@ -89,9 +89,9 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     """Run `model`'s forward in the mixed precision of the process's Accelerator (Trainer makes one), if there is one.
 
-    Accelerate does this for the models it prepares, but takes a sharded one as prepared. As there, half-precision
-    outputs are converted to float32, and fp16 on the CPU, where Accelerate has no loss scale, is float32 (a warning
-    says so).
+    Accelerate does this for the models it prepares, but regards a sharded one as prepared. As in Accelerate,
+    half-precision outputs are converted to float32, and fp16 on the CPU, where it has no loss scale, becomes float32,
+    with a warning.
     """
     forward = model.forward
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -154,8 +154,8 @@ class Guard:
     """A forward pre-hook that checks one model before its training forwards.
 
     Raises RuntimeError if the model was wrapped in DistributedDataParallel, if Accelerate shards it or sees another
-    number of ranks, or if it holds a parameter that is not sharded. Parameters and modules can be exchanged without
-    any call (FSDP writes into the dicts of a module), so every training forward looks at all of them: module by module
+    number of ranks, or if it holds a parameter that is not sharded. Parameters and modules can be replaced without
+    any call (FSDP writes into the dicts of a module), so every training forward checks all of them: module by module
     in the first one and after the tree of modules has changed, otherwise in the dicts that were found then.
     """
 
@@ -164,7 +164,7 @@ class Guard:
         self._walked = False
         self._parameters: list[dict[str, Any]] = []  # of the modules that have their own
         self._modules: list[dict[str, Any]] = []
-        self._tree: list[torch.nn.Module | None] = []  # what those hold
+        self._tree: list[torch.nn.Module | None] = []  # their values
         self._empty: list[dict[str, Any]] = []  # the modules' other dicts of both kinds
 
     def __call__(self, model: torch.nn.Module, args: tuple) -> None:

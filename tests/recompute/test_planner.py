@@ -624,6 +624,7 @@ def test_decisions(world, size, case):
     world(size)(case)
 
 
+@pytest.mark.full  # the longest of this file
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("which", PEAKS)
 def test_the_peak_is_kept(world, which, micro_batches):

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -53,7 +54,9 @@ class Ranks:
             raise AssertionError(f"{function.__name__}: waiting for ranks {waiting}; died (exit codes): {dead}")
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # On CPU they are forked from a server that has imported what takes seconds; CUDA does not survive a fork.
+        context = multiprocessing.get_context("forkserver" if self._device == "cpu" else "spawn")
+        context.set_forkserver_preload(["transformers.modeling_utils", "accelerate", "hf_bmtrain"])
         self._outbox = context.Queue()
         self._inboxes = [context.Queue() for _ in range(self.size)]
         # As torchrun's, the store is the parent's: a port that is looked for and then given away may be taken.
@@ -62,7 +65,8 @@ class Ranks:
         for rank in range(self.size):
             arguments = (rank, self.size, self._device, self._gather, port, self._inboxes[rank], self._outbox)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # read when transformers is imported
+                process.start()
             self._processes.append(process)
 
     def stop(self) -> None:
@@ -75,8 +79,7 @@ class Ranks:
 def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, outbox) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True", HF_BMTRAIN_POISON="1", HF_HUB_OFFLINE="1",
-        ACCELERATE_USE_CPU=str(device == "cpu"),
+        TORCHELASTIC_USE_AGENT_STORE="True", HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"),
     )  # fmt: skip
     import torch
 

@@ -50,7 +50,6 @@ class Communicator(Protocol):
 
     def close(self, abort: bool) -> None:
         """Destroy the communicator. With `abort`, wait at most one second for other ranks."""
-        ...
 
 
 class Gather(Protocol):
@@ -81,19 +80,15 @@ class Gather(Protocol):
 
     def quiesce(self) -> None:
         """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
-        ...
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         """Make later gathers of `shard` wait for `update`, the asynchronous write to it on each rank. Collective."""
-        ...
 
     def free_dropped(self) -> None:
         """Free the memory of shards from `allocate` that are no longer referenced. Collective."""
-        ...
 
     def close(self, abort: bool) -> None:
         """Close the communicators that this object opened."""
-        ...
 
 
 class CollectiveGather:

@@ -35,15 +35,12 @@ class PeerMemory(Protocol):
 
     def unlink(self, handle: Any) -> None:
         """Remove the name of the memory, after every process has mapped it."""
-        ...
 
     def unmap(self, source: Any) -> None:
         """Unmap another process's memory."""
-        ...
 
     def free(self, handle: Any) -> None:
         """Free memory of this process that no process has mapped any more."""
-        ...
 
     def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
         """Start to fill each uint8 tensor (n,) from its source, after the work queued on the current stream.
@@ -61,7 +58,6 @@ class PeerMemory(Protocol):
 
     def order(self) -> None:
         """Make the current stream wait for all copies started so far."""
-        ...
 
 
 class HostMemory:

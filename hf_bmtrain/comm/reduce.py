@@ -70,7 +70,6 @@ class Reducer(Protocol):
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
         """Accept gradient `index` before `send`; several for one index are added up."""
-        ...
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         """Start to write the mean over ranks of `gradients`, in the order of the layout, into `shard` (n,). Collective.
@@ -82,7 +81,6 @@ class Reducer(Protocol):
 
     def discard(self) -> None:
         """Drop what was collected."""
-        ...
 
 
 class Reduction(Protocol):
@@ -101,7 +99,6 @@ class Reduction(Protocol):
 
     def free(self) -> None:
         """Free memory that is kept from one gradient to the next. Collective."""
-        ...
 
 
 class Packing:

@@ -13,6 +13,8 @@ limits them), and two packed. With one process gradients are packed on the curre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -24,6 +26,7 @@ from .storage import ResizableStorage
 from .streams import DONE, Ticket, work_stream
 
 
+@dataclass(eq=False)
 class Flight:
     """A reduction that has been sent and not yet waited for.
 
@@ -32,32 +35,27 @@ class Flight:
     float64, to be read after `land`; None where the reduction does not measure what it writes.
     """
 
-    def __init__(
-        self,
-        arrived: Ticket,
-        gradients: Sequence[torch.Tensor | None],
-        memory: PackingMemory | None = None,
-        add: Callable[[], None] | None = None,
-        squares: torch.Tensor | None = None,
-    ) -> None:
-        self._arrived, self._gradients, self._memory, self._add = arrived, gradients, memory, add
-        self.squares = squares
+    arrived: Ticket
+    gradients: Sequence[torch.Tensor | None]
+    memory: ResizableStorage | None = None
+    add: Callable[[], None] | None = None
+    squares: torch.Tensor | None = None
 
     def land(self) -> None:
         """Make the current stream wait until the shard, and the running sum if there is one, holds the result.
 
         Drops the gradients that autograd made.
         """
-        self._arrived.wait()
-        self._gradients = ()
-        if self._add is not None:
-            self._add()
-        if self._memory is not None:
-            self._memory.free()
+        self.arrived.wait()
+        self.gradients = ()
+        if self.add is not None:
+            self.add()
+        if self.memory is not None:
+            self.memory.free()
 
     def cancel(self) -> None:
         """Make the current stream wait until nothing is in flight; the shard's contents are undefined."""
-        self._add = None
+        self.add = None
         self.land()
 
 
@@ -110,73 +108,36 @@ class Packing:
         parts = flat.data.split_with_sizes(layout.sizes)
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
-        self._targets = [*self._views, *self._gaps]
         zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
-        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]
-        self._present: set[int] = set()
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # so that one launch copies all
+        self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Pack one gradient, or add it to one that was packed before."""
-        if index in self._present:
+        if index in self._packed:
             self._views[index].add_(gradient)
         else:
             self._views[index].copy_(gradient)
-            self._present.add(index)
+            self._packed.add(index)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Pack the remaining gradients in one launch, and return `flat`."""
-        if self._present or [gradient for gradient in gradients if gradient is None]:
-            views, sources, zeros = self._sort(gradients)
-        else:
-            views, sources, zeros = self._targets, [*gradients, *self._zeros], []
-        if views:
-            foreach_copy_(views, sources)
-        if zeros:
-            foreach_zero_(zeros)
-        self._present.clear()
-        return self.flat
-
-    def _sort(self, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list, list]:
-        """Return views to write, their gradients, and views to zero; add to the gradients packed before."""
-        views, sources, zeros = [], [], list(self._gaps)
+        """Pack the remaining gradients in one launch, zero what has none, and return `flat`."""
+        views, sources, missing = [*self._gaps], [*self._zeros], []
         for index, (view, gradient) in enumerate(zip(self._views, gradients)):
-            if gradient is not None and index in self._present:
-                view.add_(gradient)
-            elif gradient is not None:
+            if index in self._packed:
+                if gradient is not None:
+                    view.add_(gradient)
+            elif gradient is None:
+                missing.append(view)
+            else:
                 views.append(view)
                 sources.append(gradient)
-            elif index not in self._present:
-                zeros.append(view)
-        return views, sources, zeros
-
-    def reset(self) -> None:
-        """Forget what was packed."""
-        self._present.clear()
-
-
-class PackingMemory:
-    """A packing into memory of its own, which is made when it is first needed and freed between reductions."""
-
-    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
-        self._layout, self._shapes, self._poison = layout, shapes, poison
-        self._dtype, self._device = like.dtype, like.device
-        self._made: tuple[ResizableStorage, Packing] | None = None
-
-    def allocate(self) -> Packing:
-        """Return the packing, with its memory allocated."""
-        if self._made is None:
-            storage = ResizableStorage(self._layout.numel, self._dtype, self._device, self._poison)
-            self._made = storage, Packing(storage.tensor, self._layout, self._shapes)
-        storage, packing = self._made
-        storage.allocate()
-        return packing
-
-    def free(self) -> None:
-        """Free the memory and forget what was packed."""
-        if self._made is not None:
-            storage, packing = self._made
-            packing.reset()
-            storage.free()
+        if views:
+            foreach_copy_(views, sources)
+        if missing:
+            foreach_zero_(missing)
+        self._packed.clear()
+        return self.flat
 
 
 def _adder(mean: torch.Tensor, shard: torch.Tensor, total: torch.Tensor | None) -> Callable[[], None] | None:
@@ -240,16 +201,22 @@ class _CollectiveReducer(CollectingReducer):
 
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
-        self._owner, self._poison = owner, poison
-        self._single = layout.numels == (layout.numel,)  # one tensor is all of the buffer
-        self._dtype, self._memory = like.dtype, PackingMemory(layout, shapes, like, poison)
+        self._owner, self._layout, self._shapes, self._like, self._poison = owner, layout, shapes, like, poison
+
+    @cached_property
+    def _packing(self) -> tuple[ResizableStorage, Packing]:
+        """Memory that is freed between reductions, and the packing into it."""
+        memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
+        return memory, Packing(memory.tensor, self._layout, self._shapes)
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         gradients = self.with_collected(gradients)
         arriving = shard if total is None else torch.empty_like(shard)
         if self._poison:
             arriving.fill_(float("nan"))
-        packing = None if self._fills(gradients) else self._memory.allocate()
+        memory, packing = (None, None) if self._fills(gradients) else self._packing
+        if memory is not None:
+            memory.allocate()
         tickets: list[Ticket] = []
 
         def reduce() -> None:
@@ -260,15 +227,15 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        return Flight(tickets[0], gradients, self._memory, _adder(arriving, shard, total))
+        return Flight(tickets[0], gradients, memory, _adder(arriving, shard, total))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the first gradient is the whole buffer, stored as it would be packed."""
         first = gradients[0]
-        if first is None or not self._single:
+        if first is None or self._layout.numels != (self._layout.numel,):
             return False
         plain = first.layout == torch.strided and not first.is_conj() and not first.is_neg()
-        return plain and first.dtype == self._dtype and first.is_contiguous()
+        return plain and first.dtype == self._like.dtype and first.is_contiguous()
 
 
 class LocalReduction:
@@ -278,7 +245,7 @@ class LocalReduction:
     mapped_bytes = 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
-        return _LocalReducer(layout, shapes, like, poison)
+        return _LocalReducer(layout, shapes, poison)
 
     def free(self) -> None:
         pass
@@ -290,9 +257,8 @@ class _LocalReducer:
     A gradient that is collected is packed at once, so that its own memory is free during the rest of the backward.
     """
 
-    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
+    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], poison: bool) -> None:
         self._layout, self._shapes, self._poison = layout, shapes, poison
-        self._memory = PackingMemory(layout, shapes, like, poison)
         self._open: Packing | None = None
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
@@ -301,19 +267,16 @@ class _LocalReducer:
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         packed = self._begin(shard, total).complete(gradients)
         self._open = None
-        return Flight(DONE, (), self._memory, _adder(packed, shard, total))
+        return Flight(DONE, (), add=_adder(packed, shard, total))
 
     def discard(self) -> None:
         self._open = None
-        self._memory.free()
 
     def _begin(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
         """Return the packing of this backward, which begins if it is the first call."""
         if self._open is None:
-            self._open = self._into_shard(shard) if total is None else self._memory.allocate()
+            flat = shard if total is None else torch.empty_like(shard)
+            if self._poison:
+                flat.fill_(float("nan"))
+            self._open = Packing(flat, self._layout, self._shapes)
         return self._open
-
-    def _into_shard(self, shard: torch.Tensor) -> Packing:
-        if self._poison:
-            shard.fill_(float("nan"))
-        return Packing(shard, self._layout, self._shapes)

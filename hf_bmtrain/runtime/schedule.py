@@ -269,12 +269,12 @@ class Schedule:
         self.backwards += 1
 
     def discard_failed_backward(self) -> None:
-        """Abandon a backward that raised: its members are still there while no backward runs."""
-        if self._members and not self.in_backward:
-            self.abandon_backward()
+        """Close a backward that raised before its end; what was in flight does not reach any `.grad`.
 
-    def abandon_backward(self) -> None:
-        """Close a backward that raised before its end; what was in flight does not reach any `.grad`."""
+        Its members are still there while no backward runs.
+        """
+        if not self._members or self.in_backward:
+            return
         members = [member for task in self._members.values() for member in task]
         self._members.clear()
         self._passes.clear()
@@ -298,9 +298,8 @@ class Schedule:
     def send(self, gradients: list[Gradient]) -> None:
         """Start averaging `gradients` over the ranks. They are received together."""
         self.make_room()
-        for gradient in gradients:
-            while gradient.in_flight:
-                self._receive_first()
+        if any(gradient.in_flight for gradient in gradients):
+            self._receive(ahead=0)
         for gradient in gradients:
             gradient.send()
         if gradients:
@@ -309,9 +308,6 @@ class Schedule:
     def _receive(self, ahead: int) -> None:
         """Receive all gradients except the last `ahead` groups."""
         while len(self._in_flight) > ahead:
-            self._receive_first()
-
-    def _receive_first(self) -> None:
-        for gradient in self._in_flight[0]:
-            gradient.receive()
-        self._in_flight.popleft()
+            for gradient in self._in_flight[0]:
+                gradient.receive()
+            self._in_flight.popleft()

@@ -33,8 +33,8 @@ SMALLEST_PULLED = 16 << 20
 class Backend(NamedTuple):
     """The channels between the ranks of a world.
 
-    gather, reduce: communicators whose operations do not wait for one another. shards: gathers shards. blocks,
-    outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
+    gather, reduce: communicators whose operations do not wait for one another. shards: allocates and gathers shards.
+    blocks, outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
     """
 
     gather: Communicator

@@ -118,16 +118,16 @@ class _Inside:
 class Schedule:
     """Decides when blocks are released and gradients received; shared by all buffers and blocks of a world.
 
-    gather: gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the reductions of
-    gradients of blocks, and of what is outside them. poison: a debug switch that fills unfilled and released memory
-    with NaN. inspector: records activations, see `inspect`. planner: plans the blocks with use_checkpoint="auto".
-    backwards: the number of backwards since the start.
+    shards: allocates and gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the
+    reductions of gradients of blocks, and of what is outside them. poison: a debug switch that fills unfilled and
+    released memory with NaN. inspector: records activations, see `inspect`. planner: plans the blocks with
+    use_checkpoint="auto". backwards: the number of backwards since the start.
     """
 
     def __init__(
-        self, gather: Gather, reduce: Communicator, blocks: Reduction, outside: Reduction, poison: bool = False
+        self, shards: Gather, reduce: Communicator, blocks: Reduction, outside: Reduction, poison: bool = False
     ) -> None:
-        self.gather, self.reduce, self.blocks, self.outside, self.poison = gather, reduce, blocks, outside, poison
+        self.shards, self.reduce, self.blocks, self.outside, self.poison = shards, reduce, blocks, outside, poison
         self.inspector: Any = None
         self.planner: Any = None
         self.backwards = 0
@@ -144,21 +144,21 @@ class Schedule:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of shards and mailboxes outside torch's allocator, whose statistics do not include them."""
-        return self.gather.mapped_bytes + self.blocks.mapped_bytes
+        return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def free_dropped(self) -> None:
         """Free the mapped memory of models that every rank has dropped. Collective."""
-        self.gather.free_dropped()
-        if not self.gather.mapped_bytes:
+        self.shards.free_dropped()
+        if not self.shards.mapped_bytes:
             self.blocks.free()
 
     def quiesce(self) -> None:
         """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
-        self.gather.quiesce()
+        self.shards.quiesce()
 
     def close(self, abort: bool) -> None:
         """Close the communicators that only gathers use."""
-        self.gather.close(abort)
+        self.shards.close(abort)
 
     # -- forward ------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class Backend(NamedTuple):
 
     gather, reduce: communicators whose operations do not wait for one another. shards: allocates and gathers shards.
     blocks, outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
+    opened: all communicators that are open.
     """
 
     gather: Communicator
@@ -43,6 +44,7 @@ class Backend(NamedTuple):
     blocks: Reduction
     outside: Reduction
     control: Control
+    opened: list[Communicator]
 
 
 def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Backend:
@@ -51,21 +53,24 @@ def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta,
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
-        return Backend(single, single, CollectiveGather(single), local, local, Control(1, timeout))
+        return Backend(single, single, CollectiveGather(single), local, local, Control(1, timeout), [])
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout)
     control = Control(size, timeout)
+    opened: list[Communicator] = []
 
     def open_communicator(name: str) -> Communicator:
         if device.type == "cpu":
-            return GlooCommunicator(name, timeout)
-        unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
-        return NcclCommunicator(name, rank, size, unique_id, device)
+            opened.append(GlooCommunicator(name, timeout))
+        else:
+            unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
+            opened.append(NcclCommunicator(name, rank, size, unique_id, device))
+        return opened[-1]
 
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
     reduction = CollectiveReduction(reducing, device)
-    found = Backend(gathering, reducing, CollectiveGather(gathering), reduction, reduction, control)
+    found = Backend(gathering, reducing, CollectiveGather(gathering), reduction, reduction, control, opened)
     if gather == "collective":
         return found
     return _with_peers(found, reduction, device, gather == "peer", lambda: open_communicator("updates"))

@@ -53,14 +53,17 @@ class Communicator(Protocol):
 
 
 class Gather(Protocol):
-    """Allocates shards and gathers them into whole buffers. communicator: orders all gathers and collectives."""
+    """Allocates shards and gathers them into whole buffers. communicator: orders all gathers and collectives.
+
+    By default shards need no protection (the methods that return None do nothing) and are in torch's memory.
+    """
 
     communicator: Communicator
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes of this rank's shards outside torch's allocator, which its statistics do not include."""
-        ...
+        return 0
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
@@ -87,14 +90,9 @@ class Gather(Protocol):
     def free_dropped(self) -> None:
         """Free the memory of shards from `allocate` that are no longer referenced. Collective."""
 
-    def close(self, abort: bool) -> None:
-        """Close the communicators that this object opened."""
 
-
-class CollectiveGather:
+class CollectiveGather(Gather):
     """Gathers by all-gather, which ends only after all ranks have entered it: shards need no other protection."""
-
-    mapped_bytes = 0
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -106,18 +104,6 @@ class CollectiveGather:
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
         return self.communicator.all_gather(whole, shard)
-
-    def quiesce(self) -> None:
-        pass
-
-    def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        pass
-
-    def free_dropped(self) -> None:
-        pass  # torch's allocator reclaims it by itself
-
-    def close(self, abort: bool) -> None:
-        pass
 
 
 class SingleProcess:

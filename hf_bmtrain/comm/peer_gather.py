@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ class _Shared:
         return shard is not None and shard._version != self.published
 
 
-class PeerGather:
+class PeerGather(Gather):
     """Gathers by pulling; shards that are not mapped are gathered by `collective`.
 
     Its contract (why no rank has to meet the others at every gather):
@@ -87,8 +88,7 @@ class PeerGather:
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
         self._update_stream.follow()  # the token has been written
-        self._open_meetings = open_meetings
-        self._meetings: Communicator | None = None
+        self._meetings = functools.cache(open_meetings)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -173,9 +173,7 @@ class PeerGather:
         if shared is None:
             return  # gathered by a collective
         self._check_unread([shared])
-        if self._meetings is None:
-            self._meetings = self._open_meetings()
-        meetings = self._meetings
+        meetings = self._meetings()
 
         def meet() -> None:
             update.wait()
@@ -189,7 +187,3 @@ class PeerGather:
         self.communicator.all_reduce(self._token).wait()
         for shared in self._shared.values():
             shared.read = False
-
-    def close(self, abort: bool) -> None:
-        if self._meetings is not None:
-            self._meetings.close(abort)

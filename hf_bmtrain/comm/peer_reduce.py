@@ -13,7 +13,7 @@ from ..ops.peer_sum import peer_mean, serves
 from ..ops.torch_internals import foreach_zero_
 from .layout import Layout
 from .peer_memory import PeerMemory
-from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer
+from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer, Reduction
 from .streams import DONE, Ticket, work_stream
 
 MAILBOXES = 2
@@ -92,7 +92,7 @@ class Mailboxes:
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
 
 
-class PeerReduction:
+class PeerReduction(Reduction):
     """Reduces the gradients of blocks by copies between the GPUs; `collective` reduces small ones and other dtypes.
 
     Nothing is packed: a rank pushes, straight from the tensors that autograd made, each other rank's pieces into that
@@ -113,8 +113,6 @@ class PeerReduction:
       stream before `send`, are written behind it and read after `land`.
     * Nothing waits for the host, but for the mailboxes' making. Their memory is freed by all ranks together.
     """
-
-    ahead = 1
 
     def __init__(
         self,

@@ -84,19 +84,19 @@ class Reducer(Protocol):
 class Reduction(Protocol):
     """Makes reducers. ahead: the number of blocks whose gradients may be in flight during another block's backward."""
 
-    ahead: int
+    ahead = 1
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes outside torch's allocator, whose statistics do not include them."""
-        ...
+        """Bytes outside torch's allocator, whose statistics do not include them; 0 by default."""
+        return 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         """Make the reducer of parameters of `shapes` placed by `layout`, with the dtype and device of `like`."""
         ...
 
     def free(self) -> None:
-        """Free memory that is kept from one gradient to the next. Collective."""
+        """Free memory that is kept from one gradient to the next, if there is any. Collective."""
 
 
 class Packing:
@@ -180,20 +180,14 @@ class CollectingReducer:
         self._collected.clear()
 
 
-class CollectiveReduction:
+class CollectiveReduction(Reduction):
     """Reduces by reduce-scatter. A buffer in flight holds all its packed gradients."""
-
-    ahead = 1
-    mapped_bytes = 0
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.stream = communicator, work_stream(device, priority=-1)
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         return _CollectiveReducer(self, layout, shapes, like, poison)
-
-    def free(self) -> None:
-        pass
 
 
 class _CollectiveReducer(CollectingReducer):
@@ -238,17 +232,13 @@ class _CollectiveReducer(CollectingReducer):
         return plain and first.dtype == self._like.dtype and first.is_contiguous()
 
 
-class LocalReduction:
+class LocalReduction(Reduction):
     """The reduction of a world of one rank: gradients are packed and nothing is sent."""
 
     ahead = 0
-    mapped_bytes = 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         return _LocalReducer(layout, shapes, poison)
-
-    def free(self) -> None:
-        pass
 
 
 class _LocalReducer:

@@ -156,10 +156,6 @@ class Schedule:
         """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
         self.shards.quiesce()
 
-    def close(self, abort: bool) -> None:
-        """Close the communicators that only gathers use."""
-        self.shards.close(abort)
-
     # -- forward ------------------------------------------------------------------------------------------------
 
     @property

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -126,7 +127,7 @@ def init_distributed(
         zero_level, loss_scale_factor, loss_scale_steps,
     )  # fmt: skip
     if size > 1:
-        atexit.register(_leave, _world, joined)
+        atexit.register(_leave, _world, backend.opened, joined)
     kind = type(backend.shards).__name__
     _log.info("rank %d of %d on %s: %s of shards, zero_level %d", rank, size, device, kind, zero_level)
 
@@ -193,7 +194,7 @@ def refuse_parallelism(what: str) -> NoReturn:
     )
 
 
-def _leave(world: World, joined: bool) -> None:
+def _leave(world: World, opened: Sequence[Communicator], joined: bool) -> None:
     """Close the communicators at exit: on all ranks together, or alone if another rank does not come.
 
     joined: the process group existed before `init_distributed`, and its creator destroys it.
@@ -205,9 +206,8 @@ def _leave(world: World, joined: bool) -> None:
             world.assemble("exit", seconds=_EXIT_SECONDS)
         except (RuntimeError, ValueError):  # ValueError: the present process group is another one
             failed = True
-    world.gather.close(abort=failed)
-    world.schedule.close(abort=failed)
-    world.reduce.close(abort=failed)
+    for communicator in opened:
+        communicator.close(abort=failed)
     world.control.close()
     if not failed and not joined and dist.is_initialized():
         dist.destroy_process_group()

@@ -122,16 +122,13 @@ class Packing:
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Pack the remaining gradients in one launch, zero what has none, and return `flat`."""
-        views, sources, missing = [*self._gaps], [*self._zeros], []
-        for index, (view, gradient) in enumerate(zip(self._views, gradients)):
-            if index in self._packed:
-                if gradient is not None:
-                    view.add_(gradient)
-            elif gradient is None:
-                missing.append(view)
-            else:
-                views.append(view)
-                sources.append(gradient)
+        for index in self._packed:
+            if (again := gradients[index]) is not None:
+                self._views[index].add_(again)
+        rest = [pair for index, pair in enumerate(zip(self._views, gradients)) if index not in self._packed]
+        views = [view for view, gradient in rest if gradient is not None] + self._gaps
+        sources = [gradient for _, gradient in rest if gradient is not None] + self._zeros
+        missing = [view for view, gradient in rest if gradient is None]
         if views:
             foreach_copy_(views, sources)
         if missing:

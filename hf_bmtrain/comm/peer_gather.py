@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,32 +15,24 @@ from .peer_memory import PeerMemory
 from .streams import Ticket, work_stream
 
 
+@dataclass(eq=False)
 class _Shared:
     """One shard that all ranks have mapped.
 
-    sources: the mapped shards by rank, None for this one. alive: returns None once the shard is no longer referenced.
-    published: the version that the other ranks may read. meeting: a ticket behind which every rank's announced update
-    is done. read: True if this rank has gathered the shard since the last `quiesce`.
+    sources: the mapped shards by rank, None for this one. alive: returns None once the shard's memory is no longer
+    referenced. published: the version that the other ranks may read. meeting: a ticket behind which every rank's
+    announced update is done. read: True if this rank has gathered the shard since the last `quiesce`.
     """
 
-    def __init__(
-        self,
-        shard: torch.Tensor,
-        sources: list[Any],
-        handle: Any,
-        alive: Callable[[], object],
-        wait_for_update: Callable[[], None],
-    ) -> None:
-        self.sources, self.handle, self.alive, self.wait_for_update = sources, handle, alive, wait_for_update
-        self.shard, self.nbytes = weakref.ref(shard), shard.nbytes
-        self.published = -1
-        self.meeting: Ticket | None = None
-        self.read = False
-
-    @property
-    def changed(self) -> bool:
-        shard = self.shard()
-        return shard is not None and shard._version != self.published
+    shard: weakref.ref[torch.Tensor]
+    nbytes: int
+    sources: list[Any]
+    handle: Any
+    alive: Callable[[], object]
+    wait_for_update: Callable[[], None]
+    published: int = -1
+    meeting: Ticket | None = None
+    read: bool = False
 
 
 class PeerGather(Gather):
@@ -100,15 +93,16 @@ class PeerGather(Gather):
             return self.collective.allocate(numel, dtype, device, wait_for_update)
         self.free_dropped()
         shard, handle, alive = self._memory.allocate(numel, dtype)
-        handles = self._exchange(handle)
         sources = [
-            None if rank == self._rank else self._memory.map(other, nbytes) for rank, other in enumerate(handles)
+            None if rank == self._rank else self._memory.map(other, nbytes)
+            for rank, other in enumerate(self._exchange(handle))
         ]
         self._exchange(None)  # all have mapped
         self._memory.unlink(handle)
         self._made += 1
         note: Any = shard
-        note.shared = self._shared[self._made] = _Shared(shard, sources, handle, alive, wait_for_update)
+        note.shared = _Shared(weakref.ref(shard), nbytes, sources, handle, alive, wait_for_update)
+        self._shared[self._made] = note.shared
         return shard
 
     def free_dropped(self) -> None:
@@ -137,7 +131,7 @@ class PeerGather(Gather):
         if shared.meeting is not None:
             shared.meeting.wait()
             shared.meeting = None
-        if shared.changed:
+        if shard._version != shared.published:
             self._publish()
         shared.read = True
         parts = whole.detach().data.view(torch.uint8).view(self._size, -1)
@@ -151,8 +145,8 @@ class PeerGather(Gather):
 
     def _publish(self) -> None:
         """Make this rank's writes, and every other rank's, visible to the copies that follow."""
-        living = [(shared, shared.shard()) for shared in self._shared.values()]
-        changed = [(shared, shard) for shared, shard in living if shard is not None and shared.changed]
+        living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]
+        changed = [(shared, shard) for shared, shard in living if shard._version != shared.published]
         self._check_unread([shared for shared, _ in changed])
         for shared, _ in changed:
             shared.wait_for_update()

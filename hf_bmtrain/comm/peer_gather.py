@@ -141,7 +141,7 @@ class PeerGather(Gather):
         pairs.append(
             [(here[begin:end].view(torch.uint8), shard.detach()[begin:end].view(torch.uint8)) for begin, end in own]
         )
-        return self._memory.pull(pairs)
+        return self._memory.copy(pairs)
 
     def _publish(self) -> None:
         """Make this rank's writes, and every other rank's, visible to the copies that follow."""

@@ -26,11 +26,11 @@ class PeerMemory(Protocol):
         ...
 
     def map(self, handle: Any, nbytes: int) -> Any:
-        """Map another process's memory and return the source of `pull`, or target of `push`, that it is."""
+        """Map another process's memory, to be a source or target of `copy`."""
         ...
 
     def part(self, source: Any, start: int, stop: int) -> Any:
-        """Return bytes start:stop of mapped memory, a target of `push`."""
+        """Return bytes start:stop of mapped memory, to be a source or target of `copy`."""
         ...
 
     def unlink(self, handle: Any) -> None:
@@ -42,17 +42,11 @@ class PeerMemory(Protocol):
     def free(self, handle: Any) -> None:
         """Free memory of this process that no process has mapped any more."""
 
-    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
-        """Start to fill each uint8 tensor (n,) from its source, after the work queued on the current stream.
+    def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
+        """Start to fill each target from its source, after the work queued on the current stream.
 
-        pairs: one sequence of (tensor, source) per process, this one included.
-        """
-        ...
-
-    def push(self, pairs: Sequence[Sequence[tuple[Any, torch.Tensor]]]) -> Ticket:
-        """Start to fill each target from its contiguous tensor, after the work queued on the current stream.
-
-        pairs: one sequence of (target, tensor) per other process.
+        pairs: one sequence of (target, source) per process. Both are contiguous, and one at least is a tensor; the
+        other may be mapped memory. A target that is a tensor is uint8 (n,).
         """
         ...
 
@@ -89,13 +83,11 @@ class HostMemory:
     def free(self, handle: str) -> None:
         pass
 
-    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
+    def copy(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
         for own in pairs:
             for target, source in own:
                 target.copy_(source.view(torch.uint8))
         return DONE
-
-    push = pull
 
     def order(self) -> None:
         pass
@@ -171,26 +163,17 @@ class CudaMemory:
         with self._chosen():
             self._runtime.free(handle[1])
 
-    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
-        def address(source: Any) -> int:
-            return source.data_ptr() if isinstance(source, torch.Tensor) else source
-
-        return self._copy([[(target.data_ptr(), address(s), target.numel()) for target, s in own] for own in pairs])
-
-    def push(self, pairs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Ticket:
-        return self._copy([[(target, source.data_ptr(), source.nbytes) for target, source in own] for own in pairs])
-
-    def _copy(self, copies: Sequence[Sequence[tuple[int, int, int]]]) -> Ticket:
-        """Start the copies (target address, source address, bytes), each sequence on its own stream."""
+    def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         events = []
-        for own, stream in zip(copies, self._streams):
+        for own, stream in zip(pairs, self._streams):  # each sequence on its own stream
             if not own:
                 continue
             stream.wait_event(ready)
-            for target, source, nbytes in own:
-                self._runtime.memcpyAsync(target, source, nbytes, _DEFAULT, stream.cuda_stream)
+            for target, source in own:
+                nbytes = target.nbytes if isinstance(target, torch.Tensor) else source.nbytes
+                self._runtime.memcpyAsync(_address(target), _address(source), nbytes, _DEFAULT, stream.cuda_stream)
             done = torch.cuda.Event()
             done.record(stream)
             events.append(done)
@@ -203,3 +186,7 @@ class CudaMemory:
 
 
 _DEFAULT = 4  # cudaMemcpyDefault: the addresses say which device
+
+
+def _address(memory: torch.Tensor | int) -> int:
+    return memory.data_ptr() if isinstance(memory, torch.Tensor) else memory

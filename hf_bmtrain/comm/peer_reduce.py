@@ -87,7 +87,7 @@ class Mailboxes:
         return self.boxes[(self._taken - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of another rank's mailbox of this number, for `PeerMemory.push`."""
+        """Return bytes start:stop of another rank's mailbox of this number, for `PeerMemory.copy`."""
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
 
@@ -158,7 +158,7 @@ class PeerReduction(Reduction):
         box = self.boxes.current()
         self._pushing.follow()
         self._pushing.after(box.free)
-        self._pushing.run(lambda: self._memory.push(pushed).wait())
+        self._pushing.run(lambda: self._memory.copy(pushed).wait())
         self._adding.after(self._pushing.mark())
         self._adding.run(self._meet)
         self.boxes.previous().free = self._adding.mark()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from .collectives import CollectiveGather, Communicator, Gather, GlooCommunicato
 from .control import Control
 from .nccl import NcclCommunicator, import_nccl
 from .peer_gather import PeerGather
-from .peer_memory import CudaMemory, HostMemory, PeerMemory
+from .peer_memory import CudaMemory, HostMemory
 from .peer_reduce import PeerReduction
 from .reduce import CollectiveReduction, LocalReduction, Reduction
 
@@ -69,11 +69,18 @@ def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta,
         return opened[-1]
 
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
-    reduction = CollectiveReduction(reducing, device)
-    found = Backend(gathering, reducing, CollectiveGather(gathering), reduction, reduction, control, opened)
-    if gather == "collective":
+    shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
+    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened)
+    smallest = _smallest_copied(rank, device, gather, control.gather)
+    if smallest is None:
         return found
-    return _with_peers(found, reduction, device, gather == "peer", lambda: open_communicator("updates"))
+    # Two memories, since each has its own streams.
+    pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device, size) for _ in range(2))
+    updates = functools.partial(open_communicator, "updates")
+    return found._replace(
+        shards=PeerGather(gathering, shards, pulled, control.gather, smallest, device, updates),
+        blocks=PeerReduction(reduction, pushed, control.gather, smallest, device),
+    )
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -90,32 +97,21 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
 
 
-def _with_peers(
-    found: Backend,
-    reduction: CollectiveReduction,
-    device: torch.device,
-    forced: bool,
-    open_meetings: Callable[[], Communicator],
-) -> Backend:
-    """Return `found` with pulled shards and pushed gradients where all ranks can access each other's memory and copies
-    are faster."""
-    rank, size, exchange = found.gather.rank, found.gather.size, found.control.gather
+def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> int | None:
+    """Return the least bytes of a shard that is gathered and reduced by copies; None for collectives alone.
 
-    def memory() -> PeerMemory:  # one per user, since each has its own streams
-        return HostMemory() if device.type == "cpu" else CudaMemory(device, size)
-
-    reason = _hindrance(device, exchange)
-    if reason is None and device.type == "cpu" and not forced:
-        return found
+    Copies need access of all ranks to each other's memory, and are slower on CPU. Collective.
+    """
+    reason = None if gather == "collective" else _hindrance(device, exchange)
+    if reason is not None and gather == "peer":
+        raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
     if reason is not None:
-        if forced:
-            raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
         _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
-        return found
-    smallest = 0 if forced else SMALLEST_PULLED
+    if reason is not None or gather == "collective" or (gather == "auto" and device.type == "cpu"):
+        return None
+    smallest = 0 if gather == "peer" else SMALLEST_PULLED
     _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)
-    shards = PeerGather(found.gather, found.shards, memory(), exchange, smallest, device, open_meetings)
-    return found._replace(shards=shards, blocks=PeerReduction(reduction, memory(), exchange, smallest, device))
+    return smallest
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:

@@ -114,7 +114,9 @@ def init_distributed(
             "start of the program."
         )
     check_zero_level(zero_level)
-    check_sizes(pipe_size, tp_size)
+    for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
+        if parts not in (1, -1):  # BMTrain takes -1 for 1
+            refuse_parallelism(f"{name}={parts}")
     rank, size, local_rank = find_place()
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)
@@ -176,13 +178,6 @@ def check_zero_level(zero_level: int) -> None:
             f"zero_level must be 2 (parameters stay whole from forward to backward) or 3 (freed between them), "
             f"not {zero_level!r}."
         )
-
-
-def check_sizes(pipe_size: int, tp_size: int) -> None:
-    """Raise NotImplementedError unless both are 1 (or -1, which BMTrain takes for 1)."""
-    for name, size in (("pipe_size", pipe_size), ("tp_size", tp_size)):
-        if size not in (1, -1):
-            refuse_parallelism(f"{name}={size}")
 
 
 def refuse_parallelism(what: str) -> NoReturn:

@@ -55,7 +55,7 @@ class Communicator(Protocol):
 class Gather(Protocol):
     """Allocates shards and gathers them into whole buffers. communicator: orders all gathers and collectives.
 
-    By default shards need no protection (the methods that return None do nothing) and are in torch's memory.
+    By default `quiesce`, `announce` and `free_dropped` do nothing, and shards are in torch's memory.
     """
 
     communicator: Communicator

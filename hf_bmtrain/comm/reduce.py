@@ -31,14 +31,15 @@ class Flight:
     """A reduction that has been sent and not yet waited for.
 
     arrived: the ticket of the result. gradients: kept until then. memory: where they are packed, freed after it.
-    add: adds the result to the running sum. squares: the sum of squares of each gradient's part of the shard, (k,)
-    float64, to be read after `land`; None where the reduction does not measure what it writes.
+    added: (mean, running sum, shard) if `land` has to add the mean to the sum and write that to the shard. squares: the
+    sum of squares of each gradient's part of the shard, (k,) float64, to be read after `land`; None where the reduction
+    does not measure what it writes.
     """
 
     arrived: Ticket
     gradients: Sequence[torch.Tensor | None]
     memory: ResizableStorage | None = None
-    add: Callable[[], None] | None = None
+    added: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     squares: torch.Tensor | None = None
 
     def land(self) -> None:
@@ -48,14 +49,17 @@ class Flight:
         """
         self.arrived.wait()
         self.gradients = ()
-        if self.add is not None:
-            self.add()
+        if self.added is not None:
+            mean, total, shard = self.added
+            total.add_(mean)
+            if total is not shard:
+                shard.copy_(total)
         if self.memory is not None:
             self.memory.free()
 
     def cancel(self) -> None:
         """Make the current stream wait until nothing is in flight; the shard's contents are undefined."""
-        self.add = None
+        self.added = None
         self.land()
 
 
@@ -137,19 +141,6 @@ class Packing:
         return self.flat
 
 
-def _adder(mean: torch.Tensor, shard: torch.Tensor, total: torch.Tensor | None) -> Callable[[], None] | None:
-    """Return a function that adds `mean` to the running sum and writes the sum to `shard`; None without a sum."""
-    if total is None:
-        return None
-
-    def add() -> None:
-        total.add_(mean)
-        if total is not shard:
-            shard.copy_(total)
-
-    return add
-
-
 class CollectingReducer:
     """Keeps the gradients that it collects before `send` as they are."""
 
@@ -218,7 +209,7 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        return Flight(tickets[0], gradients, memory, _adder(arriving, shard, total))
+        return Flight(tickets[0], gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the first gradient is the whole buffer, stored as it would be packed."""
@@ -254,7 +245,7 @@ class _LocalReducer:
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         packed = self._begin(shard, total).complete(gradients)
         self._open = None
-        return Flight(DONE, (), add=_adder(packed, shard, total))
+        return Flight(DONE, (), added=None if total is None else (packed, total, shard))
 
     def discard(self) -> None:
         self._open = None

@@ -56,7 +56,8 @@ class Reader(Protocol):
 class ForwardPass:
     """A call of the outermost sharded module. It owns the boundary at the outputs, where its backward begins.
 
-    readers: the buffers outside blocks that it read. blocks: the blocks that autograd recorded in it.
+    readers: the buffers outside blocks that it read, each with its `unwatched` as it is at the `end`. blocks: the blocks
+    that autograd recorded in it.
 
     While its backward runs, a call of a recorded block is a recomputation by a checkpoint around it; a call of any
     other block is a forward of its own, recorded for a backward inside the backward.
@@ -65,15 +66,14 @@ class ForwardPass:
     def __init__(self, enter: Callable[[ForwardPass], None]) -> None:
         """enter: notes that the running backward goes through this pass."""
         self._enter = enter
-        self.readers: dict[Reader, None] = {}
+        self.readers: dict[Reader, bool] = {}
         self.blocks: set[Any] = set()
-        self._unwatched: list[bool] = []
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
         """End the forward. Returns the versions of the buffers it read, for `before_backward`."""
-        self._unwatched = [reader.unwatched for reader in self.readers]
+        self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
 
     def check_unwritten(self) -> None:
@@ -96,7 +96,7 @@ class ForwardPass:
                 "load came between them); the gradients would be wrong. Run forward again."
             )
         self._enter(self)
-        for reader, unwatched in zip(self.readers, self._unwatched):
+        for reader, unwatched in self.readers.items():
             reader.prepare_backward(unwatched)
 
     def after_backward(self) -> None:
@@ -186,7 +186,7 @@ class Schedule:
     def add_reader(self, reader: Reader) -> None:
         """Note that the open forward pass reads a buffer outside blocks."""
         if self._pass is not None:
-            self._pass.readers[reader] = None
+            self._pass.readers[reader] = True
 
     def record(self, block: Member) -> None:
         """Note that autograd has recorded a forward of `block` in the open forward pass."""

@@ -102,12 +102,15 @@ def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> 
 
     Copies need access of all ranks to each other's memory, and are slower on CPU. Collective.
     """
-    reason = None if gather == "collective" else _hindrance(device, exchange)
+    if gather == "collective":
+        return None
+    reason = _hindrance(device, exchange)
     if reason is not None and gather == "peer":
         raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
     if reason is not None:
         _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
-    if reason is not None or gather == "collective" or (gather == "auto" and device.type == "cpu"):
+        return None
+    if gather == "auto" and device.type == "cpu":
         return None
     smallest = 0 if gather == "peer" else SMALLEST_PULLED
     _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)

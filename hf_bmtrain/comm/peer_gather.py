@@ -134,13 +134,11 @@ class PeerGather(Gather):
         if shard._version != shared.published:
             self._publish()
         shared.read = True
-        parts = whole.detach().data.view(torch.uint8).view(self._size, -1)
+        parts = whole.detach().data.view(self._size, -1)
         order = [(self._rank + distance) % self._size for distance in range(1, self._size)]  # not all from one at once
         pairs = [[(parts[rank], shared.sources[rank])] for rank in order]
-        here = parts[self._rank].view(shard.dtype)
-        pairs.append(
-            [(here[begin:end].view(torch.uint8), shard.detach()[begin:end].view(torch.uint8)) for begin, end in own]
-        )
+        here, mine = parts[self._rank], shard.detach()
+        pairs.append([(here[begin:end], mine[begin:end]) for begin, end in own])
         return self._memory.copy(pairs)
 
     def _publish(self) -> None:

@@ -45,8 +45,8 @@ class PeerMemory(Protocol):
     def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
         """Start to fill each target from its source, after the work queued on the current stream.
 
-        pairs: one sequence of (target, source) per process. Both are contiguous, and one at least is a tensor; the
-        other may be mapped memory. A target that is a tensor is uint8 (n,).
+        pairs: one sequence of (target, source) per process, of equal bytes. At least one of the two is a contiguous
+        tensor (n,) of this process, the other one too or mapped memory.
         """
         ...
 
@@ -86,7 +86,7 @@ class HostMemory:
     def copy(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
         for own in pairs:
             for target, source in own:
-                target.copy_(source.view(torch.uint8))
+                target.view(torch.uint8).copy_(source.view(torch.uint8))
         return DONE
 
     def order(self) -> None:

@@ -196,8 +196,9 @@ class _CollectiveReducer(CollectingReducer):
         arriving = shard if total is None else torch.empty_like(shard)
         if self._poison:
             arriving.fill_(float("nan"))
-        memory, packing = (None, None) if self._fills(gradients) else self._packing
-        if memory is not None:
+        memory = packing = None
+        if not self._fills(gradients):
+            memory, packing = self._packing
             memory.allocate()
         tickets: list[Ticket] = []
 

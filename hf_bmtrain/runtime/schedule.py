@@ -56,7 +56,7 @@ class Reader(Protocol):
 class ForwardPass:
     """A call of the outermost sharded module. It owns the boundary at the outputs, where its backward begins.
 
-    readers: the buffers outside blocks that it read, each with its `unwatched` as it is at the `end`. blocks: the blocks
+    readers: the buffers outside blocks that it read, each with its `unwatched` as it is at the `end`. blocks: those
     that autograd recorded in it.
 
     While its backward runs, a call of a recorded block is a recomputation by a checkpoint around it; a call of any

@@ -51,7 +51,7 @@ def what_a_rank_owns_is_not_copied():
     original, whole = HostMemory.copy, 0
 
     def pull(memory, pairs):
-        pulled.append(sum(target.numel() for target, _ in pairs[-1]))
+        pulled.append(sum(target.nbytes for target, _ in pairs[-1]))
         return original(memory, pairs)
 
     for buffer in buffers:

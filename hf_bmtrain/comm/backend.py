@@ -119,19 +119,16 @@ def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> 
 
 def _hindrance(device: torch.device, exchange) -> str | None:
     """Return the reason why the ranks cannot access each other's memory, or None; equal on all ranks. Collective."""
-    place = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index)
-    places = exchange(place)
-    if len({place[:2] for place in places}) > 1:
-        return f"the ranks are on {len({place[:2] for place in places})} hosts"
+    places = exchange((socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index))
+    hosts = {place[:2] for place in places}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
     if device.type == "cpu":
         return None
     if len({place[2] for place in places}) > 1:
         return "the ranks see different CUDA devices (CUDA_VISIBLE_DEVICES)"
-    blocked = [
-        other[3]
-        for other in places
-        if other[3] != device.index and not torch.cuda.can_device_access_peer(device.index, other[3])
-    ]
+    others = [place[3] for place in places if place[3] != device.index]
+    blocked = [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
     reports = [report for report in exchange(blocked and f"cuda:{device.index} cannot reach {blocked}") if report]
     return reports[0] if reports else None
 

@@ -57,12 +57,10 @@ class PeerMemory(Protocol):
 class HostMemory:
     """Files in shared memory, for processes on CPU. Copies are synchronous."""
 
-    def __init__(self) -> None:
-        self._folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
         nbytes = numel * dtype.itemsize
-        descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=self._folder)
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else that of temporary files
+        descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
         shard = self.map(path, nbytes).view(dtype)

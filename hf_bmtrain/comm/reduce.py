@@ -184,6 +184,7 @@ class _CollectiveReducer(CollectingReducer):
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
         self._owner, self._layout, self._shapes, self._like, self._poison = owner, layout, shapes, like, poison
+        self._single = layout.numels == (layout.numel,)  # one tensor is all of the buffer
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
@@ -215,7 +216,7 @@ class _CollectiveReducer(CollectingReducer):
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the first gradient is the whole buffer, stored as it would be packed."""
         first = gradients[0]
-        if first is None or self._layout.numels != (self._layout.numel,):
+        if first is None or not self._single:
             return False
         plain = first.layout == torch.strided and not first.is_conj() and not first.is_neg()
         return plain and first.dtype == self._like.dtype and first.is_contiguous()

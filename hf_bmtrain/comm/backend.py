@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from .collectives import CollectiveGather, Communicator, Gather, GlooCommunicato
 from .control import Control
 from .nccl import NcclCommunicator, import_nccl
 from .peer_gather import PeerGather
-from .peer_memory import CudaMemory, HostMemory, PeerMemory
+from .peer_memory import CudaMemory, HostMemory
 from .peer_reduce import PeerReduction
 from .reduce import CollectiveReduction, LocalReduction, Reduction
 
@@ -33,8 +33,9 @@ SMALLEST_PULLED = 16 << 20
 class Backend(NamedTuple):
     """The channels between the ranks of a world.
 
-    gather, reduce: communicators whose operations do not wait for one another. shards: gathers shards. blocks,
-    outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
+    gather, reduce: communicators whose operations do not wait for one another. shards: allocates and gathers shards.
+    blocks, outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
+    opened: all communicators that are open.
     """
 
     gather: Communicator
@@ -43,6 +44,7 @@ class Backend(NamedTuple):
     blocks: Reduction
     outside: Reduction
     control: Control
+    opened: list[Communicator]
 
 
 def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Backend:
@@ -51,24 +53,34 @@ def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta,
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
-        return Backend(single, single, CollectiveGather(single), local, local, Control(1, timeout))
+        return Backend(single, single, CollectiveGather(single), local, local, Control(1, timeout), [])
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout)
     control = Control(size, timeout)
+    opened: list[Communicator] = []
 
     def open_communicator(name: str) -> Communicator:
         if device.type == "cpu":
-            return GlooCommunicator(name, timeout)
-        unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
-        return NcclCommunicator(name, rank, size, unique_id, device)
+            opened.append(GlooCommunicator(name, timeout))
+        else:
+            unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
+            opened.append(NcclCommunicator(name, rank, size, unique_id, device))
+        return opened[-1]
 
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
-    reduction = CollectiveReduction(reducing, device)
-    found = Backend(gathering, reducing, CollectiveGather(gathering), reduction, reduction, control)
-    if gather == "collective":
+    shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
+    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened)
+    smallest = _smallest_copied(rank, device, gather, control.gather)
+    if smallest is None:
         return found
-    return _with_peers(found, reduction, device, gather == "peer", lambda: open_communicator("updates"))
+    # Two memories, since each has its own streams.
+    pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device, size) for _ in range(2))
+    updates = functools.partial(open_communicator, "updates")
+    return found._replace(
+        shards=PeerGather(gathering, shards, pulled, control.gather, smallest, device, updates),
+        blocks=PeerReduction(reduction, pushed, control.gather, smallest, device),
+    )
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -85,49 +97,38 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> Non
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
 
 
-def _with_peers(
-    found: Backend,
-    reduction: CollectiveReduction,
-    device: torch.device,
-    forced: bool,
-    open_meetings: Callable[[], Communicator],
-) -> Backend:
-    """Return `found` with pulled shards and pushed gradients where all ranks can access each other's memory and copies
-    are faster."""
-    rank, size, exchange = found.gather.rank, found.gather.size, found.control.gather
+def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> int | None:
+    """Return the least bytes of a shard that is gathered and reduced by copies; None for collectives alone.
 
-    def memory() -> PeerMemory:  # one per user, since each has its own streams
-        return HostMemory() if device.type == "cpu" else CudaMemory(device, size)
-
+    Copies need access of all ranks to each other's memory, and are slower on CPU. Collective.
+    """
+    if gather == "collective":
+        return None
     reason = _hindrance(device, exchange)
-    if reason is None and device.type == "cpu" and not forced:
-        return found
+    if reason is not None and gather == "peer":
+        raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
     if reason is not None:
-        if forced:
-            raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
         _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
-        return found
-    smallest = 0 if forced else SMALLEST_PULLED
+        return None
+    if gather == "auto" and device.type == "cpu":
+        return None
+    smallest = 0 if gather == "peer" else SMALLEST_PULLED
     _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)
-    shards = PeerGather(found.gather, found.shards, memory(), exchange, smallest, device, open_meetings)
-    return found._replace(shards=shards, blocks=PeerReduction(reduction, memory(), exchange, smallest, device))
+    return smallest
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:
     """Return the reason why the ranks cannot access each other's memory, or None; equal on all ranks. Collective."""
-    place = (socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index)
-    places = exchange(place)
-    if len({place[:2] for place in places}) > 1:
-        return f"the ranks are on {len({place[:2] for place in places})} hosts"
+    places = exchange((socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index))
+    hosts = {place[:2] for place in places}
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
     if device.type == "cpu":
         return None
     if len({place[2] for place in places}) > 1:
         return "the ranks see different CUDA devices (CUDA_VISIBLE_DEVICES)"
-    blocked = [
-        other[3]
-        for other in places
-        if other[3] != device.index and not torch.cuda.can_device_access_peer(device.index, other[3])
-    ]
+    others = [place[3] for place in places if place[3] != device.index]
+    blocked = [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
     reports = [report for report in exchange(blocked and f"cuda:{device.index} cannot reach {blocked}") if report]
     return reports[0] if reports else None
 

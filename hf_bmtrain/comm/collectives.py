@@ -50,18 +50,20 @@ class Communicator(Protocol):
 
     def close(self, abort: bool) -> None:
         """Destroy the communicator. With `abort`, wait at most one second for other ranks."""
-        ...
 
 
 class Gather(Protocol):
-    """Allocates shards and gathers them into whole buffers. communicator: orders all gathers and collectives."""
+    """Allocates shards and gathers them into whole buffers. communicator: orders all gathers and collectives.
+
+    By default `quiesce`, `announce` and `free_dropped` do nothing, and shards are in torch's memory.
+    """
 
     communicator: Communicator
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes of this rank's shards outside torch's allocator, which its statistics do not include."""
-        ...
+        return 0
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
@@ -81,25 +83,16 @@ class Gather(Protocol):
 
     def quiesce(self) -> None:
         """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
-        ...
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         """Make later gathers of `shard` wait for `update`, the asynchronous write to it on each rank. Collective."""
-        ...
 
     def free_dropped(self) -> None:
         """Free the memory of shards from `allocate` that are no longer referenced. Collective."""
-        ...
-
-    def close(self, abort: bool) -> None:
-        """Close the communicators that this object opened."""
-        ...
 
 
-class CollectiveGather:
+class CollectiveGather(Gather):
     """Gathers by all-gather, which ends only after all ranks have entered it: shards need no other protection."""
-
-    mapped_bytes = 0
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -111,18 +104,6 @@ class CollectiveGather:
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
         return self.communicator.all_gather(whole, shard)
-
-    def quiesce(self) -> None:
-        pass
-
-    def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        pass
-
-    def free_dropped(self) -> None:
-        pass  # torch's allocator reclaims it by itself
-
-    def close(self, abort: bool) -> None:
-        pass
 
 
 class SingleProcess:

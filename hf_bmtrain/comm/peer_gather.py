@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,35 +15,27 @@ from .peer_memory import PeerMemory
 from .streams import Ticket, work_stream
 
 
+@dataclass(eq=False)
 class _Shared:
     """One shard that all ranks have mapped.
 
-    sources: the mapped shards by rank, None for this one. alive: returns None once the shard is no longer referenced.
-    published: the version that the other ranks may read. meeting: a ticket behind which every rank's announced update
-    is done. read: True if this rank has gathered the shard since the last `quiesce`.
+    sources: the mapped shards by rank, None for this one. alive: returns None once the shard's memory is no longer
+    referenced. published: the version that the other ranks may read. meeting: a ticket behind which every rank's
+    announced update is done. read: True if this rank has gathered the shard since the last `quiesce`.
     """
 
-    def __init__(
-        self,
-        shard: torch.Tensor,
-        sources: list[Any],
-        handle: Any,
-        alive: Callable[[], object],
-        wait_for_update: Callable[[], None],
-    ) -> None:
-        self.sources, self.handle, self.alive, self.wait_for_update = sources, handle, alive, wait_for_update
-        self.shard, self.nbytes = weakref.ref(shard), shard.nbytes
-        self.published = -1
-        self.meeting: Ticket | None = None
-        self.read = False
-
-    @property
-    def changed(self) -> bool:
-        shard = self.shard()
-        return shard is not None and shard._version != self.published
+    shard: weakref.ref[torch.Tensor]
+    nbytes: int
+    sources: list[Any]
+    handle: Any
+    alive: Callable[[], object]
+    wait_for_update: Callable[[], None]
+    published: int = -1
+    meeting: Ticket | None = None
+    read: bool = False
 
 
-class PeerGather:
+class PeerGather(Gather):
     """Gathers by pulling; shards that are not mapped are gathered by `collective`.
 
     Its contract (why no rank has to meet the others at every gather):
@@ -87,8 +81,7 @@ class PeerGather:
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
         self._update_stream.follow()  # the token has been written
-        self._open_meetings = open_meetings
-        self._meetings: Communicator | None = None
+        self._meetings = functools.cache(open_meetings)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -100,15 +93,16 @@ class PeerGather:
             return self.collective.allocate(numel, dtype, device, wait_for_update)
         self.free_dropped()
         shard, handle, alive = self._memory.allocate(numel, dtype)
-        handles = self._exchange(handle)
         sources = [
-            None if rank == self._rank else self._memory.map(other, nbytes) for rank, other in enumerate(handles)
+            None if rank == self._rank else self._memory.map(other, nbytes)
+            for rank, other in enumerate(self._exchange(handle))
         ]
         self._exchange(None)  # all have mapped
         self._memory.unlink(handle)
         self._made += 1
         note: Any = shard
-        note.shared = self._shared[self._made] = _Shared(shard, sources, handle, alive, wait_for_update)
+        note.shared = _Shared(weakref.ref(shard), nbytes, sources, handle, alive, wait_for_update)
+        self._shared[self._made] = note.shared
         return shard
 
     def free_dropped(self) -> None:
@@ -137,22 +131,20 @@ class PeerGather:
         if shared.meeting is not None:
             shared.meeting.wait()
             shared.meeting = None
-        if shared.changed:
+        if shard._version != shared.published:
             self._publish()
         shared.read = True
-        parts = whole.detach().data.view(torch.uint8).view(self._size, -1)
+        parts = whole.detach().data.view(self._size, -1)
         order = [(self._rank + distance) % self._size for distance in range(1, self._size)]  # not all from one at once
         pairs = [[(parts[rank], shared.sources[rank])] for rank in order]
-        here = parts[self._rank].view(shard.dtype)
-        pairs.append(
-            [(here[begin:end].view(torch.uint8), shard.detach()[begin:end].view(torch.uint8)) for begin, end in own]
-        )
-        return self._memory.pull(pairs)
+        here, mine = parts[self._rank], shard.detach()
+        pairs.append([(here[begin:end], mine[begin:end]) for begin, end in own])
+        return self._memory.copy(pairs)
 
     def _publish(self) -> None:
         """Make this rank's writes, and every other rank's, visible to the copies that follow."""
-        living = [(shared, shared.shard()) for shared in self._shared.values()]
-        changed = [(shared, shard) for shared, shard in living if shard is not None and shared.changed]
+        living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]
+        changed = [(shared, shard) for shared, shard in living if shard._version != shared.published]
         self._check_unread([shared for shared, _ in changed])
         for shared, _ in changed:
             shared.wait_for_update()
@@ -173,9 +165,7 @@ class PeerGather:
         if shared is None:
             return  # gathered by a collective
         self._check_unread([shared])
-        if self._meetings is None:
-            self._meetings = self._open_meetings()
-        meetings = self._meetings
+        meetings = self._meetings()
 
         def meet() -> None:
             update.wait()
@@ -189,7 +179,3 @@ class PeerGather:
         self.communicator.all_reduce(self._token).wait()
         for shared in self._shared.values():
             shared.read = False
-
-    def close(self, abort: bool) -> None:
-        if self._meetings is not None:
-            self._meetings.close(abort)

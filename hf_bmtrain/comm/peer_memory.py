@@ -26,53 +26,41 @@ class PeerMemory(Protocol):
         ...
 
     def map(self, handle: Any, nbytes: int) -> Any:
-        """Map another process's memory and return the source of `pull`, or target of `push`, that it is."""
+        """Map another process's memory, to be a source or target of `copy`."""
         ...
 
     def part(self, source: Any, start: int, stop: int) -> Any:
-        """Return bytes start:stop of mapped memory, a target of `push`."""
+        """Return bytes start:stop of mapped memory, to be a source or target of `copy`."""
         ...
 
     def unlink(self, handle: Any) -> None:
         """Remove the name of the memory, after every process has mapped it."""
-        ...
 
     def unmap(self, source: Any) -> None:
         """Unmap another process's memory."""
-        ...
 
     def free(self, handle: Any) -> None:
         """Free memory of this process that no process has mapped any more."""
-        ...
 
-    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
-        """Start to fill each uint8 tensor (n,) from its source, after the work queued on the current stream.
+    def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
+        """Start to fill each target from its source, after the work queued on the current stream.
 
-        pairs: one sequence of (tensor, source) per process, this one included.
-        """
-        ...
-
-    def push(self, pairs: Sequence[Sequence[tuple[Any, torch.Tensor]]]) -> Ticket:
-        """Start to fill each target from its contiguous tensor, after the work queued on the current stream.
-
-        pairs: one sequence of (target, tensor) per other process.
+        pairs: one sequence of (target, source) per process, of equal bytes. At least one of the two is a contiguous
+        tensor (n,) of this process, the other one too or mapped memory.
         """
         ...
 
     def order(self) -> None:
         """Make the current stream wait for all copies started so far."""
-        ...
 
 
 class HostMemory:
     """Files in shared memory, for processes on CPU. Copies are synchronous."""
 
-    def __init__(self) -> None:
-        self._folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
         nbytes = numel * dtype.itemsize
-        descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=self._folder)
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else that of temporary files
+        descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
         shard = self.map(path, nbytes).view(dtype)
@@ -93,13 +81,11 @@ class HostMemory:
     def free(self, handle: str) -> None:
         pass
 
-    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
+    def copy(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
         for own in pairs:
             for target, source in own:
-                target.copy_(source.view(torch.uint8))
+                target.view(torch.uint8).copy_(source.view(torch.uint8))
         return DONE
-
-    push = pull
 
     def order(self) -> None:
         pass
@@ -175,26 +161,17 @@ class CudaMemory:
         with self._chosen():
             self._runtime.free(handle[1])
 
-    def pull(self, pairs: Sequence[Sequence[tuple[torch.Tensor, Any]]]) -> Ticket:
-        def address(source: Any) -> int:
-            return source.data_ptr() if isinstance(source, torch.Tensor) else source
-
-        return self._copy([[(target.data_ptr(), address(s), target.numel()) for target, s in own] for own in pairs])
-
-    def push(self, pairs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Ticket:
-        return self._copy([[(target, source.data_ptr(), source.nbytes) for target, source in own] for own in pairs])
-
-    def _copy(self, copies: Sequence[Sequence[tuple[int, int, int]]]) -> Ticket:
-        """Start the copies (target address, source address, bytes), each sequence on its own stream."""
+    def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         events = []
-        for own, stream in zip(copies, self._streams):
+        for own, stream in zip(pairs, self._streams):  # each sequence on its own stream
             if not own:
                 continue
             stream.wait_event(ready)
-            for target, source, nbytes in own:
-                self._runtime.memcpyAsync(target, source, nbytes, _DEFAULT, stream.cuda_stream)
+            for target, source in own:
+                nbytes = target.nbytes if isinstance(target, torch.Tensor) else source.nbytes
+                self._runtime.memcpyAsync(_address(target), _address(source), nbytes, _DEFAULT, stream.cuda_stream)
             done = torch.cuda.Event()
             done.record(stream)
             events.append(done)
@@ -207,3 +184,7 @@ class CudaMemory:
 
 
 _DEFAULT = 4  # cudaMemcpyDefault: the addresses say which device
+
+
+def _address(memory: torch.Tensor | int) -> int:
+    return memory.data_ptr() if isinstance(memory, torch.Tensor) else memory

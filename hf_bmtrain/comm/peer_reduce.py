@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,15 +12,16 @@ import torch
 from ..ops.grad_norm import add_squares
 from ..ops.peer_sum import peer_mean, serves
 from ..ops.torch_internals import foreach_zero_
-from .layout import Layout
+from .layout import Layout, Piece
 from .peer_memory import PeerMemory
-from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer
+from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer, Reduction
 from .streams import DONE, Ticket, work_stream
 
 MAILBOXES = 2
 """Mailboxes per rank: one is filled while the other is read."""
 
 
+@dataclass(eq=False)
 class Mailbox:
     """Memory of this rank into which every other rank copies its part of one gradient.
 
@@ -27,9 +29,9 @@ class Mailbox:
     next filling waits; behind it no rank reads its own mailbox of this number.
     """
 
-    def __init__(self, memory: torch.Tensor, number: int) -> None:
-        self.memory, self.number = memory, number
-        self.free: Ticket = DONE
+    memory: torch.Tensor
+    number: int
+    free: Ticket = DONE
 
 
 class Mailboxes:
@@ -48,20 +50,16 @@ class Mailboxes:
         self._taken = 0
         self.nbytes = 0
 
-    @property
-    def mapped_bytes(self) -> int:
-        return len(self.boxes) * self.nbytes
-
     def free(self) -> None:
         """Free the mailboxes, which this rank must neither fill nor read any more. Collective."""
+        if self._handle is None:
+            return
         for mapped in self._mapped:
             if mapped is not None:
                 self._memory.unmap(mapped)
-        self.boxes, self._mapped = [], []
-        if self._handle is not None:
-            self._exchange(None)  # no rank has them mapped
-            self._memory.free(self._handle)
-        self._handle, self.nbytes = None, 0
+        self._exchange(None)  # no rank has them mapped
+        self._memory.free(self._handle)
+        self.boxes, self._mapped, self._handle, self.nbytes = [], [], None, 0
 
     def make(self, nbytes: int) -> None:
         """Allocate mailboxes of `nbytes`; there must be none. Collective."""
@@ -78,21 +76,17 @@ class Mailboxes:
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
-    def current(self) -> Mailbox:
-        """Return the mailbox that was taken last."""
-        return self.boxes[self._taken % MAILBOXES]
-
-    def previous(self) -> Mailbox:
-        """Return the mailbox that was taken before the last."""
-        return self.boxes[(self._taken - 1) % MAILBOXES]
+    def before(self, box: Mailbox) -> Mailbox:
+        """Return the mailbox whose turn is before that of `box`."""
+        return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of another rank's mailbox of this number, for `PeerMemory.push`."""
+        """Return bytes start:stop of another rank's mailbox of this number, for `PeerMemory.copy`."""
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
 
 
-class PeerReduction:
+class PeerReduction(Reduction):
     """Reduces the gradients of blocks by copies between the GPUs; `collective` reduces small ones and other dtypes.
 
     Nothing is packed: a rank pushes, straight from the tensors that autograd made, each other rank's pieces into that
@@ -114,8 +108,6 @@ class PeerReduction:
     * Nothing waits for the host, but for the mailboxes' making. Their memory is freed by all ranks together.
     """
 
-    ahead = 1
-
     def __init__(
         self,
         collective: CollectiveReduction,
@@ -133,7 +125,7 @@ class PeerReduction:
 
     @property
     def mapped_bytes(self) -> int:
-        return self.boxes.mapped_bytes
+        return MAILBOXES * self.boxes.nbytes
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         small = layout.shard_numel * like.itemsize < max(self._smallest, 1)
@@ -152,30 +144,28 @@ class PeerReduction:
         self._adding.mark().synchronize()
         self.boxes.free()
 
-    def carry(self, pushed: Sequence[Sequence[tuple[Any, torch.Tensor]]], add: Callable[[], object]) -> Ticket:
-        """Fill the other ranks' mailboxes that have the number of the one taken last, then add. Return a ticket.
+    def carry(
+        self, box: Mailbox, pushed: Sequence[Sequence[tuple[Any, torch.Tensor]]], add: Callable[[], object]
+    ) -> Ticket:
+        """Fill the other ranks' mailboxes that have the number of `box`, taken last, then add. Return a ticket.
 
-        pushed: for each other rank, (part of its mailbox, tensor) pairs. add: reads this rank's mailbox.
+        pushed: for each other rank, (part of its mailbox, tensor) pairs. add: reads `box`.
         """
-        box = self.boxes.current()
         self._pushing.follow()
         self._pushing.after(box.free)
-        self._pushing.run(lambda: self._memory.push(pushed).wait())
+        self._pushing.run(lambda: self._memory.copy(pushed).wait())
         self._adding.after(self._pushing.mark())
-        self._adding.run(self._meet)
-        self.boxes.previous().free = self._adding.mark()
+        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # the meeting
+        self.boxes.before(box).free = self._adding.mark()
         self._adding.run(add)
         return self._adding.mark()
-
-    def _meet(self) -> None:
-        self._communicator.all_reduce(self._token).wait()
 
 
 class _PeerReducer(CollectingReducer):
     """Reduces one flat buffer's gradients through the mailboxes.
 
-    _pieces: the pieces of each other rank's shard, in the order in which they are pushed. _own: the pieces of this
-    rank's shard. A piece is (index of the gradient, first element, end, first element in the shard).
+    _pieces: for each other rank, in the order in which they are pushed, the pieces of its shard. _own: the pieces of
+    this rank's shard. Each with the index of its gradient, without empty ones.
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
@@ -185,11 +175,11 @@ class _PeerReducer(CollectingReducer):
         ring = [(self._rank + distance) % layout.world_size for distance in range(1, layout.world_size)]
         self._pieces = [(other, self._pieces_of(other)) for other in ring]  # the ranks do not all push to one at once
         self._own = self._pieces_of(self._rank)
-        self._gaps = layout.shard_sizes(self._rank)
+        self._sizes = layout.shard_sizes(self._rank)
 
-    def _pieces_of(self, rank: int) -> list[tuple[int, int, int, int]]:
+    def _pieces_of(self, rank: int) -> list[tuple[int, Piece]]:
         pieces = [(index, self._layout.piece(index, rank)) for index in range(len(self._layout.numels))]
-        return [(index, p.tensor_start, p.tensor_stop, p.shard_start) for index, p in pieces if p.length]
+        return [(index, piece) for index, piece in pieces if piece.length]
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         gradients = self.with_collected(gradients)
@@ -199,33 +189,34 @@ class _PeerReducer(CollectingReducer):
         if self._poison and total is None:
             shard.fill_(float("nan"))
         pushed = [
-            [(self._target(box, other, at, stop - start), sources[index][start:stop]) for index, start, stop, at in own]
-            for other, own in self._pieces
+            [(self._target(box, other, p), sources[index][p.tensor_start : p.tensor_stop]) for index, p in pieces]
+            for other, pieces in self._pieces
         ]
         squares = torch.empty(len(sources), dtype=torch.float64, device=shard.device)
-        ticket = self._peers.carry(pushed, functools.partial(self._add, rows, sources, shard, total, squares))
+        ticket = self._peers.carry(box, pushed, functools.partial(self._add, rows, sources, shard, total, squares))
         return Flight(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return the gradient as (numel,) in the buffer's dtype; zeros for None."""
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
-    def _target(self, box: Mailbox, other: int, at: int, length: int) -> Any:
-        """Return the part of `other`'s mailbox, in this rank's row, for `length` elements of its shard from `at`."""
+    def _target(self, box: Mailbox, other: int, piece: Piece) -> Any:
+        """Return the part of `other`'s mailbox, in this rank's row, for a piece of its shard."""
         row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # `other` has no row for itself
-        start = (row * self._layout.shard_numel + at) * itemsize
-        return self._peers.boxes.part(box, other, start, start + length * itemsize)
+        start = (row * self._layout.shard_numel + piece.shard_start) * itemsize
+        return self._peers.boxes.part(box, other, start, start + piece.length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
         """Write the mean and its squares, and zero the shard's padding, which no rank fills."""
         parts = [squares.new_empty(0)] * len(sources)
-        for index, start, stop, at in self._own:
-            there = slice(at, at + stop - start)
+        for index, piece in self._own:
+            there = slice(piece.shard_start, piece.shard_stop)
+            mine = sources[index][piece.tensor_start : piece.tensor_stop]
             summed = None if total is None else total[there]
-            parts[index] = peer_mean(rows[:, there], sources[index][start:stop], self._rank, shard[there], summed)
+            parts[index] = peer_mean(rows[:, there], mine, self._rank, shard[there], summed)
         add_squares(parts, squares)
         sums = [shard] if total is None or total is shard else [shard, total]
-        gaps = [gap for each in sums for gap in each.split_with_sizes(self._gaps)[::2] if gap.numel()]
+        gaps = [gap for each in sums for gap in each.split_with_sizes(self._sizes)[::2] if gap.numel()]
         if gaps:
             foreach_zero_(gaps)
         if self._poison:

@@ -13,6 +13,8 @@ limits them), and two packed. With one process gradients are packed on the curre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -24,40 +26,40 @@ from .storage import ResizableStorage
 from .streams import DONE, Ticket, work_stream
 
 
+@dataclass(eq=False)
 class Flight:
     """A reduction that has been sent and not yet waited for.
 
     arrived: the ticket of the result. gradients: kept until then. memory: where they are packed, freed after it.
-    add: adds the result to the running sum. squares: the sum of squares of each gradient's part of the shard, (k,)
-    float64, to be read after `land`; None where the reduction does not measure what it writes.
+    added: (mean, running sum, shard) if `land` has to add the mean to the sum and write that to the shard. squares: the
+    sum of squares of each gradient's part of the shard, (k,) float64, to be read after `land`; None where the reduction
+    does not measure what it writes.
     """
 
-    def __init__(
-        self,
-        arrived: Ticket,
-        gradients: Sequence[torch.Tensor | None],
-        memory: PackingMemory | None = None,
-        add: Callable[[], None] | None = None,
-        squares: torch.Tensor | None = None,
-    ) -> None:
-        self._arrived, self._gradients, self._memory, self._add = arrived, gradients, memory, add
-        self.squares = squares
+    arrived: Ticket
+    gradients: Sequence[torch.Tensor | None]
+    memory: ResizableStorage | None = None
+    added: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    squares: torch.Tensor | None = None
 
     def land(self) -> None:
         """Make the current stream wait until the shard, and the running sum if there is one, holds the result.
 
         Drops the gradients that autograd made.
         """
-        self._arrived.wait()
-        self._gradients = ()
-        if self._add is not None:
-            self._add()
-        if self._memory is not None:
-            self._memory.free()
+        self.arrived.wait()
+        self.gradients = ()
+        if self.added is not None:
+            mean, total, shard = self.added
+            total.add_(mean)
+            if total is not shard:
+                shard.copy_(total)
+        if self.memory is not None:
+            self.memory.free()
 
     def cancel(self) -> None:
         """Make the current stream wait until nothing is in flight; the shard's contents are undefined."""
-        self._add = None
+        self.added = None
         self.land()
 
 
@@ -70,7 +72,6 @@ class Reducer(Protocol):
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
         """Accept gradient `index` before `send`; several for one index are added up."""
-        ...
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         """Start to write the mean over ranks of `gradients`, in the order of the layout, into `shard` (n,). Collective.
@@ -82,26 +83,24 @@ class Reducer(Protocol):
 
     def discard(self) -> None:
         """Drop what was collected."""
-        ...
 
 
 class Reduction(Protocol):
     """Makes reducers. ahead: the number of blocks whose gradients may be in flight during another block's backward."""
 
-    ahead: int
+    ahead = 1
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes outside torch's allocator, whose statistics do not include them."""
-        ...
+        """Bytes outside torch's allocator, whose statistics do not include them; 0 by default."""
+        return 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         """Make the reducer of parameters of `shapes` placed by `layout`, with the dtype and device of `like`."""
         ...
 
     def free(self) -> None:
-        """Free memory that is kept from one gradient to the next. Collective."""
-        ...
+        """Free memory that is kept from one gradient to the next, if there is any. Collective."""
 
 
 class Packing:
@@ -113,86 +112,33 @@ class Packing:
         parts = flat.data.split_with_sizes(layout.sizes)
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
-        self._targets = [*self._views, *self._gaps]
         zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
-        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]
-        self._present: set[int] = set()
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # so that one launch copies all
+        self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Pack one gradient, or add it to one that was packed before."""
-        if index in self._present:
+        if index in self._packed:
             self._views[index].add_(gradient)
         else:
             self._views[index].copy_(gradient)
-            self._present.add(index)
+            self._packed.add(index)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Pack the remaining gradients in one launch, and return `flat`."""
-        if self._present or [gradient for gradient in gradients if gradient is None]:
-            views, sources, zeros = self._sort(gradients)
-        else:
-            views, sources, zeros = self._targets, [*gradients, *self._zeros], []
+        """Pack the remaining gradients in one launch, zero what has none, and return `flat`."""
+        for index in self._packed:
+            if (again := gradients[index]) is not None:
+                self._views[index].add_(again)
+        rest = [pair for index, pair in enumerate(zip(self._views, gradients)) if index not in self._packed]
+        views = [view for view, gradient in rest if gradient is not None] + self._gaps
+        sources = [gradient for _, gradient in rest if gradient is not None] + self._zeros
+        missing = [view for view, gradient in rest if gradient is None]
         if views:
             foreach_copy_(views, sources)
-        if zeros:
-            foreach_zero_(zeros)
-        self._present.clear()
+        if missing:
+            foreach_zero_(missing)
+        self._packed.clear()
         return self.flat
-
-    def _sort(self, gradients: Sequence[torch.Tensor | None]) -> tuple[list, list, list]:
-        """Return views to write, their gradients, and views to zero; add to the gradients packed before."""
-        views, sources, zeros = [], [], list(self._gaps)
-        for index, (view, gradient) in enumerate(zip(self._views, gradients)):
-            if gradient is not None and index in self._present:
-                view.add_(gradient)
-            elif gradient is not None:
-                views.append(view)
-                sources.append(gradient)
-            elif index not in self._present:
-                zeros.append(view)
-        return views, sources, zeros
-
-    def reset(self) -> None:
-        """Forget what was packed."""
-        self._present.clear()
-
-
-class PackingMemory:
-    """A packing into memory of its own, which is made when it is first needed and freed between reductions."""
-
-    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
-        self._layout, self._shapes, self._poison = layout, shapes, poison
-        self._dtype, self._device = like.dtype, like.device
-        self._made: tuple[ResizableStorage, Packing] | None = None
-
-    def allocate(self) -> Packing:
-        """Return the packing, with its memory allocated."""
-        if self._made is None:
-            storage = ResizableStorage(self._layout.numel, self._dtype, self._device, self._poison)
-            self._made = storage, Packing(storage.tensor, self._layout, self._shapes)
-        storage, packing = self._made
-        storage.allocate()
-        return packing
-
-    def free(self) -> None:
-        """Free the memory and forget what was packed."""
-        if self._made is not None:
-            storage, packing = self._made
-            packing.reset()
-            storage.free()
-
-
-def _adder(mean: torch.Tensor, shard: torch.Tensor, total: torch.Tensor | None) -> Callable[[], None] | None:
-    """Return a function that adds `mean` to the running sum and writes the sum to `shard`; None without a sum."""
-    if total is None:
-        return None
-
-    def add() -> None:
-        total.add_(mean)
-        if total is not shard:
-            shard.copy_(total)
-
-    return add
 
 
 class CollectingReducer:
@@ -222,11 +168,8 @@ class CollectingReducer:
         self._collected.clear()
 
 
-class CollectiveReduction:
+class CollectiveReduction(Reduction):
     """Reduces by reduce-scatter. A buffer in flight holds all its packed gradients."""
-
-    ahead = 1
-    mapped_bytes = 0
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.stream = communicator, work_stream(device, priority=-1)
@@ -234,25 +177,30 @@ class CollectiveReduction:
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
         return _CollectiveReducer(self, layout, shapes, like, poison)
 
-    def free(self) -> None:
-        pass
-
 
 class _CollectiveReducer(CollectingReducer):
     """Packs the gradients and reduces them. A gradient that fills its buffer is reduced where autograd left it."""
 
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
-        self._owner, self._poison = owner, poison
+        self._owner, self._layout, self._shapes, self._like, self._poison = owner, layout, shapes, like, poison
         self._single = layout.numels == (layout.numel,)  # one tensor is all of the buffer
-        self._dtype, self._memory = like.dtype, PackingMemory(layout, shapes, like, poison)
+
+    @cached_property
+    def _packing(self) -> tuple[ResizableStorage, Packing]:
+        """Memory that is freed between reductions, and the packing into it."""
+        memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
+        return memory, Packing(memory.tensor, self._layout, self._shapes)
 
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         gradients = self.with_collected(gradients)
         arriving = shard if total is None else torch.empty_like(shard)
         if self._poison:
             arriving.fill_(float("nan"))
-        packing = None if self._fills(gradients) else self._memory.allocate()
+        memory = packing = None
+        if not self._fills(gradients):
+            memory, packing = self._packing
+            memory.allocate()
         tickets: list[Ticket] = []
 
         def reduce() -> None:
@@ -263,7 +211,7 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        return Flight(tickets[0], gradients, self._memory, _adder(arriving, shard, total))
+        return Flight(tickets[0], gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the first gradient is the whole buffer, stored as it would be packed."""
@@ -271,20 +219,16 @@ class _CollectiveReducer(CollectingReducer):
         if first is None or not self._single:
             return False
         plain = first.layout == torch.strided and not first.is_conj() and not first.is_neg()
-        return plain and first.dtype == self._dtype and first.is_contiguous()
+        return plain and first.dtype == self._like.dtype and first.is_contiguous()
 
 
-class LocalReduction:
+class LocalReduction(Reduction):
     """The reduction of a world of one rank: gradients are packed and nothing is sent."""
 
     ahead = 0
-    mapped_bytes = 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
-        return _LocalReducer(layout, shapes, like, poison)
-
-    def free(self) -> None:
-        pass
+        return _LocalReducer(layout, shapes, poison)
 
 
 class _LocalReducer:
@@ -293,9 +237,8 @@ class _LocalReducer:
     A gradient that is collected is packed at once, so that its own memory is free during the rest of the backward.
     """
 
-    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> None:
+    def __init__(self, layout: Layout, shapes: Sequence[torch.Size], poison: bool) -> None:
         self._layout, self._shapes, self._poison = layout, shapes, poison
-        self._memory = PackingMemory(layout, shapes, like, poison)
         self._open: Packing | None = None
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
@@ -304,19 +247,16 @@ class _LocalReducer:
     def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
         packed = self._begin(shard, total).complete(gradients)
         self._open = None
-        return Flight(DONE, (), self._memory, _adder(packed, shard, total))
+        return Flight(DONE, (), added=None if total is None else (packed, total, shard))
 
     def discard(self) -> None:
         self._open = None
-        self._memory.free()
 
     def _begin(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
         """Return the packing of this backward, which begins if it is the first call."""
         if self._open is None:
-            self._open = self._into_shard(shard) if total is None else self._memory.allocate()
+            flat = shard if total is None else torch.empty_like(shard)
+            if self._poison:
+                flat.fill_(float("nan"))
+            self._open = Packing(flat, self._layout, self._shapes)
         return self._open
-
-    def _into_shard(self, shard: torch.Tensor) -> Packing:
-        if self._poison:
-            shard.fill_(float("nan"))
-        return Packing(shard, self._layout, self._shapes)

@@ -13,7 +13,6 @@ class Ticket(Protocol):
 
     def wait(self) -> None:
         """Make the current stream wait for the operation."""
-        ...
 
 
 class Mark(Ticket, Protocol):
@@ -21,7 +20,6 @@ class Mark(Ticket, Protocol):
 
     def synchronize(self) -> None:
         """Block the host until the queue has reached this point."""
-        ...
 
 
 class _Done:

@@ -71,21 +71,20 @@ _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 def accelerator_is_running() -> bool:
     """Return whether an Accelerator exists in this process. Trainer creates one as well."""
-    return _state_class() is not None
+    return _state() is not None
 
 
 def mixed_precision() -> str:
     """Return the Accelerator's mixed precision: 'no', 'fp16' or 'bf16'; 'no' without an Accelerator."""
-    state = _state_class()
-    return "no" if state is None else str(state().mixed_precision)
+    state = _state()
+    return "no" if state is None else str(state.mixed_precision)
 
 
 def check_accelerator(size: int) -> None:
     """Raise RuntimeError if the Accelerator shards models itself, or does not see the `size` ranks of the world."""
-    state_class = _state_class()
-    if state_class is None:
+    state = _state()
+    if state is None:
         return
-    state = state_class()
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
     if kind in _OWN_SHARDING:
         raise RuntimeError(
@@ -100,7 +99,6 @@ def check_accelerator(size: int) -> None:
         )
 
 
-def _state_class() -> Any:
+def _state() -> Any:
     module = sys.modules.get("accelerate.state")
-    state = None if module is None else module.AcceleratorState
-    return state if state is not None and state._shared_state else None
+    return None if module is None or not module.AcceleratorState._shared_state else module.AcceleratorState()

@@ -56,7 +56,8 @@ class Reader(Protocol):
 class ForwardPass:
     """A call of the outermost sharded module. It owns the boundary at the outputs, where its backward begins.
 
-    readers: the buffers outside blocks that it read. blocks: the blocks that autograd recorded in it.
+    readers: the buffers outside blocks that it read, each with its `unwatched` as it is at the `end`. blocks: those
+    that autograd recorded in it.
 
     While its backward runs, a call of a recorded block is a recomputation by a checkpoint around it; a call of any
     other block is a forward of its own, recorded for a backward inside the backward.
@@ -65,15 +66,14 @@ class ForwardPass:
     def __init__(self, enter: Callable[[ForwardPass], None]) -> None:
         """enter: notes that the running backward goes through this pass."""
         self._enter = enter
-        self.readers: dict[Reader, None] = {}
+        self.readers: dict[Reader, bool] = {}
         self.blocks: set[Any] = set()
-        self._unwatched: list[bool] = []
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
         """End the forward. Returns the versions of the buffers it read, for `before_backward`."""
-        self._unwatched = [reader.unwatched for reader in self.readers]
+        self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
 
     def check_unwritten(self) -> None:
@@ -96,7 +96,7 @@ class ForwardPass:
                 "load came between them); the gradients would be wrong. Run forward again."
             )
         self._enter(self)
-        for reader, unwatched in zip(self.readers, self._unwatched):
+        for reader, unwatched in self.readers.items():
             reader.prepare_backward(unwatched)
 
     def after_backward(self) -> None:
@@ -118,16 +118,16 @@ class _Inside:
 class Schedule:
     """Decides when blocks are released and gradients received; shared by all buffers and blocks of a world.
 
-    gather: gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the reductions of
-    gradients of blocks, and of what is outside them. poison: a debug switch that fills unfilled and released memory
-    with NaN. inspector: records activations, see `inspect`. planner: plans the blocks with use_checkpoint="auto".
-    backwards: the number of backwards since the start.
+    shards: allocates and gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the
+    reductions of gradients of blocks, and of what is outside them. poison: a debug switch that fills unfilled and
+    released memory with NaN. inspector: records activations, see `inspect`. planner: plans the blocks with
+    use_checkpoint="auto". backwards: the number of backwards since the start.
     """
 
     def __init__(
-        self, gather: Gather, reduce: Communicator, blocks: Reduction, outside: Reduction, poison: bool = False
+        self, shards: Gather, reduce: Communicator, blocks: Reduction, outside: Reduction, poison: bool = False
     ) -> None:
-        self.gather, self.reduce, self.blocks, self.outside, self.poison = gather, reduce, blocks, outside, poison
+        self.shards, self.reduce, self.blocks, self.outside, self.poison = shards, reduce, blocks, outside, poison
         self.inspector: Any = None
         self.planner: Any = None
         self.backwards = 0
@@ -144,21 +144,17 @@ class Schedule:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of shards and mailboxes outside torch's allocator, whose statistics do not include them."""
-        return self.gather.mapped_bytes + self.blocks.mapped_bytes
+        return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def free_dropped(self) -> None:
         """Free the mapped memory of models that every rank has dropped. Collective."""
-        self.gather.free_dropped()
-        if not self.gather.mapped_bytes:
+        self.shards.free_dropped()
+        if not self.shards.mapped_bytes:
             self.blocks.free()
 
     def quiesce(self) -> None:
         """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
-        self.gather.quiesce()
-
-    def close(self, abort: bool) -> None:
-        """Close the communicators that only gathers use."""
-        self.gather.close(abort)
+        self.shards.quiesce()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -190,7 +186,7 @@ class Schedule:
     def add_reader(self, reader: Reader) -> None:
         """Note that the open forward pass reads a buffer outside blocks."""
         if self._pass is not None:
-            self._pass.readers[reader] = None
+            self._pass.readers[reader] = True
 
     def record(self, block: Member) -> None:
         """Note that autograd has recorded a forward of `block` in the open forward pass."""
@@ -269,12 +265,12 @@ class Schedule:
         self.backwards += 1
 
     def discard_failed_backward(self) -> None:
-        """Abandon a backward that raised: its members are still there while no backward runs."""
-        if self._members and not self.in_backward:
-            self.abandon_backward()
+        """Close a backward that raised before its end; what was in flight does not reach any `.grad`.
 
-    def abandon_backward(self) -> None:
-        """Close a backward that raised before its end; what was in flight does not reach any `.grad`."""
+        Its members are still there while no backward runs.
+        """
+        if not self._members or self.in_backward:
+            return
         members = [member for task in self._members.values() for member in task]
         self._members.clear()
         self._passes.clear()
@@ -298,9 +294,8 @@ class Schedule:
     def send(self, gradients: list[Gradient]) -> None:
         """Start averaging `gradients` over the ranks. They are received together."""
         self.make_room()
-        for gradient in gradients:
-            while gradient.in_flight:
-                self._receive_first()
+        if any(gradient.in_flight for gradient in gradients):
+            self._receive(ahead=0)
         for gradient in gradients:
             gradient.send()
         if gradients:
@@ -309,9 +304,6 @@ class Schedule:
     def _receive(self, ahead: int) -> None:
         """Receive all gradients except the last `ahead` groups."""
         while len(self._in_flight) > ahead:
-            self._receive_first()
-
-    def _receive_first(self) -> None:
-        for gradient in self._in_flight[0]:
-            gradient.receive()
-        self._in_flight.popleft()
+            for gradient in self._in_flight[0]:
+                gradient.receive()
+            self._in_flight.popleft()

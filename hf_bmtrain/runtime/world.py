@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -113,7 +114,9 @@ def init_distributed(
             "start of the program."
         )
     check_zero_level(zero_level)
-    check_sizes(pipe_size, tp_size)
+    for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
+        if parts not in (1, -1):  # BMTrain takes -1 for 1
+            refuse_parallelism(f"{name}={parts}")
     rank, size, local_rank = find_place()
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)
@@ -126,7 +129,7 @@ def init_distributed(
         zero_level, loss_scale_factor, loss_scale_steps,
     )  # fmt: skip
     if size > 1:
-        atexit.register(_leave, _world, joined)
+        atexit.register(_leave, _world, backend.opened, joined)
     kind = type(backend.shards).__name__
     _log.info("rank %d of %d on %s: %s of shards, zero_level %d", rank, size, device, kind, zero_level)
 
@@ -177,13 +180,6 @@ def check_zero_level(zero_level: int) -> None:
         )
 
 
-def check_sizes(pipe_size: int, tp_size: int) -> None:
-    """Raise NotImplementedError unless both are 1 (or -1, which BMTrain takes for 1)."""
-    for name, size in (("pipe_size", pipe_size), ("tp_size", tp_size)):
-        if size not in (1, -1):
-            refuse_parallelism(f"{name}={size}")
-
-
 def refuse_parallelism(what: str) -> NoReturn:
     """Raise NotImplementedError for `what`, an option of BMTrain's that splits a model in another way than ZeRO."""
     raise NotImplementedError(
@@ -193,7 +189,7 @@ def refuse_parallelism(what: str) -> NoReturn:
     )
 
 
-def _leave(world: World, joined: bool) -> None:
+def _leave(world: World, opened: Sequence[Communicator], joined: bool) -> None:
     """Close the communicators at exit: on all ranks together, or alone if another rank does not come.
 
     joined: the process group existed before `init_distributed`, and its creator destroys it.
@@ -205,9 +201,8 @@ def _leave(world: World, joined: bool) -> None:
             world.assemble("exit", seconds=_EXIT_SECONDS)
         except (RuntimeError, ValueError):  # ValueError: the present process group is another one
             failed = True
-    world.gather.close(abort=failed)
-    world.schedule.close(abort=failed)
-    world.reduce.close(abort=failed)
+    for communicator in opened:
+        communicator.close(abort=failed)
     world.control.close()
     if not failed and not joined and dist.is_initialized():
         dist.destroy_process_group()

@@ -51,7 +51,7 @@ class ShardedBuffer:
         ShardedBuffer.made += 1
         dtype = parameters[0].dtype
         assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
-        self._gather, self._communicator = schedule.gather, schedule.gather.communicator
+        self._gather, self._communicator = schedule.shards, schedule.shards.communicator
         self.rank, size = self._communicator.rank, self._communicator.size
         alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         self.layout = Layout.build([p.numel() for p in parameters], size, alignment)

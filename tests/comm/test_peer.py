@@ -48,10 +48,10 @@ def what_a_rank_owns_is_not_copied():
     model = wrapped()
     buffers = {piece.buffer for piece in model.parameters()}
     pulled: list[int] = []
-    original, whole = HostMemory.pull, 0
+    original, whole = HostMemory.copy, 0
 
     def pull(memory, pairs):
-        pulled.append(sum(target.numel() for target, _ in pairs[-1]))
+        pulled.append(sum(target.nbytes for target, _ in pairs[-1]))
         return original(memory, pairs)
 
     for buffer in buffers:
@@ -60,7 +60,7 @@ def what_a_rank_owns_is_not_copied():
             assert shares_storage(parameter, buffer.shard) == owned
             whole += owned
     assert sum(bmt.current_world().gather_objects(whole)) > 0
-    with mock.patch.object(HostMemory, "pull", pull):
+    with mock.patch.object(HostMemory, "copy", pull):
         for buffer in buffers:
             with buffer.whole_now():
                 pass
@@ -223,7 +223,7 @@ def slow_ranks():
     size = bmt.world_size()
     with (
         mock.patch.object(communicator, "all_reduce", late(lambda *each: met.append(each) or meet(*each))),
-        mock.patch.object(HostMemory, "push", late(HostMemory.push)),
+        mock.patch.object(HostMemory, "copy", late(HostMemory.copy)),
         mock.patch.object(reducing, "peer_mean", late(peer_mean)),
     ):
         for step in range(4):

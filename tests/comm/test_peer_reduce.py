@@ -153,7 +153,7 @@ class Memory:
     def free(self, handle) -> None:
         handle.fill_(255)  # NaN in every dtype, for whoever still reads it
 
-    def push(self, pairs):
+    def copy(self, pairs):
         marks = []
         for own, stream in zip(pairs, self._streams):
             for target, source in own:

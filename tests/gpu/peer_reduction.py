@@ -65,7 +65,7 @@ def main() -> int:
 @contextmanager
 def collectives(step: Any) -> Iterator[None]:
     """What is made and run here gathers and reduces by the lanes below."""
-    with mock.patch.object(step, "gather", step.gather.collective), mock.patch.object(step, "blocks", step.outside):
+    with mock.patch.object(step, "shards", step.shards.collective), mock.patch.object(step, "blocks", step.outside):
         yield
 
 

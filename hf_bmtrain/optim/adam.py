@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..ops.adam_step import Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
+from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..ops.residual import Master
-from .runs import Run, RunState, adopt, index_bases, neighbours, new_state, shown
+from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -117,7 +117,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         states = [self._states[number] for number in numbers]
         # 1. No earlier update of these buffers is under way, and masters follow what was written to the weights.
         for state in states:
-            if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
+            if state.run.buffer is not None:
                 state.run.buffer.update.wait()
             if state.is_stale:
                 self._finish()
@@ -135,17 +135,17 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _update(self, numbers: Sequence[int]) -> None:
         """Update each run in one launch. A subclass may return before weights and state are written."""
         for number in numbers:
-            self._steps.update(number, self._states[number].elements())
+            state = self._states[number]
+            self._steps.update(number, Elements(state.run.gradient(), state.master, state.exp_avg, state.index_base))
 
     def _settings(self) -> list[Hyper]:
         """Return the values of every parameter group, in the order of HYPER."""
-        others = ("eps", "weight_decay", "hold_steps")
-        return [(group["lr"], *group["betas"], *(group[name] for name in others)) for group in self.param_groups]
+        return [(g["lr"], *g["betas"], g["eps"], g["weight_decay"], g["hold_steps"]) for g in self.param_groups]
 
     def wait(self) -> None:
         """Make the current stream wait until the last update has written the weights. The host does not wait."""
         for state in self._states:
-            if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
+            if state.run.buffer is not None:
                 state.run.buffer.update.wait()
 
     _finish = wait  # before state is read or moved
@@ -162,7 +162,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Unchanged runs keep their state in place.
         """
-        if _same(active, self._active):
+        if same_members(active, self._active):
             return False
         self._finish()
         groups = [[Run.over(members) for members in neighbours(group, self._kind)] for group in active]
@@ -170,13 +170,18 @@ class AdamOptimizer(torch.optim.Optimizer):
         steps = adam_steps([len(group) for group in groups], _device_of(runs), self._exp_avg_dtype)
         earlier = {tuple(map(id, state.run.parameters)): state for state in self._states}
         kept = [earlier.get(tuple(map(id, run.parameters))) for run in runs]
-        fresh = iter(self._allocate([run for run, state in zip(runs, kept) if state is None]))
         bases = index_bases(self.param_groups)
+        new = [run for run, state in zip(runs, kept) if state is None]
+        new.sort(key=lambda run: (bases[run.owner], run.start))  # buffers that are first are updated first
+        tensors = dict(zip(new, self._allocate(new)))
         self._states = []
         for number, (run, state) in enumerate(zip(runs, kept)):
             if state is None:
+                stored, exp_avg, exp_avg_sq = tensors[run]
+                master = Master(run.weights, stored, exp_avg_sq)
+                master.reset()
                 offset = 0 if run.buffer is None else run.buffer.rank * run.buffer.layout.shard_numel + run.start
-                state = RunState(run, *next(fresh), steps.counts[number], bases[run.owner] + offset)
+                state = RunState(run, master, exp_avg, steps.counts[number], bases[run.owner] + offset)
                 for parameter in run.parameters:
                     views = state.views(parameter)
                     adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
@@ -195,10 +200,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
-    def _allocate(self, runs: Sequence[Run]) -> list[tuple[Master, torch.Tensor]]:
-        """Allocate the masters, with exp_avg_sq, and exp_avg of each run before its first step."""
-        dtypes = [master_dtype(run.weights.dtype, run.weights.device) for run in runs]
-        return [new_state(run, dtype, self._exp_avg_dtype) for run, dtype in zip(runs, dtypes)]
+    def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
+        """Allocate the state of each run, with moments of zero, before its first step."""
+        tensors: list[StateTensors] = []
+        for weights in (run.weights for run in runs):
+            dtype = master_dtype(weights.dtype, weights.device)
+            stored = None if dtype is None else torch.empty_like(weights, dtype=dtype)
+            exp_avg = torch.zeros_like(weights, dtype=self._exp_avg_dtype)
+            tensors.append((stored, exp_avg, torch.zeros_like(weights, dtype=torch.float32)))
+        return tensors
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -226,17 +236,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         self._finish()
         groups = state_dict["param_groups"]
-        ids = [key for group in groups for key in group["params"]]
-        mine = [p for group in self.param_groups for p in group["params"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
-        self._loaded.clear()
-        for key, parameter in zip(ids, mine):
-            if key in state_dict["state"]:
-                loaded = state_dict["state"][key]
-                self._loaded.add(parameter)
-                self.state[parameter] = {
-                    name: value.detach().to("cpu", torch.float32, copy=True) for name, value in loaded.items()
-                }
+        keys = [key for group in groups for key in group["params"]]
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(keys, mine):
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[parameter][name] = value.detach().to("cpu", torch.float32, copy=True)
+        self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
 
 
@@ -245,8 +251,3 @@ def _device_of(runs: Sequence[Run]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"AdamOptimizer updates the parameters of one device, got {devices}: use one for each")
     return devices[0] if devices else torch.device("cpu")
-
-
-def _same(a: list[list], b: list[list]) -> bool:
-    """Return whether two lists of lists hold the same objects."""
-    return [[id(x) for x in inner] for inner in a] == [[id(x) for x in inner] for inner in b]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from ..comm.streams import DONE, Mark, work_stream
-from .slabs import Chunk, ChunkUpdate
+from .slabs import Chunk, Part
 
 _BUFFERS = 3
+
+UpdatePart = Callable[[Part, torch.Tensor | None, torch.Tensor, torch.Tensor], object]
+"""Updates one part of a chunk; the tensors are master, exp_avg and exp_avg_sq of the whole chunk on the device."""
 
 
 class DeviceUpdate:
@@ -40,27 +44,25 @@ class DeviceUpdate:
         self._upload.follow()  # work queued so far may still use the buffers' memory
         self._emptied: list[Mark] = [DONE] * _BUFFERS
         self._returned: dict[Chunk, Mark] = {}
-        self._turn = 0
+        self._turns = itertools.cycle(range(_BUFFERS))
         self.updated: Mark = DONE
         self.downloaded: Mark = DONE
 
-    def carry(self, update: ChunkUpdate) -> Iterator[Mark]:
+    def carry(self, chunks: Iterable[Chunk], update: UpdatePart) -> Iterator[Mark]:
         """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then."""
         self._update.follow()
-        for chunk in update.chunks:
-            number, self._turn = self._turn, (self._turn + 1) % _BUFFERS
-            yield self._pass(number, chunk, update)
+        for chunk in chunks:
+            yield self._pass(next(self._turns), chunk, update)
 
-    def _pass(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Mark:
-        home = chunk.slab.part(chunk.start, chunk.stop)
-        here = tuple(
-            None if stored is None else buffer.view(stored.dtype)[: chunk.stop - chunk.start]
-            for buffer, stored in zip(self._buffers[number], home)
-        )
+    def _pass(self, number: int, chunk: Chunk, update: UpdatePart) -> Mark:
+        home, numel = chunk.slab.part(chunk.start, chunk.stop), chunk.stop - chunk.start
+        memory, exp_avg, exp_avg_sq = self._buffers[number]
+        master = None if home[0] is None else memory.view(home[0].dtype)[:numel]
+        here = master, exp_avg[:numel], exp_avg_sq[:numel]
 
         def update_parts() -> None:
             for part in chunk.parts:
-                update.apply(part, here)
+                update(part, *here)
 
         self._upload.after(self._emptied[number])
         self._upload.after(self._returned.get(chunk, DONE))

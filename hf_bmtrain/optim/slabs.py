@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..ops.adam_step import Elements
 from ..ops.pinned import pinned_bytes
-from ..ops.residual import Master
-from .runs import Run, RunState
+from ..sharding.buffer import ShardedBuffer
+from .runs import Run
 
 SLAB_ELEMENTS = 1 << 28
 """A run with more gets a slab of its own."""
@@ -67,8 +66,9 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """Adjacent elements of one slab, copied at once. parts: of the runs that it contains."""
+    """Adjacent elements of one slab and one owner, copied at once. parts: of the runs that it contains."""
 
+    owner: ShardedBuffer | torch.nn.Parameter
     slab: Slab
     start: int
     stop: int
@@ -101,45 +101,23 @@ def allocate_slabs(
 
 
 def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> list[Chunk]:
-    """Cut the state of `runs` into chunks, in the `order` of run numbers."""
+    """Cut the state of the runs with the numbers in `order` into chunks, in that order."""
     chunks: list[Chunk] = []
+    chunk = None
     for number in order:
-        place, numel = places[runs[number]], runs[number].weights.numel()
-        at, end = place.start, place.start + numel
+        place, owner = places[runs[number]], runs[number].owner
+        at, end = place.start, place.start + runs[number].weights.numel()
         while at < end:
-            chunk = chunks[-1] if chunks else None
-            if chunk is None or chunk.slab is not place.slab or not chunk.stop <= at < chunk.start + CHUNK_ELEMENTS:
-                chunk = Chunk(place.slab, at, at, [])
+            if (
+                chunk is None
+                or chunk.owner is not owner
+                or chunk.slab is not place.slab
+                or not chunk.stop <= at < chunk.start + CHUNK_ELEMENTS
+            ):
+                chunk = Chunk(owner, place.slab, at, at, [])
                 chunks.append(chunk)
             chunk.stop = min(end, chunk.start + CHUNK_ELEMENTS)
             of_run = slice(at - place.start, chunk.stop - place.start)
             chunk.parts.append(Part(number, of_run, slice(at - chunk.start, chunk.stop - chunk.start)))
             at = chunk.stop
     return chunks
-
-
-class ChunkUpdate:
-    """One step of runs whose state is in chunks: their gradients and weights, and the arithmetic for each part.
-
-    chunks: all those of the runs. gradients: (n,) of each run, by its number, on the parameters' device.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        states: Sequence[RunState],
-        runs: Sequence[int],
-        update: Callable[[int, Elements], object],
-    ) -> None:
-        """runs: the numbers of those that step. update(number, elements): updates `elements` of that run in place."""
-        self.chunks, self._states, self._update = chunks, states, update
-        self.gradients = {number: states[number].run.gradient() for number in runs}
-
-    def apply(self, part: Part, state: Sequence[torch.Tensor | None]) -> None:
-        """Update one part of a chunk whose `state`, (master, exp_avg, exp_avg_sq), is on the device."""
-        stored, exp_avg, exp_avg_sq = (None if tensor is None else tensor[part.of_chunk] for tensor in state)
-        assert exp_avg is not None and exp_avg_sq is not None
-        run_state = self._states[part.run]
-        master = Master(run_state.run.weights[part.of_run], stored, exp_avg_sq)
-        gradient = self.gradients[part.run][part.of_run]
-        self._update(part.run, Elements(gradient, master, exp_avg, run_state.index_base + part.of_run.start))

@@ -23,23 +23,19 @@ class AdamOptimizer(torch.optim.Optimizer):
     launch. Parameters without a gradient (`.grad is None`) are left as they are; gradients are only read.
 
     State: m, v and, for half-precision weights, a master copy of w, all float32; the weights are the masters rounded to
-    nearest even. On CUDA the master of a bfloat16 weight is stored as the 16 bits by which it differs from the weight,
-    plus one bit for ties, the sign of v. This restores every float32 master exactly (ops/residual.py) and
-    takes 10 bytes of state per element, instead of 12 as for float16 weights; float32 weights, their own masters, take
-    8. `optimizer.state[p]` then has "residual" instead of "master". `state_dict()` contains float32 masters and v,
-    the same on every device and in AdamOffloadOptimizer; it assembles them in host memory, one parameter at a time, so
-    that the device needs no memory for them.
+    nearest even. On CUDA the master of a bfloat16 weight is stored, without loss, as the 16 bits by which it differs
+    from the weight (ops/residual.py): 10 bytes of state per element, instead of 12 as for float16 weights; float32
+    weights, their own masters, take 8. `optimizer.state[p]` then has "residual" instead of "master". `state_dict()`
+    contains float32 masters on every device, assembled in host memory.
 
-    Writing half-precision weights between steps (a load, an average, a mask) moves their masters: that of a bfloat16
-    weight keeps its distance from its rounding, at most half a unit in the last place, and so rounds to the new weight;
-    that of a float16 weight becomes the weight. Masters of weights that keep their value do not move.
+    Writing half-precision weights between steps (a load, an average, a mask) moves their masters, so that they round to
+    the new weights (see `Master.follow_weight`). Masters of weights that keep their value do not move.
 
     lr, betas, eps, weight_decay: numbers, or tensors of one element; those on the weights' device are read there.
 
     hold_steps: the number of first steps of a parameter that update m, v and t but not w, so that the moments settle
     first. t counts these steps, because m and v contain their gradients: the next step has the bias correction of step
-    `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the parameter group, like lr, and
-    is saved and loaded with the state.
+    `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the parameter group, like lr.
 
     exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically by bits that depend only on the element
     and the step, not on the number of ranks.
@@ -167,9 +163,12 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._finish()
         groups = [[Run.over(members) for members in neighbours(group, self._kind)] for group in active]
         runs = [run for group in groups for run in group]
-        steps = adam_steps([len(group) for group in groups], _device_of(runs), self._exp_avg_dtype)
-        earlier = {tuple(map(id, state.run.parameters)): state for state in self._states}
-        kept = [earlier.get(tuple(map(id, run.parameters))) for run in runs]
+        devices = [*dict.fromkeys(run.weights.device for run in runs)] or [torch.device("cpu")]
+        if len(devices) > 1:
+            raise ValueError(f"AdamOptimizer updates the parameters of one device, got {devices}: use one for each")
+        steps = adam_steps([len(group) for group in groups], devices[0], self._exp_avg_dtype)
+        earlier = {tuple(state.run.parameters): state for state in self._states}
+        kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
         new.sort(key=lambda run: (bases[run.owner], run.start))  # buffers that are first are updated first
@@ -232,7 +231,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the state of any AdamW as float32; torch would cast it to the dtype of the parameters.
 
-        It is copied to host memory until the next step, so that no device stores it twice.
+        Until the next step it is a copy in host memory, so that no device stores it twice.
         """
         self._finish()
         groups = state_dict["param_groups"]
@@ -244,10 +243,3 @@ class AdamOptimizer(torch.optim.Optimizer):
                 self.state[parameter][name] = value.detach().to("cpu", torch.float32, copy=True)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
-
-
-def _device_of(runs: Sequence[Run]) -> torch.device:
-    devices = list(dict.fromkeys(run.weights.device for run in runs))
-    if len(devices) > 1:
-        raise ValueError(f"AdamOptimizer updates the parameters of one device, got {devices}: use one for each")
-    return devices[0] if devices else torch.device("cpu")

@@ -21,39 +21,36 @@ States = dict[Any, dict[str, Any]]
 # -- OptimManager's checkpoints -----------------------------------------------------------------------------------
 
 
-def sharded_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return a copy of this rank's state in host memory, for the same rank of an equally large world."""
-    state = _own_state(optimizer)
+def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> dict[str, Any]:
+    """Return a copy of the state in host memory: the sharded state or, with `gather`, the gathered one.
+
+    The sharded state is this rank's, for the same rank of an equally large world. The gathered state is whole on rank
+    0; other ranks get the parameter groups alone. Its "sliced" names the tensors that are laid out like the parameters;
+    the others are whole on every rank. Collective with `gather`.
+    """
+    whole_state: WholeState | None = getattr(optimizer, "whole_state", None)
+    with nullcontext() if whole_state is None else whole_state.local():
+        state = optimizer.state_dict()
+    if gather:
+        whole, sliced = _gather(optimizer, state, world, keep=world.rank == 0)
+        return {**state, "state": whole, "sliced": sliced}
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
 
 
-def gathered_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return the whole state in host memory on rank 0, and the parameter groups alone on the others. Collective.
-
-    Its "sliced" names the tensors that are laid out like the parameters; the others are whole on every rank.
-    """
-    state = _own_state(optimizer)
-    whole, sliced = _gather(_by_key(optimizer, state), state["state"], world, keep=world.rank == 0)
-    return {**state, "state": whole, "sliced": sliced}
-
-
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: World) -> None:
-    """Load a `sharded_state`, or this rank's part of a `gathered_state`, which every rank passes whole.
+    """Load a sharded state, or this rank's part of a gathered state, which every rank passes whole.
 
-    Raises ValueError for a `sharded_state` of another rank or another number of ranks.
+    Raises ValueError for the sharded state of another rank or another number of ranks.
     """
     state: States = saved["state"]
     if "sliced" in saved:
         parameters = _by_key(optimizer, saved)
-        slices = {key for key, parameter in parameters.items() if isinstance(parameter, DistributedParameter)}
-        state = {
-            key: {
-                name: parameters[key].take(value) if key in slices and name in saved["sliced"] else value
-                for name, value in values.items()
-            }
-            for key, values in state.items()
-        }
+        state = {key: dict(values) for key, values in state.items()}
+        for key, values in state.items():
+            parameter = parameters[key]
+            if isinstance(parameter, DistributedParameter):
+                values.update({name: parameter.take(values[name]) for name in saved["sliced"] if name in values})
     elif (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         raise ValueError(
             f"this optimizer state is that of rank {saved['rank']} of {saved['world_size']}, loaded on rank "
@@ -61,13 +58,6 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
             "ranks."
         )
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
-
-
-def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state dict with this rank's slices, even while an Accelerator runs (see WholeState)."""
-    whole_state: WholeState | None = getattr(optimizer, "whole_state", None)
-    with nullcontext() if whole_state is None else whole_state.local():
-        return optimizer.state_dict()
 
 
 # -- the optimizer's own state_dict -------------------------------------------------------------------------------
@@ -114,8 +104,7 @@ class WholeState:
             return None
         world = current_world()
         world.assemble("optimizer.state_dict")
-        whole, _ = _gather(_by_key(optimizer, state_dict), state_dict["state"], world, keep=True)
-        return {**state_dict, "state": whole}
+        return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
 
 
 def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
@@ -148,11 +137,14 @@ def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any
 
 
 @torch.no_grad()
-def _gather(parameters: dict[Any, Any], state: States, world: World, keep: bool) -> tuple[States, list[str]]:
+def _gather(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], world: World, keep: bool
+) -> tuple[States, list[str]]:
     """Gather every tensor that is laid out like its parameter, into host memory. Collective.
 
     Returns the state, empty unless `keep`, and the names of the gathered tensors.
     """
+    parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sliced, whole = _divide(parameters, state, world)
     places: dict[tuple[str, ShardedBuffer], dict[int, Any]] = {}  # the keys of a buffer's slices, by index
     for name, key in sliced:

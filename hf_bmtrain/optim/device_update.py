@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -30,8 +30,10 @@ class DeviceUpdate:
     * the current stream may write gradients, numbers and weights again after the tickets, or `updated`.
     """
 
-    def __init__(self, numel: int, master_bytes: int, exp_avg_dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate buffers for chunks of up to `numel` elements, whose masters take up to `master_bytes` bytes each."""
+    def __init__(self, chunks: Sequence[Chunk], exp_avg_dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate buffers for the largest of `chunks`."""
+        numel = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+        master_bytes = max((c.slab.master.itemsize for c in chunks if c.slab.master is not None), default=0)
         self._buffers = [
             (
                 torch.empty(numel * master_bytes, device=device, dtype=torch.uint8),
@@ -48,7 +50,7 @@ class DeviceUpdate:
         self.updated: Mark = DONE
         self.downloaded: Mark = DONE
 
-    def carry(self, chunks: Iterable[Chunk], update: UpdatePart) -> Iterator[Mark]:
+    def carry(self, chunks: Sequence[Chunk], update: UpdatePart) -> Iterator[Mark]:
         """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then."""
         self._update.follow()
         for chunk in chunks:

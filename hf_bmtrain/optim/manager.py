@@ -15,7 +15,7 @@ from ..ops.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_,
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
-from .checkpoint import gathered_state, load_state, sharded_state
+from .checkpoint import load_state, save_state
 from .runs import Run, gradient_versions, is_unchanged, neighbours
 
 _log = logging.getLogger("hf_bmtrain")
@@ -214,9 +214,8 @@ class OptimManager:
         world = current_world()
         world.assemble("OptimManager.state_dict")
         self._end_last_step()
-        collect = gathered_state if gather_opt else sharded_state
         return {
-            "optimizers": [collect(optimizer, world) for optimizer in self.optimizers],
+            "optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
             "loss_scale": self.loss_scale,
             "clean_steps": int(self._clean_steps),

@@ -27,9 +27,9 @@ _log = logging.getLogger("hf_bmtrain")
 class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory. The results are bitwise the same.
 
-    An element of bfloat16 weights takes 10 bytes of host memory and as many over PCIe each way, of float16 weights 12,
-    of float32 weights 8; 2 less with exp_avg_dtype=torch.bfloat16. The state dict is AdamOptimizer's; for bfloat16
-    weights it takes 8 bytes more per element. On CPU nothing is copied, and it works like AdamOptimizer.
+    The state takes as many bytes of host memory as AdamOptimizer's on the device, and as many over PCIe each way. The
+    state dict is AdamOptimizer's; for bfloat16 weights it takes 8 bytes more per element. On CPU nothing is copied, and
+    it works like AdamOptimizer.
 
     `step` copies the state through the device in chunks, on streams of its own, and returns before the last chunks are
     updated. The chunks of the first buffers are the first, so that the next forward can begin early: a buffer waits for
@@ -98,12 +98,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
         left = self._not_early()
         if left:
             self._step_runs(left)
-            self._announce(left)
-        # 3. These runs were cut to fit around those that the backward has updated: cut anew in the next step.
+        # 3. Announce the pending updates to the gathering communicator, alike on all ranks.
+        for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
+            if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
+                owner.update.announce(owner.shard)
+        # 4. These runs were cut to fit around those that the backward has updated: cut anew in the next step.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
-        # 4. Look at the result.
+        # 5. Look at the result.
         if self._delta is not None and self._states:
             self._finish()
             settings = {p: each for group, each in zip(self.param_groups, self._settings()) for p in group["params"]}
@@ -141,12 +144,6 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 owner.update.begin(ticket, used[owner])
             else:
                 ticket.wait()  # nothing waits before an ordinary parameter is read
-
-    def _announce(self, numbers: Sequence[int]) -> None:
-        """Announce the pending updates of these runs to the gathering communicator, alike on all ranks. Collective."""
-        for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(numbers)):
-            if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
-                owner.update.announce(owner.shard)
 
     def _in_order(self, numbers: Sequence[int]) -> list[int]:
         """Sort numbers of runs by their elements, so that a buffer's are adjacent, in the same order on all ranks."""
@@ -248,14 +245,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
             return False
         runs = [state.run for state in self._states]
         self._places = {run: self._places[run] for run in runs if run in self._places}
-        if not self._places:
-            self._chunks, self._mover = [], None
-            return True
-        self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
-        numel = max((chunk.stop - chunk.start for chunk in self._chunks), default=0)
-        masters = [place.slab.master for place in self._places.values()]
-        width = max(0 if master is None else master.itemsize for master in masters)
-        self._mover = DeviceUpdate(numel, width, self._exp_avg_dtype, runs[0].weights.device)
+        self._chunks, self._mover = [], None
+        if self._places:
+            self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
+            self._mover = DeviceUpdate(self._chunks, self._exp_avg_dtype, runs[0].weights.device)
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:

@@ -206,7 +206,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             dtype = master_dtype(weights.dtype, weights.device)
             stored = None if dtype is None else torch.empty_like(weights, dtype=dtype)
             exp_avg = torch.zeros_like(weights, dtype=self._exp_avg_dtype)
-            tensors.append((stored, exp_avg, torch.zeros_like(weights, dtype=torch.float32)))
+            tensors.append(StateTensors(stored, exp_avg, torch.zeros_like(weights, dtype=torch.float32)))
         return tensors
 
     def __setstate__(self, state: dict) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ..comm.streams import DONE, Mark, work_stream
+from .runs import StateTensors
 from .slabs import Chunk, Part
 
 _BUFFERS = 3
 
-UpdatePart = Callable[[Part, torch.Tensor | None, torch.Tensor, torch.Tensor], object]
-"""Updates one part of a chunk; the tensors are master, exp_avg and exp_avg_sq of the whole chunk on the device."""
+UpdatePart = Callable[[Part, StateTensors], object]
+"""Updates one part of a chunk, whose whole state it gets, on the device."""
 
 
 class DeviceUpdate:
@@ -57,14 +58,14 @@ class DeviceUpdate:
             yield self._pass(next(self._turns), chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: UpdatePart) -> Mark:
-        home, numel = chunk.slab.part(chunk.start, chunk.stop), chunk.stop - chunk.start
-        memory, exp_avg, exp_avg_sq = self._buffers[number]
-        master = None if home[0] is None else memory.view(home[0].dtype)[:numel]
-        here = master, exp_avg[:numel], exp_avg_sq[:numel]
+        home = chunk.slab.part(chunk.start, chunk.stop)
+        masters, exp_avg, exp_avg_sq = self._buffers[number]
+        master = None if home.master is None else masters.view(home.master.dtype)
+        here = StateTensors(master, exp_avg, exp_avg_sq).part(0, chunk.stop - chunk.start)
 
         def update_parts() -> None:
             for part in chunk.parts:
-                update(part, *here)
+                update(part, here)
 
         self._upload.after(self._emptied[number])
         self._upload.after(self._returned.get(chunk, DONE))
@@ -78,7 +79,7 @@ class DeviceUpdate:
         return self.updated
 
 
-def _copy(targets, sources) -> None:
+def _copy(targets: StateTensors, sources: StateTensors) -> None:
     for target, source in zip(targets, sources):
-        if target is not None:
+        if target is not None and source is not None:
             target.copy_(source, non_blocking=True)

@@ -124,12 +124,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
         states, steps = self._states, self._steps
         gradients = {number: states[number].run.gradient() for number in numbers}
 
-        def update_part(part: Part, stored: torch.Tensor | None, *moments: torch.Tensor) -> None:
-            state = states[part.run]
-            exp_avg, exp_avg_sq = (moment[part.of_chunk] for moment in moments)
-            stored = None if stored is None else stored[part.of_chunk]
+        def update_part(part: Part, chunk: StateTensors) -> None:
+            state, gradient = states[part.run], gradients[part.run][part.of_run]
+            stored, exp_avg, exp_avg_sq = chunk.part(part.of_chunk.start, part.of_chunk.stop)
             master = Master(state.run.weights[part.of_run], stored, exp_avg_sq)
-            gradient = gradients[part.run][part.of_run]
             steps.update(part.run, Elements(gradient, master, exp_avg, state.index_base + part.of_run.start))
 
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}

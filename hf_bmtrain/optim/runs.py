@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,9 +90,12 @@ def neighbours(
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     buffers = {buffer: number for number, buffer in enumerate(dict.fromkeys(p.buffer for p in slices))}
     slices.sort(key=lambda piece: (buffers[piece.buffer], piece.index))
-    # Where neighbours follow each other, index and position grow alike.
-    adjacent = groupby(enumerate(slices), lambda at: (at[1].buffer, at[1].index - at[0], kind(at[1])))
-    return [*runs, *([piece for _, piece in members] for _, members in adjacent)]
+
+    def shared(numbered: tuple[int, DistributedParameter]) -> tuple:
+        position, piece = numbered
+        return piece.buffer, piece.index - position, kind(piece)  # from neighbour to neighbour both grow by one
+
+    return [*runs, *([piece for _, piece in members] for _, members in groupby(enumerate(slices), shared))]
 
 
 def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
@@ -127,8 +130,23 @@ def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
 
 # -- state ----------------------------------------------------------------------------------------------------------
 
-StateTensors = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
-"""The masters of n elements as they are stored (None if the weights are their own), exp_avg and exp_avg_sq; (n,)."""
+
+class StateTensors(NamedTuple):
+    """The state of n elements, (n,) each.
+
+    master: as it is stored (see Master), None where the weights are their own masters. exp_avg: float32 or bfloat16.
+    exp_avg_sq: float32, with the marks of residuals.
+    """
+
+    master: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    def part(self, start: int, stop: int) -> StateTensors:
+        """Return views of elements start:stop."""
+        master = None if self.master is None else self.master[start:stop]
+        return StateTensors(master, self.exp_avg[start:stop], self.exp_avg_sq[start:stop])
+
 
 ParameterState = dict[str, torch.Tensor]
 """step; exp_avg and exp_avg_sq, (n,); for half-precision weights the float32 "master", (n,), or for bfloat16 ones the

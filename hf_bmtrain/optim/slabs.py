@@ -1,4 +1,7 @@
-"""Optimizer state in host memory: the state of runs in slabs, cut into chunks that are copied to the device."""
+"""Optimizer state in host memory: the state of runs in slabs, cut into chunks that are copied to the device.
+
+A slab is the state of several runs in one piece of page-locked memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 
 from ..ops.pinned import pinned_bytes
 from ..sharding.buffer import ShardedBuffer
-from .runs import Run
+from .runs import Run, StateTensors
 
 SLAB_ELEMENTS = 1 << 28
 """A run with more gets a slab of its own."""
@@ -19,39 +22,11 @@ ALIGNMENT = 64
 """Runs begin at multiples of this many elements, so that a run is aligned in a slab as in a shard."""
 
 
-@dataclass(frozen=True, eq=False)
-class Slab:
-    """The state of several runs, page-locked, (n,) each.
-
-    master: float32; None where the weights are float32 themselves; or the int16 residuals of bfloat16 weights, and
-    then exp_avg_sq carries their marks (ops/residual.py). exp_avg: float32 or bfloat16. exp_avg_sq: float32.
-    """
-
-    master: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    @classmethod
-    def allocate(
-        cls, numel: int, master: torch.dtype | None, exp_avg: torch.dtype, device: torch.device, purpose: str
-    ) -> Slab:
-        """Allocate zeroed state of `numel` elements, in one piece of memory that `device` reads directly."""
-        dtypes = [dtype for dtype in (master, exp_avg, torch.float32) if dtype is not None]
-        sizes = [numel * dtype.itemsize for dtype in dtypes]
-        memory = pinned_bytes(sum(sizes), device, purpose)
-        tensors = [part.view(dtype) for part, dtype in zip(memory.split(sizes), dtypes)]
-        return cls(None if master is None else tensors[0], *tensors[-2:])
-
-    def part(self, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        master = None if self.master is None else self.master[start:stop]
-        return master, self.exp_avg[start:stop], self.exp_avg_sq[start:stop]
-
-
 @dataclass(frozen=True)
 class Place:
     """The position of a run in its slab."""
 
-    slab: Slab
+    slab: StateTensors
     start: int
 
 
@@ -69,7 +44,7 @@ class Chunk:
     """Adjacent elements of one slab and one owner, copied at once. parts: of the runs that it contains."""
 
     owner: ShardedBuffer | torch.nn.Parameter
-    slab: Slab
+    slab: StateTensors
     start: int
     stop: int
     parts: list[Part]
@@ -94,7 +69,11 @@ def allocate_slabs(
             end, last = end + numel, last + 1
         members = runs[first:last]
         purpose = f"the Adam state of {end:,} elements in {sum(len(run.parameters) for run in members)} parameters"
-        slab = Slab.allocate(end, masters[first], exp_avg_dtype, members[0].weights.device, purpose)
+        dtypes = [dtype for dtype in (masters[first], exp_avg_dtype, torch.float32) if dtype is not None]
+        sizes = [end * dtype.itemsize for dtype in dtypes]
+        memory = pinned_bytes(sum(sizes), members[0].weights.device, purpose)
+        *master, exp_avg, exp_avg_sq = (part.view(dtype) for part, dtype in zip(memory.split(sizes), dtypes))
+        slab = StateTensors(master[0] if master else None, exp_avg, exp_avg_sq)
         places.update({run: Place(slab, start) for run, start in zip(members, starts)})
         first = last
     return places

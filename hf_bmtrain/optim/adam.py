@@ -113,7 +113,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         states = [self._states[number] for number in numbers]
         # 1. No earlier update of these buffers is under way, and masters follow what was written to the weights.
         for state in states:
-            if state.run.buffer is not None:
+            if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
             if state.is_stale:
                 self._finish()

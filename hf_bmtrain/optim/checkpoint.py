@@ -127,7 +127,8 @@ def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
 
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
     """Return the optimizer's parameters by the keys of a state dict. Raises ValueError for another number of them."""
-    mine, theirs = ([group["params"] for group in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+    mine = [group["params"] for group in optimizer.param_groups]
+    theirs = [group["params"] for group in state["param_groups"]]
     if [len(group) for group in mine] != [len(group) for group in theirs]:
         raise ValueError(
             f"the state has parameter groups of {[len(g) for g in theirs]} parameters, the optimizer of "

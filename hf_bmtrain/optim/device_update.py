@@ -13,9 +13,6 @@ from .slabs import Chunk, Part
 
 _BUFFERS = 3
 
-UpdatePart = Callable[[Part, StateTensors], object]
-"""Updates one part of a chunk, whose whole state it gets, on the device."""
-
 
 class DeviceUpdate:
     """Carries chunks of state through three buffers on the device: upload the next, update this, download the last.
@@ -51,13 +48,16 @@ class DeviceUpdate:
         self.updated: Mark = DONE
         self.downloaded: Mark = DONE
 
-    def carry(self, chunks: Sequence[Chunk], update: UpdatePart) -> Iterator[Mark]:
-        """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then."""
+    def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Mark]:
+        """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then.
+
+        update(part, state): updates one part of a chunk, whose `state` is on the device.
+        """
         self._update.follow()
         for chunk in chunks:
             yield self._pass(next(self._turns), chunk, update)
 
-    def _pass(self, number: int, chunk: Chunk, update: UpdatePart) -> Mark:
+    def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Mark:
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
         master = None if home.master is None else masters.view(home.master.dtype)

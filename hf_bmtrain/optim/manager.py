@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -176,7 +176,8 @@ class OptimManager:
             self._end_last_step()
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        clip, divisor = self._clips.get(optimizer), self._scale  # None for 1
+        # The divisor of its gradients, None for 1.
+        clip, divisor = self._clips.get(optimizer), self._scale
         if clip is not None:
             divisor = clip.reciprocal() if divisor is None else divisor / clip
         if isinstance(optimizer, AdamOptimizer):
@@ -288,9 +289,7 @@ def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 # -- the norm of gradients over all ranks ---------------------------------------------------------------------------
 
 
-def global_norm(
-    parameters: Sequence[Any], order: float, communicator: Communicator, device: torch.device
-) -> torch.Tensor:
+def global_norm(parameters: list, order: float, communicator: Communicator, device: torch.device) -> torch.Tensor:
     """Return the norm of the parameters' `.grad`s over all ranks, a scalar on `device`. Collective.
 
     It is inf or NaN if an element is. The 2-norm is float64; it reads every gradient once, a flat range at a time, or

@@ -27,9 +27,8 @@ _log = logging.getLogger("hf_bmtrain")
 class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory. The results are bitwise the same.
 
-    The state takes as many bytes of host memory as AdamOptimizer's on the device, and as many over PCIe each way. The
-    state dict is AdamOptimizer's; for bfloat16 weights it takes 8 bytes more per element. On CPU nothing is copied, and
-    it works like AdamOptimizer.
+    It takes as many bytes of host memory as AdamOptimizer's on the device, and as many over PCIe each way; the state
+    dict of bfloat16 weights takes 8 bytes more per element. On CPU nothing is copied, and it works like AdamOptimizer.
 
     `step` copies the state through the device in chunks, on streams of its own, and returns before the last chunks are
     updated. The chunks of the first buffers are the first, so that the next forward can begin early: a buffer waits for

@@ -183,9 +183,9 @@ class RunState:
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + parameter.numel()), self.master.stored
         views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
-        if stored is None:
-            return views
-        return {**views, "residual" if self.master.is_residual else "master": stored[part]}
+        if stored is not None:
+            views["residual" if self.master.is_residual else "master"] = stored[part]
+        return views
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:

@@ -1,7 +1,4 @@
-"""Optimizer state in host memory: the state of runs in slabs, cut into chunks that are copied to the device.
-
-A slab is the state of several runs in one piece of page-locked memory.
-"""
+"""Optimizer state in host memory: slabs, page-locked, of several runs each, cut into chunks for the device."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..ops.adam_step import Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
+from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..ops.residual import Master
-from .runs import Run, RunState, adopt, index_bases, neighbours, new_state, shown
+from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -23,23 +23,19 @@ class AdamOptimizer(torch.optim.Optimizer):
     launch. Parameters without a gradient (`.grad is None`) are left as they are; gradients are only read.
 
     State: m, v and, for half-precision weights, a master copy of w, all float32; the weights are the masters rounded to
-    nearest even. On CUDA the master of a bfloat16 weight is stored as the 16 bits by which it differs from the weight,
-    plus one bit for ties, the sign of v. This restores every float32 master exactly (ops/residual.py) and
-    takes 10 bytes of state per element, instead of 12 as for float16 weights; float32 weights, their own masters, take
-    8. `optimizer.state[p]` then has "residual" instead of "master". `state_dict()` contains float32 masters and v,
-    the same on every device and in AdamOffloadOptimizer; it assembles them in host memory, one parameter at a time, so
-    that the device needs no memory for them.
+    nearest even. On CUDA the master of a bfloat16 weight is stored, without loss, as the 16 bits by which it differs
+    from the weight (ops/residual.py): 10 bytes of state per element, instead of 12 as for float16 weights; float32
+    weights, their own masters, take 8. `optimizer.state[p]` then has "residual" instead of "master". `state_dict()`
+    contains float32 masters on every device, assembled in host memory.
 
-    Writing half-precision weights between steps (a load, an average, a mask) moves their masters: that of a bfloat16
-    weight keeps its distance from its rounding, at most half a unit in the last place, and so rounds to the new weight;
-    that of a float16 weight becomes the weight. Masters of weights that keep their value do not move.
+    Writing half-precision weights between steps (a load, an average, a mask) moves their masters, so that they round to
+    the new weights (see `Master.follow_weight`). Masters of weights that keep their value do not move.
 
     lr, betas, eps, weight_decay: numbers, or tensors of one element; those on the weights' device are read there.
 
     hold_steps: the number of first steps of a parameter that update m, v and t but not w, so that the moments settle
     first. t counts these steps, because m and v contain their gradients: the next step has the bias correction of step
-    `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the parameter group, like lr, and
-    is saved and loaded with the state.
+    `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the parameter group, like lr.
 
     exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically by bits that depend only on the element
     and the step, not on the number of ranks.
@@ -135,17 +131,17 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _update(self, numbers: Sequence[int]) -> None:
         """Update each run in one launch. A subclass may return before weights and state are written."""
         for number in numbers:
-            self._steps.update(number, self._states[number].elements())
+            state = self._states[number]
+            self._steps.update(number, Elements(state.run.gradient(), state.master, state.exp_avg, state.index_base))
 
     def _settings(self) -> list[Hyper]:
         """Return the values of every parameter group, in the order of HYPER."""
-        others = ("eps", "weight_decay", "hold_steps")
-        return [(group["lr"], *group["betas"], *(group[name] for name in others)) for group in self.param_groups]
+        return [(g["lr"], *g["betas"], g["eps"], g["weight_decay"], g["hold_steps"]) for g in self.param_groups]
 
     def wait(self) -> None:
         """Make the current stream wait until the last update has written the weights. The host does not wait."""
         for state in self._states:
-            if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
+            if state.run.buffer is not None:
                 state.run.buffer.update.wait()
 
     _finish = wait  # before state is read or moved
@@ -162,21 +158,29 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Unchanged runs keep their state in place.
         """
-        if _same(active, self._active):
+        if same_members(active, self._active):
             return False
         self._finish()
         groups = [[Run.over(members) for members in neighbours(group, self._kind)] for group in active]
         runs = [run for group in groups for run in group]
-        steps = adam_steps([len(group) for group in groups], _device_of(runs), self._exp_avg_dtype)
-        earlier = {tuple(map(id, state.run.parameters)): state for state in self._states}
-        kept = [earlier.get(tuple(map(id, run.parameters))) for run in runs]
-        fresh = iter(self._allocate([run for run, state in zip(runs, kept) if state is None]))
+        devices = [*dict.fromkeys(run.weights.device for run in runs)] or [torch.device("cpu")]
+        if len(devices) > 1:
+            raise ValueError(f"AdamOptimizer updates the parameters of one device, got {devices}: use one for each")
+        steps = adam_steps([len(group) for group in groups], devices[0], self._exp_avg_dtype)
+        earlier = {tuple(state.run.parameters): state for state in self._states}
+        kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
+        new = [run for run, state in zip(runs, kept) if state is None]
+        new.sort(key=lambda run: (bases[run.owner], run.start))  # buffers that are first are updated first
+        tensors = dict(zip(new, self._allocate(new)))
         self._states = []
         for number, (run, state) in enumerate(zip(runs, kept)):
             if state is None:
+                stored, exp_avg, exp_avg_sq = tensors[run]
+                master = Master(run.weights, stored, exp_avg_sq)
+                master.reset()
                 offset = 0 if run.buffer is None else run.buffer.rank * run.buffer.layout.shard_numel + run.start
-                state = RunState(run, *next(fresh), steps.counts[number], bases[run.owner] + offset)
+                state = RunState(run, master, exp_avg, steps.counts[number], bases[run.owner] + offset)
                 for parameter in run.parameters:
                     views = state.views(parameter)
                     adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
@@ -195,10 +199,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
-    def _allocate(self, runs: Sequence[Run]) -> list[tuple[Master, torch.Tensor]]:
-        """Allocate the masters, with exp_avg_sq, and exp_avg of each run before its first step."""
-        dtypes = [master_dtype(run.weights.dtype, run.weights.device) for run in runs]
-        return [new_state(run, dtype, self._exp_avg_dtype) for run, dtype in zip(runs, dtypes)]
+    def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
+        """Allocate the state of each run, with moments of zero, before its first step."""
+        tensors: list[StateTensors] = []
+        for weights in (run.weights for run in runs):
+            dtype = master_dtype(weights.dtype, weights.device)
+            stored = None if dtype is None else torch.empty_like(weights, dtype=dtype)
+            exp_avg = torch.zeros_like(weights, dtype=self._exp_avg_dtype)
+            tensors.append(StateTensors(stored, exp_avg, torch.zeros_like(weights, dtype=torch.float32)))
+        return tensors
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -222,31 +231,15 @@ class AdamOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the state of any AdamW as float32; torch would cast it to the dtype of the parameters.
 
-        It is copied to host memory until the next step, so that no device stores it twice.
+        Until the next step it is a copy in host memory, so that no device stores it twice.
         """
         self._finish()
         groups = state_dict["param_groups"]
-        ids = [key for group in groups for key in group["params"]]
-        mine = [p for group in self.param_groups for p in group["params"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
-        self._loaded.clear()
-        for key, parameter in zip(ids, mine):
-            if key in state_dict["state"]:
-                loaded = state_dict["state"][key]
-                self._loaded.add(parameter)
-                self.state[parameter] = {
-                    name: value.detach().to("cpu", torch.float32, copy=True) for name, value in loaded.items()
-                }
+        keys = [key for group in groups for key in group["params"]]
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(keys, mine):
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[parameter][name] = value.detach().to("cpu", torch.float32, copy=True)
+        self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
-
-
-def _device_of(runs: Sequence[Run]) -> torch.device:
-    devices = list(dict.fromkeys(run.weights.device for run in runs))
-    if len(devices) > 1:
-        raise ValueError(f"AdamOptimizer updates the parameters of one device, got {devices}: use one for each")
-    return devices[0] if devices else torch.device("cpu")
-
-
-def _same(a: list[list], b: list[list]) -> bool:
-    """Return whether two lists of lists hold the same objects."""
-    return [[id(x) for x in inner] for inner in a] == [[id(x) for x in inner] for inner in b]

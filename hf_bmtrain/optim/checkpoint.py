@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,53 +21,43 @@ States = dict[Any, dict[str, Any]]
 # -- OptimManager's checkpoints -----------------------------------------------------------------------------------
 
 
-def sharded_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return a copy of this rank's state in host memory, for the same rank of an equally large world."""
-    state = _own_state(optimizer)
+def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> dict[str, Any]:
+    """Return a copy of the state in host memory: the sharded state or, with `gather`, the gathered one.
+
+    The sharded state is this rank's, for the same rank of an equally large world. The gathered state is whole on rank
+    0; other ranks get the parameter groups alone. Its "sliced" names the tensors that are laid out like the parameters;
+    the others are whole on every rank. Collective with `gather`.
+    """
+    whole_state: WholeState | None = getattr(optimizer, "whole_state", None)
+    with nullcontext() if whole_state is None else whole_state.local():
+        state = optimizer.state_dict()
+    if gather:
+        whole, sliced = _gather(optimizer, state, world, keep=world.rank == 0)
+        return {**state, "state": whole, "sliced": sliced}
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
 
 
-def load_sharded(optimizer: torch.optim.Optimizer, state: dict[str, Any], world: World) -> None:
-    """Load a `sharded_state`. Raises ValueError if it is of another rank or another number of ranks."""
-    saved = state["rank"], state["world_size"]
-    if saved != (world.rank, world.size):
-        raise ValueError(
-            f"this optimizer state is that of rank {saved[0]} of {saved[1]}, loaded on rank {world.rank} of "
-            f"{world.size}: save it with state_dict(gather_opt=True) to load it on another number of ranks."
-        )
-    optimizer.load_state_dict({"state": state["state"], "param_groups": state["param_groups"]})
+def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: World) -> None:
+    """Load a sharded state, or this rank's part of a gathered state, which every rank passes whole.
 
-
-def gathered_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return the whole state in host memory on rank 0, and the parameter groups alone on the others. Collective.
-
-    Its "sliced" names the tensors that are laid out like the parameters; the others are whole on every rank.
+    Raises ValueError for the sharded state of another rank or another number of ranks.
     """
-    state = _own_state(optimizer)
-    whole, sliced = _gather(_by_key(optimizer, state), state["state"], world, keep=world.rank == 0)
-    return {**state, "state": whole, "sliced": sliced}
-
-
-def load_gathered(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load this rank's part of a `gathered_state`, which every rank passes whole."""
-    parameters = _by_key(optimizer, state)
-    own: States = {}
-    for key, values in state["state"].items():
-        parameter = parameters[key]
-        is_slice = isinstance(parameter, DistributedParameter)
-        own[key] = {
-            name: parameter.take(value) if is_slice and name in state["sliced"] else value
-            for name, value in values.items()
-        }
-    optimizer.load_state_dict({"state": own, "param_groups": state["param_groups"]})
-
-
-def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state dict with this rank's slices, even while an Accelerator runs (see WholeState)."""
-    whole_state: WholeState | None = getattr(optimizer, "whole_state", None)
-    with nullcontext() if whole_state is None else whole_state.local():
-        return optimizer.state_dict()
+    state: States = saved["state"]
+    if "sliced" in saved:
+        parameters = _by_key(optimizer, saved)
+        state = {key: dict(values) for key, values in state.items()}
+        for key, values in state.items():
+            parameter = parameters[key]
+            if isinstance(parameter, DistributedParameter):
+                values.update({name: parameter.take(values[name]) for name in saved["sliced"] if name in values})
+    elif (saved["rank"], saved["world_size"]) != (world.rank, world.size):
+        raise ValueError(
+            f"this optimizer state is that of rank {saved['rank']} of {saved['world_size']}, loaded on rank "
+            f"{world.rank} of {world.size}: save it with state_dict(gather_opt=True) to load it on another number of "
+            "ranks."
+        )
+    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
 
 
 # -- the optimizer's own state_dict -------------------------------------------------------------------------------
@@ -113,8 +104,7 @@ class WholeState:
             return None
         world = current_world()
         world.assemble("optimizer.state_dict")
-        whole, _ = _gather(_by_key(optimizer, state_dict), state_dict["state"], world, keep=True)
-        return {**state_dict, "state": whole}
+        return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
 
 
 def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
@@ -137,44 +127,45 @@ def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
 
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
     """Return the optimizer's parameters by the keys of a state dict. Raises ValueError for another number of them."""
-    mine = [[*group["params"]] for group in optimizer.param_groups]
+    mine = [group["params"] for group in optimizer.param_groups]
     theirs = [group["params"] for group in state["param_groups"]]
     if [len(group) for group in mine] != [len(group) for group in theirs]:
         raise ValueError(
             f"the state has parameter groups of {[len(g) for g in theirs]} parameters, the optimizer of "
             f"{[len(g) for g in mine]}: make the optimizer from the same model, with the same groups."
         )
-    return {key: p for keys, group in zip(theirs, mine) for key, p in zip(keys, group)}
+    return dict(zip(chain(*theirs), chain(*mine)))
 
 
 @torch.no_grad()
-def _gather(parameters: dict[Any, Any], state: States, world: World, keep: bool) -> tuple[States, list[str]]:
+def _gather(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], world: World, keep: bool
+) -> tuple[States, list[str]]:
     """Gather every tensor that is laid out like its parameter, into host memory. Collective.
 
     Returns the state, empty unless `keep`, and the names of the gathered tensors.
     """
+    parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sliced, whole = _divide(parameters, state, world)
-    for name in sorted({name for _, name in sliced}):
-        buffers: dict[ShardedBuffer, dict[int, Any]] = {}  # the keys of their slices, by index
-        for key, other in sliced:
-            if other == name:
-                buffers.setdefault(parameters[key].buffer, {})[parameters[key].index] = key
-        for buffer, keys in buffers.items():
-            pieces = {index: state[key][name] for index, key in keys.items()}
-            for index, value in buffer.gather_like_slices(pieces).items():
-                if keep:
-                    whole[keys[index]][name] = _copy(value)
-    return whole if keep else {}, sorted({name for _, name in sliced})
+    places: dict[tuple[str, ShardedBuffer], dict[int, Any]] = {}  # the keys of a buffer's slices, by index
+    for name, key in sliced:
+        places.setdefault((name, parameters[key].buffer), {})[parameters[key].index] = key
+    for (name, buffer), keys in places.items():
+        pieces = {index: state[key][name] for index, key in keys.items()}
+        for index, value in buffer.gather_like_slices(pieces).items():
+            if keep:
+                whole[keys[index]][name] = _copy(value)
+    return whole if keep else {}, sorted({name for name, _ in sliced})
 
 
-def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[Any, str]], States]:
-    """Return the (key, name) of slices' per-element tensors, in the same order on all ranks, and all other values.
+def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
+    """Return the (name, key) of slices' per-element tensors, in the same order on all ranks, and all other values.
 
     A tensor is per-element if it has its slice's shape on every rank; a single rank cannot distinguish a step count
     from a slice of one element. Counters come from the rank that holds most of the parameter, because a rank that holds
     none of it need not count. Collective. Raises RuntimeError if the ranks hold state for different parameters.
     """
-    mine: dict[tuple[Any, str], tuple[bool, int, Any]] = {}  # fits its slice, elements of the slice, a copy of few
+    mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}  # fits its slice, elements of the slice, a copy of few
     others: States = {key: {} for key in state}
     for key, values in state.items():
         parameter = parameters[key]
@@ -183,15 +174,15 @@ def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[li
                 others[key][name] = _copy(value)
                 continue
             fits = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == parameter.shape
-            mine[key, name] = fits, parameter.numel(), None if fits and value.numel() != 1 else _copy(value)
+            mine[name, key] = fits, parameter.numel(), None if fits and value.numel() != 1 else _copy(value)
     everyone = world.gather_objects(mine)
     if any(other.keys() != mine.keys() for other in everyone):
         raise RuntimeError("The ranks' optimizers hold state for different parameters: build them alike on all ranks.")
     sliced = []
-    for key, name in sorted(mine):
-        held = [other[key, name] for other in everyone]
+    for name, key in sorted(mine):
+        held = [other[name, key] for other in everyone]
         if all(fits for fits, _, _ in held):
-            sliced.append((key, name))
+            sliced.append((name, key))
         else:
             copies = [(numel, copy) for _, numel, copy in held if copy is not None]
             others[key][name] = max(copies, key=lambda each: each[0])[1]

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from .checkpoint import WholeState
+from .runs import same_members
 
 _log = logging.getLogger("hf_bmtrain")
 _ROWS, _COLUMNS, _CUT, _STEPS, _LR = 6, 8, 19, 3, 0.05
@@ -45,28 +46,12 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     return known
 
 
-class _Checked:
-    """The parameter groups that `check` has seen, and the number of buffers at that time."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._buffers_made = ShardedBuffer.made
-        self._groups = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
-
-    def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the groups are unchanged, and nothing has been sharded since."""
-        groups = optimizer.param_groups
-        return (
-            self._buffers_made == ShardedBuffer.made
-            and len(groups) == len(self._groups)
-            and all(group["params"] is seen and len(seen) == n for group, (seen, n) in zip(groups, self._groups))
-        )
-
-
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    checked = getattr(optimizer, "checked", None)
-    if checked is None or not checked.is_current(optimizer):
+    made, seen = getattr(optimizer, "checked", (0, []))
+    groups = [group["params"] for group in optimizer.param_groups]
+    if made != ShardedBuffer.made or not same_members(groups, seen):
         check(optimizer)
-        optimizer.checked = _Checked(optimizer)
+        optimizer.checked = ShardedBuffer.made, [[*group] for group in groups]
     whole_state = getattr(optimizer, "whole_state", None)
     if whole_state is not None and whole_state.loaded:
         whole_state.slice_loaded(optimizer)
@@ -88,7 +73,6 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     shape = _STEPS + 1, _ROWS, _COLUMNS
     weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     for group in optimizer.param_groups:
-        moved = None
         for dtype in (torch.float64, torch.float32):  # float64 shows small differences, but some kernels lack it
             try:
                 values, tries = weights.to(dtype), [gradient.to(dtype) for gradient in gradients]
@@ -96,7 +80,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
                 break
             except Exception as error:
                 reason = error
-        if moved is None:
+        else:
             message = "%s could not be tried on a matrix (%s): whether it is element-wise, as slices need, is not known"
             _log.warning(message, type(optimizer).__name__, reason)
             return

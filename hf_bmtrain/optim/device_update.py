@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from ..comm.streams import DONE, Mark, work_stream
-from .slabs import Chunk, ChunkUpdate
+from .runs import StateTensors
+from .slabs import Chunk, Part
 
 _BUFFERS = 3
 
@@ -26,8 +28,10 @@ class DeviceUpdate:
     * the current stream may write gradients, numbers and weights again after the tickets, or `updated`.
     """
 
-    def __init__(self, numel: int, master_bytes: int, exp_avg_dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate buffers for chunks of up to `numel` elements, whose masters take up to `master_bytes` bytes each."""
+    def __init__(self, chunks: Sequence[Chunk], exp_avg_dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate buffers for the largest of `chunks`."""
+        numel = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+        master_bytes = max((c.slab.master.itemsize for c in chunks if c.slab.master is not None), default=0)
         self._buffers = [
             (
                 torch.empty(numel * master_bytes, device=device, dtype=torch.uint8),
@@ -40,27 +44,28 @@ class DeviceUpdate:
         self._upload.follow()  # work queued so far may still use the buffers' memory
         self._emptied: list[Mark] = [DONE] * _BUFFERS
         self._returned: dict[Chunk, Mark] = {}
-        self._turn = 0
+        self._turns = itertools.cycle(range(_BUFFERS))
         self.updated: Mark = DONE
         self.downloaded: Mark = DONE
 
-    def carry(self, update: ChunkUpdate) -> Iterator[Mark]:
-        """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then."""
-        self._update.follow()
-        for chunk in update.chunks:
-            number, self._turn = self._turn, (self._turn + 1) % _BUFFERS
-            yield self._pass(number, chunk, update)
+    def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Mark]:
+        """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then.
 
-    def _pass(self, number: int, chunk: Chunk, update: ChunkUpdate) -> Mark:
+        update(part, state): updates one part of a chunk, whose `state` is on the device.
+        """
+        self._update.follow()
+        for chunk in chunks:
+            yield self._pass(next(self._turns), chunk, update)
+
+    def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Mark:
         home = chunk.slab.part(chunk.start, chunk.stop)
-        here = tuple(
-            None if stored is None else buffer.view(stored.dtype)[: chunk.stop - chunk.start]
-            for buffer, stored in zip(self._buffers[number], home)
-        )
+        masters, exp_avg, exp_avg_sq = self._buffers[number]
+        master = None if home.master is None else masters.view(home.master.dtype)
+        here = StateTensors(master, exp_avg, exp_avg_sq).part(0, chunk.stop - chunk.start)
 
         def update_parts() -> None:
             for part in chunk.parts:
-                update.apply(part, here)
+                update(part, here)
 
         self._upload.after(self._emptied[number])
         self._upload.after(self._returned.get(chunk, DONE))
@@ -74,7 +79,7 @@ class DeviceUpdate:
         return self.updated
 
 
-def _copy(targets, sources) -> None:
+def _copy(targets: StateTensors, sources: StateTensors) -> None:
     for target, source in zip(targets, sources):
-        if target is not None:
+        if target is not None and source is not None:
             target.copy_(source, non_blocking=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ import torch
 from ..comm.collectives import Communicator
 from ..ops.grad_norm import accumulate_squared_norm
 from ..ops.host_flag import HostFlag
-from ..ops.torch_internals import WithoutTorchFunction, amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
+from ..ops.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
-from .checkpoint import gathered_state, load_gathered, load_sharded, sharded_state
-from .runs import Run, neighbours
+from .checkpoint import load_state, save_state
+from .runs import Run, gradient_versions, is_unchanged, neighbours
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -57,23 +57,22 @@ class OptimManager:
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
         self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
         self._bounds = min_loss_scale, max_loss_scale
-        self._scale = self._scalar(loss_scale) if loss_scale is not None else None
+        self._scale: torch.Tensor | None = None
+        if loss_scale is not None:
+            self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
         # For the next step: the clip factors of optimizers of which all gradients are clipped, applied in their update;
-        # the ids of parameters whose gradients have been measured; and 1 if one of those is inf or nan.
+        # the parameters whose gradients have been measured; and 1 if one of those is inf or nan.
         self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}
-        self._checked: set[int] = set()
-        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)
+        self._checked: set[torch.nn.Parameter] = set()
+        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # the shape that torch's fused take
         # Of the last step: the skip flag, until the host reads it; True if a backward made a part of the step; and the
         # gradients with their versions, to be dropped after a skipped step unless they have changed since.
         self._skipped: HostFlag | None = None
         self._updated_in_backward = False
-        self._used: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
+        self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
-
-    def _scalar(self, value: float) -> torch.Tensor:
-        return torch.tensor(value, dtype=torch.float32, device=self._device)
 
     @property
     def loss_scale(self) -> float | None:
@@ -100,7 +99,7 @@ class OptimManager:
         """Set the gradients of every optimizer to None."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self._used = []  # or their memory would not be free in the next forward
+        self._used = {}  # or their memory would not be free in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
         """Run the backward of `loss` (a scalar) times the loss scale."""
@@ -124,25 +123,26 @@ class OptimManager:
         Raises RuntimeError after `update_in_backward`, which has used the gradients.
         """
         parameters = [p for group in param_groups for p in group["params"] if p.grad is not None]
-        chosen = {id(p) for p in parameters}
-        early = [o for o in self.optimizers if _updated_in_backward(o)]
-        if any(id(p) in chosen for o in early for p in _with_gradient(o)):
+        chosen = set(parameters)
+        own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
+        if any(_updated_in_backward(optimizer) and not chosen.isdisjoint(own[optimizer]) for optimizer in own):
             raise RuntimeError(
                 "clip_grad_norm after update_in_backward(): these gradients have been used during the backward. Leave "
                 "one of the two out; torch.nn.utils.get_total_norm of the gradients gives their norm."
             )
-        fully_clipped = [o for o in self.optimizers if chosen.issuperset(id(p) for p in _with_gradient(o))]
         for optimizer in list(self._clips):  # clipped before, and this norm is that of the clipped gradients
-            earlier = _with_gradient(optimizer)
-            if any(id(p) in chosen for p in earlier):
-                foreach_mul_([p.grad for p in earlier], self._clips.pop(optimizer))
+            if not chosen.isdisjoint(own[optimizer]):
+                foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
             norm = norm / self._scale
         factor = (max_norm / (norm + eps)).clamp_(max=1.0)
-        self._clips.update(dict.fromkeys(fully_clipped, factor))
-        in_updates = {id(p) for optimizer in fully_clipped for p in _with_gradient(optimizer)}
-        rest = [p.grad for p in parameters if id(p) not in in_updates]
+        in_updates: set[torch.nn.Parameter] = set()
+        for optimizer, members in own.items():
+            if chosen.issuperset(members):
+                self._clips[optimizer] = factor
+                in_updates.update(members)
+        rest = [p.grad for p in parameters if p not in in_updates]
         if rest:
             foreach_mul_(rest, factor)
         return norm
@@ -155,13 +155,13 @@ class OptimManager:
         # 1. The last step is over: advance its schedulers, or drop its gradients if it was skipped.
         self._end_last_step()
         # 2. Find out whether all gradients are finite; clipping has done so for those that it measured.
-        unchecked = [p for o in self.optimizers for p in _with_gradient(o) if id(p) not in self._checked]
+        unchecked = [p for o in self.optimizers for p in _with_gradient(o) if p not in self._checked]
         if unchecked:
             self._check(unchecked, 2.0)
         # 3. Update the weights, or not: the flag is on the device, and AdamOptimizer reads it there.
         self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
         for optimizer in self.optimizers:
-            self._update(optimizer, self._divisor(optimizer))
+            self._update(optimizer)
         # 4. Adapt the loss scale.
         if self._scale is not None:
             amp_update_scale_(
@@ -170,20 +170,16 @@ class OptimManager:
             self._scale.clamp_(*self._bounds)
         # 5. Send the flag to the host, which reads it in the next step; on CPU it is there already.
         self._skipped = HostFlag(self._found_inf)
-        with WithoutTorchFunction():  # read a GradSlice's version like that of any tensor
-            self._used = [(p, p.grad, p.grad._version) for o in self.optimizers for p in _with_gradient(o)]
+        self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
         self._forget_norms()
         if self._skipped.immediate:
             self._end_last_step()
 
-    def _divisor(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        """Return the divisor of the optimizer's gradients, loss scale over clip factor, or None for 1."""
-        clip = self._clips.get(optimizer)
-        if clip is None:
-            return self._scale
-        return clip.reciprocal() if self._scale is None else self._scale / clip
-
-    def _update(self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None) -> None:
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        # The divisor of its gradients, None for 1.
+        clip, divisor = self._clips.get(optimizer), self._scale
+        if clip is not None:
+            divisor = clip.reciprocal() if divisor is None else divisor / clip
         if isinstance(optimizer, AdamOptimizer):
             optimizer.grad_scale, optimizer.found_inf = divisor, self._found_inf
             try:
@@ -199,8 +195,8 @@ class OptimManager:
     def _check(self, parameters: list, order: float) -> torch.Tensor:
         """Return the global norm of the parameters' gradients, and set the skip flag if it is inf or nan."""
         norm = global_norm(parameters, order, self._reduce, self._device)
-        torch.maximum(self._found_inf, _non_finite(norm), out=self._found_inf)
-        self._checked.update(id(p) for p in parameters)
+        torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
+        self._checked.update(parameters)
         return norm.float()
 
     def _forget_norms(self) -> None:
@@ -219,9 +215,8 @@ class OptimManager:
         world = current_world()
         world.assemble("OptimManager.state_dict")
         self._end_last_step()
-        collect = gathered_state if gather_opt else sharded_state
         return {
-            "optimizers": [collect(optimizer, world) for optimizer in self.optimizers],
+            "optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
             "loss_scale": self.loss_scale,
             "clean_steps": int(self._clean_steps),
@@ -250,7 +245,7 @@ class OptimManager:
             gathered = "sliced" in state
             if gather_opt is not None and gathered != gather_opt:
                 raise ValueError(f"the state was saved with gather_opt={gathered}: load it with that, or leave it out.")
-            load_gathered(optimizer, state) if gathered else load_sharded(optimizer, state, current_world())
+            load_state(optimizer, state, current_world())
         for scheduler, state in zip(self.schedulers, schedulers):
             if scheduler is not None:
                 scheduler.load_state_dict(state)
@@ -265,15 +260,15 @@ class OptimManager:
         if self._skipped is None:
             return
         skipped, self._skipped = self._skipped.read(), None
-        used, self._used = self._used, []
+        used, self._used = self._used, {}
         if skipped and self._updated_in_backward:
             raise RuntimeError(
                 "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped: "
                 "the weights are spoilt. Go on from a checkpoint, without update_in_backward."
             )
         if skipped:
-            for parameter, gradient, version in used:  # not those that a backward has made since
-                if parameter.grad is gradient and gradient._version == version:
+            for parameter, seen in used.items():
+                if is_unchanged(parameter, seen):  # not made by a backward since
                     parameter.grad = None
             scale = "no loss scale" if self._scale is None else f"the loss scale is now {self.loss_scale:g}"
             _log.warning("a gradient was inf or nan: this step is skipped, %s", scale)
@@ -281,11 +276,6 @@ class OptimManager:
         for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
-
-
-def _non_finite(norm: torch.Tensor) -> torch.Tensor:
-    """Return 1.0 if the norm is inf or nan, else 0.0, in the shape (1,) that torch's fused optimizers take."""
-    return torch.isfinite(norm).logical_not().float().reshape(1)
 
 
 def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
@@ -299,9 +289,7 @@ def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 # -- the norm of gradients over all ranks ---------------------------------------------------------------------------
 
 
-def global_norm(
-    parameters: Sequence[Any], order: float, communicator: Communicator, device: torch.device
-) -> torch.Tensor:
+def global_norm(parameters: list, order: float, communicator: Communicator, device: torch.device) -> torch.Tensor:
     """Return the norm of the parameters' `.grad`s over all ranks, a scalar on `device`. Collective.
 
     It is inf or NaN if an element is. The 2-norm is float64; it reads every gradient once, a flat range at a time, or
@@ -315,8 +303,9 @@ def global_norm(
     sliced = add([p for p in parameters if isinstance(p, DistributedParameter)], order, device)
     communicator.all_reduce(sliced, maximum=infinite).wait()
     own = add([p for p in parameters if not isinstance(p, DistributedParameter)], order, device)
-    total = torch.maximum(sliced, own) if infinite else sliced.add_(own)
-    return total[0] if infinite else total[0].pow(1.0 / order)
+    if infinite:
+        return torch.maximum(sliced, own)[0]
+    return sliced.add_(own)[0].pow(1.0 / order)
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
@@ -324,7 +313,9 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []
     for members in neighbours(parameters):
-        squares = _measured(members)
+        first, squares = members[0], None
+        if isinstance(first, DistributedParameter):
+            squares = first.buffer.gradient.squares(range(first.index, first.index + len(members)))
         if squares is not None:
             measured.append(squares)
             continue
@@ -336,13 +327,6 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
     if measured:
         total[0] += torch.cat(measured).sum()
     return total
-
-
-def _measured(members: list) -> torch.Tensor | None:
-    """Return the sums of squares of k adjacent slices' gradients, (k,) float64, or None if they are not measured."""
-    if not isinstance(members[0], DistributedParameter):
-        return None
-    return members[0].buffer.gradient.squares([piece.index for piece in members])
 
 
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:

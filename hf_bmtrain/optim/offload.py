@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..comm.streams import DONE, has_own_memory
-from ..ops.adam_step import Hyper, master_dtype
+from ..ops.adam_step import Elements, Hyper, master_dtype
 from ..ops.residual import Master
-from ..ops.torch_internals import WithoutTorchFunction
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
-from .delta import DeltaRecord
+from .delta import delta_moments
 from .device_update import DeviceUpdate
-from .runs import Run, RunState, by_owner, index_bases
-from .slabs import Chunk, ChunkUpdate, Place, allocate_slabs, cut
+from .runs import Run, StateTensors, gradient_versions, is_unchanged
+from .slabs import Chunk, Part, Place, allocate_slabs, cut
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -27,9 +27,8 @@ _log = logging.getLogger("hf_bmtrain")
 class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory. The results are bitwise the same.
 
-    An element of bfloat16 weights takes 10 bytes of host memory and as many over PCIe each way, of float16 weights 12,
-    of float32 weights 8; 2 less with exp_avg_dtype=torch.bfloat16. The state dict is AdamOptimizer's; for bfloat16
-    weights it takes 8 bytes more per element. On CPU nothing is copied, and it works like AdamOptimizer.
+    It takes as many bytes of host memory as AdamOptimizer's on the device, and as many over PCIe each way; the state
+    dict of bfloat16 weights takes 8 bytes more per element. On CPU nothing is copied, and it works like AdamOptimizer.
 
     `step` copies the state through the device in chunks, on streams of its own, and returns before the last chunks are
     updated. The chunks of the first buffers are the first, so that the next forward can begin early: a buffer waits for
@@ -39,8 +38,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     `model.parameters()`, for example).
 
     record_delta: after every step compute the mean and the variance of its update over all elements, in units of the
-    learning rate (see DeltaRecord), for `get_avg_delta()` and `get_var_delta()`. This is slow, for inspection only: the
-    host waits for the step, all state is copied to the device once more, in parts of about 30 MiB, and the ranks
+    learning rate (see `delta_moments`), for `get_avg_delta()` and `get_var_delta()`. This is slow, for inspection only:
+    the host waits for the step, all state is copied to the device once more, in parts of about 30 MiB, and the ranks
     reduce three numbers.
 
     Raises RuntimeError if the host memory is insufficient for the state.
@@ -59,77 +58,93 @@ class AdamOffloadOptimizer(AdamOptimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, hold_steps, exp_avg_dtype=exp_avg_dtype)
-        self._delta = DeltaRecord() if record_delta else None
+        self._delta = torch.zeros(2, dtype=torch.float64) if record_delta else None
         self._early = _EarlyUpdates()
         self._places: dict[Run, Place] = {}
         self._chunks: list[Chunk] = []
         self._mover: DeviceUpdate | None = None
 
     def get_avg_delta(self) -> float:
-        """The mean of the last step's update in units of the learning rate; 0 without `record_delta`."""
-        return 0.0 if self._delta is None else self._delta.mean
+        """The mean of the last step's update in units of the learning rate; 0 without `record_delta`.
+
+        Reading it waits for the device. A skipped step leaves the values of the last one.
+        """
+        return 0.0 if self._delta is None else self._delta[0].item()
 
     def get_var_delta(self) -> float:
-        """The variance of the last step's update in units of the learning rate; 0 without `record_delta`."""
-        return 0.0 if self._delta is None else self._delta.variance
+        """The variance of the last step's update, as `get_avg_delta` gives the mean."""
+        return 0.0 if self._delta is None else self._delta[1].item()
 
     def wait(self) -> None:
-        """Make the current stream wait until the last update has written the weights. The host does not wait."""
         if self._mover is not None:
             self._mover.updated.wait()
 
     def _finish(self) -> None:
         """Make the host wait until weights and state are those of the last step."""
         if self._mover is not None:
-            self._mover.updated.synchronize()
-            self._mover.downloaded.synchronize()
+            self._mover.downloaded.synchronize()  # after the last update
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        early = self._early
-        early.check_unchanged(self._settings(), getattr(self, "grad_scale", None))
+        self._check_early()
         # 1. Cut the parameters that have gradients, or have been updated during the backward, into runs.
+        early = self._early.parameters
         rearranged = self._arrange(
-            [[p for p in group["params"] if p.grad is not None or p in early.parameters] for group in self.param_groups]
+            [[p for p in group["params"] if p.grad is not None or p in early] for group in self.param_groups]
         )
         # 2. Update the runs that the backward has not updated.
-        left = [number for number, state in enumerate(self._states) if state not in early]
+        left = self._not_early()
         if left:
             self._step_runs(left)
-            self._announce(left)
-        # 3. These runs were cut to fit around those that the backward has updated: cut anew in the next step.
+        # 3. Announce the pending updates to the gathering communicator, alike on all ranks.
+        for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
+            if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
+                owner.update.announce(owner.shard)
+        # 4. These runs were cut to fit around those that the backward has updated: cut anew in the next step.
         if rearranged and early:
             self._active = []
-        early.clear()
-        # 4. Look at the result.
-        if self._delta is not None:
+        self._early = _EarlyUpdates()
+        # 5. Look at the result.
+        if self._delta is not None and self._states:
             self._finish()
-            settings = dict(zip((id(group) for group in self.param_groups), self._settings()))
-            by_parameter = {p: settings[id(group)] for group in self.param_groups for p in group["params"]}
-            of_states = [by_parameter[state.run.parameters[0]] for state in self._states]
-            self._delta.record(self._states, of_states, getattr(self, "found_inf", None))
+            settings = {p: each for group, each in zip(self.param_groups, self._settings()) for p in group["params"]}
+            moments = delta_moments(self._states, [settings[state.run.parameters[0]] for state in self._states])
+            earlier, found_inf = self._delta.to(moments.device), getattr(self, "found_inf", None)
+            self._delta = moments if found_inf is None else torch.where(found_inf != 0, earlier, moments)
+
+    def _not_early(self) -> list[int]:
+        """Return the numbers of the runs that the backward has not updated."""
+        return [n for n, state in enumerate(self._states) if state.run.parameters[0] not in self._early.parameters]
 
     def _update(self, numbers: Sequence[int]) -> None:
         if self._mover is None:
             return super()._update(numbers)
-        owners = by_owner(self._states, numbers)
-        chunks = [chunk for chunk in self._chunks if self._states[chunk.parts[0].run].run.owner in owners]
-        update = ChunkUpdate(chunks, self._states, numbers, self._steps.update)
-        tickets = dict.fromkeys(owners, DONE)  # a rank may hold nothing of a buffer
-        for chunk, ticket in zip(chunks, self._mover.carry(update)):
-            tickets[self._states[chunk.parts[0].run].run.owner] = ticket
+        states, steps = self._states, self._steps
+        gradients = {number: states[number].run.gradient() for number in numbers}
+
+        def update_part(part: Part, chunk: StateTensors) -> None:
+            state, gradient = states[part.run], gradients[part.run][part.of_run]
+            stored, exp_avg, exp_avg_sq = chunk.part(part.of_chunk.start, part.of_chunk.stop)
+            master = Master(state.run.weights[part.of_run], stored, exp_avg_sq)
+            steps.update(part.run, Elements(gradient, master, exp_avg, state.index_base + part.of_run.start))
+
+        used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
+        for number, gradient in gradients.items():
+            used.setdefault(states[number].run.owner, []).append(gradient)
+        tickets = dict.fromkeys(used, DONE)  # a rank may hold nothing of a buffer
+        chunks = [chunk for chunk in self._chunks if chunk.owner in used]
+        for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
+            tickets[chunk.owner] = ticket
         for owner, ticket in tickets.items():
             if isinstance(owner, ShardedBuffer):
-                owner.update.begin(ticket, [update.gradients[number] for number in owners[owner]])
+                owner.update.begin(ticket, used[owner])
             else:
                 ticket.wait()  # nothing waits before an ordinary parameter is read
 
-    def _announce(self, numbers: Sequence[int]) -> None:
-        """Announce the pending updates of these runs to the gathering communicator, alike on all ranks. Collective."""
-        for owner in by_owner(self._states, numbers):
-            if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
-                owner.update.announce(owner.shard)
+    def _in_order(self, numbers: Sequence[int]) -> list[int]:
+        """Sort numbers of runs by their elements, so that a buffer's are adjacent, in the same order on all ranks."""
+        return sorted(numbers, key=lambda number: self._states[number].index_base)
 
     # -- during the backward ------------------------------------------------------------------------------------
 
@@ -159,27 +174,24 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 "update_in_backward() with a loss scale, which may skip the step when all gradients are there: leave "
                 "one of the two out."
             )
-        if self._early:
+        if self._early.parameters:
             raise RuntimeError("update_in_backward() again before step(): call step() once after each.")
+        by_buffer: dict[ShardedBuffer, list[Any]] = {}
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if isinstance(parameter, DistributedParameter) and parameter.requires_grad:
+                by_buffer.setdefault(parameter.buffer, []).append(parameter)
         with ExitStack() as hooks:
-            for slices in self._slices_by_buffer():
+            for buffer, slices in by_buffer.items():
                 # Hooks run in the order of the buffer: the last one runs after users' hooks have seen their gradients.
-                last = [piece for piece in slices[0].buffer.slices if piece.requires_grad][-1]
-                hook = last.register_post_accumulate_grad_hook(lambda _, slices=slices: self._update_early(slices))
-                hooks.callback(hook.remove)
+                last = [piece for piece in buffer.slices if piece.requires_grad][-1]
+                update = last.register_post_accumulate_grad_hook(lambda _, slices=slices: self._update_early(slices))
+                hooks.enter_context(update)
             yield
 
     @property
     def updated_in_backward(self) -> bool:
         """True if a backward has updated parameters and `step` has not been called since."""
-        return bool(self._early)
-
-    def _slices_by_buffer(self) -> list[list[Any]]:
-        slices: dict[ShardedBuffer, list[Any]] = {}
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if isinstance(parameter, DistributedParameter) and parameter.requires_grad:
-                slices.setdefault(parameter.buffer, []).append(parameter)
-        return list(slices.values())
+        return bool(self._early.parameters)
 
     def _update_early(self, slices: list[Any]) -> None:
         """Update a buffer whose gradient has been reduced, if its runs are exactly the slices with a gradient.
@@ -192,12 +204,36 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if not self._active or not slices or not slices[0].buffer.gradient.intact:
             return
         numbers = [number for number, state in enumerate(self._states) if state.run.buffer is slices[0].buffer]
-        states = [self._states[number] for number in numbers]
-        if {id(p) for state in states for p in state.run.parameters} != {id(p) for p in slices}:
+        if {p for number in numbers for p in self._states[number].run.parameters} != set(slices):
             return
-        self._early.check_first_backward(slices)
+        if not self._early.parameters.keys().isdisjoint(slices):
+            raise RuntimeError(
+                f"A second backward inside update_in_backward() brought gradients of {len(slices)} parameters that "
+                "have been updated already. Accumulate outside of it: `with optimizer.update_in_backward():` belongs "
+                "around the last backward of a step alone, and step() after it."
+            )
         self._step_runs(numbers)
-        self._early.record(states, self._settings())
+        self._early.parameters.update(gradient_versions(slices))
+        self._early.settings = _snapshot(self._settings())
+
+    def _check_early(self) -> None:
+        """Raise RuntimeError if `step` would have made another update than the backward."""
+        parameters = self._early.parameters
+        if not parameters:
+            return
+        if getattr(self, "grad_scale", None) is not None:
+            problem = "a loss scale or a clip factor came with step()"
+        elif any(p.grad is not None and not is_unchanged(p, used) for p, used in parameters.items()):
+            problem = "gradients were changed after it (clipped or unscaled, say)"
+        elif _snapshot(self._settings()) != self._early.settings:
+            problem = "lr or another setting of a parameter group changed between it and step()"
+        else:
+            return
+        raise RuntimeError(
+            f"update_in_backward() has updated {len(parameters)} parameters during the backward, and then {problem}, "
+            "too late for them. Change them before the backward (with OptimManager, call manager.backward), or leave "
+            "update_in_backward out."
+        )
 
     # -- runs and state -----------------------------------------------------------------------------------------
 
@@ -206,107 +242,39 @@ class AdamOffloadOptimizer(AdamOptimizer):
             return False
         runs = [state.run for state in self._states]
         self._places = {run: self._places[run] for run in runs if run in self._places}
-        if not self._places:
-            self._chunks, self._mover = [], None
-            return True
-        left = [number for number, state in enumerate(self._states) if state not in self._early]
-        owners = by_owner(self._states, left).values()  # no chunk belongs to two: each may be updated by itself
-        self._chunks = [chunk for numbers in owners for chunk in cut(runs, self._places, list(numbers))]
-        numel = max((chunk.stop - chunk.start for chunk in self._chunks), default=0)
-        masters = [place.slab.master for place in self._places.values()]
-        width = max(0 if master is None else master.itemsize for master in masters)
-        self._mover = DeviceUpdate(numel, width, self._exp_avg_dtype, runs[0].weights.device)
+        self._chunks, self._mover = [], None
+        if self._places:
+            self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
+            self._mover = DeviceUpdate(self._chunks, self._exp_avg_dtype, runs[0].weights.device)
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
         return super()._kind(parameter), parameter in self._early.parameters
 
-    def _allocate(self, runs: Sequence[Run]) -> list[tuple[Master, torch.Tensor]]:
-        """Allocate slabs in the order of buffers, not of groups, so that the first buffers are updated first."""
+    def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
         if not runs or not has_own_memory(runs[0].weights.device):
             return super()._allocate(runs)
-        bases = index_bases(self.param_groups)
-        ordered = sorted(runs, key=lambda run: (bases[run.owner], run.start))
-        dtypes = [master_dtype(run.weights.dtype, run.weights.device) for run in ordered]
-        self._places.update(allocate_slabs(ordered, dtypes, self._exp_avg_dtype))
+        dtypes = [master_dtype(run.weights.dtype, run.weights.device) for run in runs]
+        places = allocate_slabs(runs, dtypes, self._exp_avg_dtype)
+        self._places.update(places)
         _log.info(
             "the Adam state of %d elements is stored in %d slabs of page-locked host memory",
             sum(run.weights.numel() for run in runs),
-            len({self._places[run].slab for run in runs}),
+            len({place.slab for place in places.values()}),
         )
-        states = []
-        for run in runs:
-            place = self._places[run]
-            stored, exp_avg, exp_avg_sq = place.slab.part(place.start, place.start + run.weights.numel())
-            master = Master(run.weights, stored, exp_avg_sq)
-            master.reset()
-            states.append((master, exp_avg))
-        return states
+        return [p.slab.part(p.start, p.start + run.weights.numel()) for run, p in places.items()]
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
-        self._early.clear()
+        self._early = _EarlyUpdates()
 
 
+@dataclass
 class _EarlyUpdates:
-    """The updates that the backward has made: their parameters, and the settings and gradients that they used."""
+    """What the backward has updated, by parameter the gradient that it used, and with which settings."""
 
-    def __init__(self) -> None:
-        self.parameters: set[torch.nn.Parameter] = set()
-        self._settings: list = []
-        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor, int]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.parameters)
-
-    def __contains__(self, state: RunState) -> bool:
-        return state.run.parameters[0] in self.parameters
-
-    def record(self, states: Sequence[RunState], settings: Sequence[Hyper]) -> None:
-        """Note that these `states` of one buffer have been updated with these settings of the parameter groups."""
-        self._settings = _snapshot(settings)
-        with WithoutTorchFunction():  # read a GradSlice's version like that of any tensor
-            for parameter in (p for state in states for p in state.run.parameters):
-                assert parameter.grad is not None
-                self.parameters.add(parameter)
-                self._gradients.append((parameter, parameter.grad, parameter.grad._version))
-
-    def clear(self) -> None:
-        self.parameters, self._settings, self._gradients = set(), [], []
-
-    def check_first_backward(self, slices: Sequence[DistributedParameter]) -> None:
-        """Raise RuntimeError if any of these has been updated already."""
-        if not self.parameters.isdisjoint(slices):
-            raise RuntimeError(
-                f"A second backward inside update_in_backward() brought gradients of {len(slices)} parameters that "
-                "have been updated already. Accumulate outside of it: `with optimizer.update_in_backward():` belongs "
-                "around the last backward of a step alone, and step() after it."
-            )
-
-    def check_unchanged(self, settings: Sequence[Hyper], grad_scale: torch.Tensor | None) -> None:
-        """Raise RuntimeError if `step` would have made another update than the backward."""
-        if not self:
-            return
-        problem = None
-        if grad_scale is not None:
-            problem = "a loss scale or a clip factor came with step()"
-        elif self._gradients_changed():
-            problem = "gradients were changed after it (clipped or unscaled, say)"
-        elif _snapshot(settings) != self._settings:
-            problem = "lr or another setting of a parameter group changed between it and step()"
-        if problem is not None:
-            raise RuntimeError(
-                f"update_in_backward() has updated {len(self.parameters)} parameters during the backward, and then "
-                f"{problem}, too late for them. Change them before the backward (with OptimManager, call "
-                "manager.backward), or leave update_in_backward out."
-            )
-
-    def _gradients_changed(self) -> bool:
-        with WithoutTorchFunction():
-            return any(
-                parameter.grad is not None and (parameter.grad is not used or used._version != version)
-                for parameter, used, version in self._gradients
-            )
+    parameters: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    settings: list = field(default_factory=list)
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, groupby
+from typing import Any, NamedTuple
 
 import torch
 
-from ..ops.adam_step import Elements
 from ..ops.residual import Master
+from ..ops.torch_internals import WithoutTorchFunction
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 
@@ -64,15 +66,11 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """Return the float32 running sum of an accumulation, or the `.grad`s without one; (n,), not to be written."""
         flat = self.flat_gradient()
-        if flat is None:
-            return self._assembled()
-        wide = None
-        if self.buffer is not None:
-            wide = self.buffer.gradient.wide(self.start, self.start + self.weights.numel())
-        return flat if wide is None else wide
-
-    def _assembled(self) -> torch.Tensor:
-        """Return a copy of the `.grad`s, (n,) float32, if the user has replaced some of them."""
+        if flat is not None:
+            stop = self.start + self.weights.numel()
+            wide = None if self.buffer is None else self.buffer.gradient.wide(self.start, stop)
+            return flat if wide is None else wide
+        # The user has replaced some of them.
         flat = torch.zeros(self.weights.numel(), dtype=torch.float32, device=self.weights.device)
         for parameter in self.parameters:
             assert parameter.grad is not None
@@ -92,18 +90,30 @@ def neighbours(
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     buffers = {buffer: number for number, buffer in enumerate(dict.fromkeys(p.buffer for p in slices))}
     slices.sort(key=lambda piece: (buffers[piece.buffer], piece.index))
-    for earlier, later in zip([None, *slices], slices):
-        follows = (
-            earlier is not None
-            and later.buffer is earlier.buffer
-            and later.index == earlier.index + 1
-            and kind(later) == kind(earlier)
-        )
-        if follows:
-            runs[-1].append(later)
-        else:
-            runs.append([later])
-    return runs
+
+    def shared(numbered: tuple[int, DistributedParameter]) -> tuple:
+        position, piece = numbered
+        return piece.buffer, piece.index - position, kind(piece)  # from neighbour to neighbour both grow by one
+
+    return [*runs, *([piece for _, piece in members] for _, members in groupby(enumerate(slices), shared))]
+
+
+def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
+    """Return whether two lists of lists hold the same objects."""
+    return [*map(len, a)] == [*map(len, b)] and all(map(operator.is_, chain(*a), chain(*b)))
+
+
+def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
+    """Return the `.grad` of each parameter, which must have one, and its version, for `is_unchanged`."""
+    with WithoutTorchFunction():  # read a GradSlice's version like that of any tensor
+        return {parameter: (parameter.grad, parameter.grad._version) for parameter in parameters}
+
+
+def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) -> bool:
+    """Return whether the parameter has the `.grad` of `gradient_versions`, and nothing has been written to it since."""
+    gradient, version = seen
+    with WithoutTorchFunction():
+        return parameter.grad is gradient and gradient._version == version
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
@@ -119,6 +129,24 @@ def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
 
 
 # -- state ----------------------------------------------------------------------------------------------------------
+
+
+class StateTensors(NamedTuple):
+    """The state of n elements, (n,) each.
+
+    master: as it is stored (see Master), None where the weights are their own masters. exp_avg: float32 or bfloat16.
+    exp_avg_sq: float32, with the marks of residuals.
+    """
+
+    master: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    def part(self, start: int, stop: int) -> StateTensors:
+        """Return views of elements start:stop."""
+        master = None if self.master is None else self.master[start:stop]
+        return StateTensors(master, self.exp_avg[start:stop], self.exp_avg_sq[start:stop])
+
 
 ParameterState = dict[str, torch.Tensor]
 """step; exp_avg and exp_avg_sq, (n,); for half-precision weights the float32 "master", (n,), or for bfloat16 ones the
@@ -150,40 +178,14 @@ class RunState:
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and self.version not in (-1, self.run.weights._version)
 
-    def elements(self) -> Elements:
-        """Return all elements of the run, for one step with its current gradient."""
-        return Elements(self.run.gradient(), self.master, self.exp_avg, self.index_base)
-
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
         """Return the views of one parameter's part, under the names of torch's AdamW."""
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + parameter.numel()), self.master.stored
         views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
-        if stored is None:
-            return views
-        return {**views, "residual" if self.master.is_residual else "master": stored[part]}
-
-
-def new_state(run: Run, master: torch.dtype | None, exp_avg: torch.dtype) -> tuple[Master, torch.Tensor]:
-    """Allocate the masters and exp_avg of a run before its first step, on the device of its weights.
-
-    master: the dtype in which masters are stored, None where the weights are their own.
-    """
-    weights = run.weights
-    stored = None if master is None else torch.empty_like(weights, dtype=master)
-    masters = Master(weights, stored, torch.zeros_like(weights, dtype=torch.float32))
-    masters.reset()
-    return masters, torch.zeros_like(weights, dtype=exp_avg)
-
-
-def by_owner(
-    states: Sequence[RunState], numbers: Sequence[int]
-) -> dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]]:
-    """Group the states with these numbers by buffer (or ordinary parameter), in the order of their elements."""
-    owners: dict[ShardedBuffer | torch.nn.Parameter, dict[int, RunState]] = {}
-    for number in sorted(numbers, key=lambda number: states[number].index_base):
-        owners.setdefault(states[number].run.owner, {})[number] = states[number]
-    return owners
+        if stored is not None:
+            views["residual" if self.master.is_residual else "master"] = stored[part]
+        return views
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:

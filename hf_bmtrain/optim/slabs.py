@@ -1,16 +1,15 @@
-"""Optimizer state in host memory: the state of runs in slabs, cut into chunks that are copied to the device."""
+"""Optimizer state in host memory: slabs, page-locked, of several runs each, cut into chunks for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..ops.adam_step import Elements
 from ..ops.pinned import pinned_bytes
-from ..ops.residual import Master
-from .runs import Run, RunState
+from ..sharding.buffer import ShardedBuffer
+from .runs import Run, StateTensors
 
 SLAB_ELEMENTS = 1 << 28
 """A run with more gets a slab of its own."""
@@ -20,39 +19,11 @@ ALIGNMENT = 64
 """Runs begin at multiples of this many elements, so that a run is aligned in a slab as in a shard."""
 
 
-@dataclass(frozen=True, eq=False)
-class Slab:
-    """The state of several runs, page-locked, (n,) each.
-
-    master: float32; None where the weights are float32 themselves; or the int16 residuals of bfloat16 weights, and
-    then exp_avg_sq carries their marks (ops/residual.py). exp_avg: float32 or bfloat16. exp_avg_sq: float32.
-    """
-
-    master: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    @classmethod
-    def allocate(
-        cls, numel: int, master: torch.dtype | None, exp_avg: torch.dtype, device: torch.device, purpose: str
-    ) -> Slab:
-        """Allocate zeroed state of `numel` elements, in one piece of memory that `device` reads directly."""
-        dtypes = [dtype for dtype in (master, exp_avg, torch.float32) if dtype is not None]
-        sizes = [numel * dtype.itemsize for dtype in dtypes]
-        memory = pinned_bytes(sum(sizes), device, purpose)
-        tensors = [part.view(dtype) for part, dtype in zip(memory.split(sizes), dtypes)]
-        return cls(None if master is None else tensors[0], *tensors[-2:])
-
-    def part(self, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        master = None if self.master is None else self.master[start:stop]
-        return master, self.exp_avg[start:stop], self.exp_avg_sq[start:stop]
-
-
 @dataclass(frozen=True)
 class Place:
     """The position of a run in its slab."""
 
-    slab: Slab
+    slab: StateTensors
     start: int
 
 
@@ -67,9 +38,10 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """Adjacent elements of one slab, copied at once. parts: of the runs that it contains."""
+    """Adjacent elements of one slab and one owner, copied at once. parts: of the runs that it contains."""
 
-    slab: Slab
+    owner: ShardedBuffer | torch.nn.Parameter
+    slab: StateTensors
     start: int
     stop: int
     parts: list[Part]
@@ -94,52 +66,34 @@ def allocate_slabs(
             end, last = end + numel, last + 1
         members = runs[first:last]
         purpose = f"the Adam state of {end:,} elements in {sum(len(run.parameters) for run in members)} parameters"
-        slab = Slab.allocate(end, masters[first], exp_avg_dtype, members[0].weights.device, purpose)
+        dtypes = [dtype for dtype in (masters[first], exp_avg_dtype, torch.float32) if dtype is not None]
+        sizes = [end * dtype.itemsize for dtype in dtypes]
+        memory = pinned_bytes(sum(sizes), members[0].weights.device, purpose)
+        *master, exp_avg, exp_avg_sq = (part.view(dtype) for part, dtype in zip(memory.split(sizes), dtypes))
+        slab = StateTensors(master[0] if master else None, exp_avg, exp_avg_sq)
         places.update({run: Place(slab, start) for run, start in zip(members, starts)})
         first = last
     return places
 
 
 def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> list[Chunk]:
-    """Cut the state of `runs` into chunks, in the `order` of run numbers."""
+    """Cut the state of the runs with the numbers in `order` into chunks, in that order."""
     chunks: list[Chunk] = []
+    chunk = None
     for number in order:
-        place, numel = places[runs[number]], runs[number].weights.numel()
-        at, end = place.start, place.start + numel
+        place, owner = places[runs[number]], runs[number].owner
+        at, end = place.start, place.start + runs[number].weights.numel()
         while at < end:
-            chunk = chunks[-1] if chunks else None
-            if chunk is None or chunk.slab is not place.slab or not chunk.stop <= at < chunk.start + CHUNK_ELEMENTS:
-                chunk = Chunk(place.slab, at, at, [])
+            if (
+                chunk is None
+                or chunk.owner is not owner
+                or chunk.slab is not place.slab
+                or not chunk.stop <= at < chunk.start + CHUNK_ELEMENTS
+            ):
+                chunk = Chunk(owner, place.slab, at, at, [])
                 chunks.append(chunk)
             chunk.stop = min(end, chunk.start + CHUNK_ELEMENTS)
             of_run = slice(at - place.start, chunk.stop - place.start)
             chunk.parts.append(Part(number, of_run, slice(at - chunk.start, chunk.stop - chunk.start)))
             at = chunk.stop
     return chunks
-
-
-class ChunkUpdate:
-    """One step of runs whose state is in chunks: their gradients and weights, and the arithmetic for each part.
-
-    chunks: all those of the runs. gradients: (n,) of each run, by its number, on the parameters' device.
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        states: Sequence[RunState],
-        runs: Sequence[int],
-        update: Callable[[int, Elements], object],
-    ) -> None:
-        """runs: the numbers of those that step. update(number, elements): updates `elements` of that run in place."""
-        self.chunks, self._states, self._update = chunks, states, update
-        self.gradients = {number: states[number].run.gradient() for number in runs}
-
-    def apply(self, part: Part, state: Sequence[torch.Tensor | None]) -> None:
-        """Update one part of a chunk whose `state`, (master, exp_avg, exp_avg_sq), is on the device."""
-        stored, exp_avg, exp_avg_sq = (None if tensor is None else tensor[part.of_chunk] for tensor in state)
-        assert exp_avg is not None and exp_avg_sq is not None
-        run_state = self._states[part.run]
-        master = Master(run_state.run.weights[part.of_run], stored, exp_avg_sq)
-        gradient = self.gradients[part.run][part.of_run]
-        self._update(part.run, Elements(gradient, master, exp_avg, run_state.index_base + part.of_run.start))

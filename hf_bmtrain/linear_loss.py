@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
+from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
 from .ops.wide_product import add_product
 from .runtime.world import current_world
@@ -65,8 +65,7 @@ def linear_cross_entropy(
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check(hidden, weight, targets, bias)
-    targets, classes = as_indices(targets), _shape(weight)[0]
-    how.check(targets, classes)
+    targets = how.indices(targets, _shape(weight)[0])
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
     tensors = (hidden, weight, bias)
@@ -119,10 +118,10 @@ class _Work:
             else:
                 torch.addmm(bias, chunk, weight.t(), out=logits)
             if scale is None:
-                here.copy_(self.how.rows.losses(logits, part, self.how.class_weight)[0])
+                here.copy_(self.how.rows.losses(logits, part)[0])
                 continue
             factor = scale if scale.numel() == 1 else scale[start : start + size]
-            here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor, self.how.class_weight)[0])
+            here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor)[0])
             if d_rows is not None:
                 torch.mm(logits, weight, out=d_rows[start : start + size])
             if for_weight:
@@ -139,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, work: _Work):
-        factor = work.how.factor(targets, _shape(weight)[0])
+        factor = work.how.factor(targets)
         # A float16 gradient that does not include the loss scale yet would underflow: it is written for scale 1.
         written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
         at_once = any(work.wants) and work.how.reduction != "none"

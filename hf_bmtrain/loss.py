@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .linear_loss import DTYPES, linear_cross_entropy
-from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
+from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
@@ -97,8 +97,7 @@ def cross_entropy(
     """Compute the loss of `FusedCrossEntropy`, which documents the arguments."""
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check_shapes(logits, targets)
-    targets = as_indices(targets)
-    how.check(targets, logits.shape[1])
+    targets = how.indices(targets, logits.shape[1])
     wanted = torch.is_grad_enabled() and logits.requires_grad
     if inplace and wanted and logits.is_leaf:
         raise ValueError(
@@ -114,13 +113,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, how: Criterion, inplace: bool, wanted: bool):
-        factor = how.factor(targets, logits.shape[1])
+        factor = how.factor(targets)
         # A float16 gradient that does not include the loss scale yet would underflow: backward writes it.
         early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
         if early:
-            losses, lses = how.rows.losses_and_gradient_(logits, targets, factor, how.class_weight)
+            losses, lses = how.rows.losses_and_gradient_(logits, targets, factor)
         else:
-            losses, lses = how.rows.losses(logits, targets, how.class_weight)
+            losses, lses = how.rows.losses(logits, targets)
         if wanted:
             ctx.how, ctx.inplace, ctx.early, ctx.spent = how, inplace, early, False
             ctx.save_for_backward(logits, targets, lses, factor)
@@ -138,11 +137,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.spent = ctx.inplace
         scale = (gradients[0] * factor).contiguous()
         if not ctx.inplace:
-            return how.rows.gradient(logits, targets, lses, scale, how.class_weight), None, None, None, None
+            return how.rows.gradient(logits, targets, lses, scale), None, None, None, None
         if ctx.early:
             rescale_(logits.detach(), scale, factor)
         else:
-            how.rows.gradient_(logits, targets, lses, scale, how.class_weight)
+            how.rows.gradient_(logits, targets, lses, scale)
         return logits.detach(), None, None, None, None
 
 

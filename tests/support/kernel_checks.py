@@ -4,6 +4,7 @@
 NaN afterwards: a kernel that reads or writes outside its range is seen.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -312,7 +313,8 @@ def check_cross_entropy(
     weight = torch.rand(classes) + 0.5 if weighted else None
     scale = torch.rand(rows) + 0.5
     losses64, gradient64 = exact_cross_entropy(loss, values, targets, scale, weight)
-    on = [None if t is None else place(t.clone()) for t in (targets, scale, weight)]
+    on = [place(t.clone()) for t in (targets, scale)]
+    loss = dataclasses.replace(loss, class_weight=None if weight is None else place(weight.clone()))
 
     def logits() -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.full((offset + rows * (classes + pad) + 8,), torch.nan, dtype=dtype)
@@ -331,14 +333,14 @@ def check_cross_entropy(
         assert bool(around.isnan().all())
 
     whole, x = logits()
-    losses, lses = loss.losses_and_gradient_(x, on[0], on[1], on[2])
+    losses, lses = loss.losses_and_gradient_(x, *on)
     compare(whole, x, losses)
     whole, x = logits()
-    losses, lses = loss.losses(x, on[0], on[2])
+    losses, lses = loss.losses(x, on[0])
     assert torch.equal(_plain(x), values)
-    beside = loss.gradient(x, on[0], lses, on[1], on[2])
+    beside = loss.gradient(x, on[0], lses, on[1])
     assert torch.equal(_plain(x), values)
-    loss.gradient_(x, on[0], lses, on[1], on[2])
+    loss.gradient_(x, on[0], lses, on[1])
     compare(whole, x, losses)
     # In a new tensor a row may lie differently across the 16-byte vectors, whose edges round their own way.
     torch.testing.assert_close(_plain(beside), _plain(x), rtol=2e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)

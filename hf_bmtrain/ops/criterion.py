@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .cross_entropy import CrossEntropy
 
 REDUCTIONS = ("mean", "sum", "none")
-NumItems = torch.Tensor | float | None
+NumItems = Tensor | float | None
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,13 @@ class Criterion:
             raise ValueError(
                 f"num_items_in_batch is what the mean divides by; with reduction={self.reduction!r} nothing is divided"
             )
-        if isinstance(self.num_items, torch.Tensor):
+        if isinstance(self.num_items, Tensor):
             if self.num_items.numel() != 1:
                 raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(self.num_items.shape)}")
         elif not self.num_items >= 0:
             raise ValueError(f"num_items_in_batch must not be negative, got {self.num_items}")
 
-    def indices(self, targets: torch.Tensor, classes: int) -> torch.Tensor:
+    def indices(self, targets: Tensor, classes: int) -> Tensor:
         """Return the targets as int64, since uint8 cannot hold -100.
 
         Raises ValueError unless they are integers and the class weights fit `classes`; on CPU, where nothing waits for
@@ -60,7 +61,7 @@ class Criterion:
                 )
         return targets
 
-    def factor(self, targets: torch.Tensor) -> torch.Tensor:
+    def factor(self, targets: Tensor) -> Tensor:
         """Return the factor of each row's loss, (1,) float32 on the device of `targets`, without waiting for it.
 
         If no target counts it is 1, so that the mean is 0 where torch's is NaN.
@@ -70,20 +71,20 @@ class Criterion:
             return one
         if self.num_items is None:
             total = self.rows.count(targets)
-        elif isinstance(self.num_items, torch.Tensor):
+        elif isinstance(self.num_items, Tensor):
             at_once = self.num_items.device.type == "cpu"
             total = self.num_items.detach().to(targets.device, torch.float32, non_blocking=at_once).reshape(1)
         else:
             total = one * float(self.num_items)
         return torch.where(total == 0, one, one / total)
 
-    def reduce(self, losses: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    def reduce(self, losses: Tensor, factor: Tensor) -> Tensor:
         """Return the losses (N,) as they are for reduction "none", otherwise their sum times `factor`, a scalar."""
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 
 
 def criterion(
-    class_weight: torch.Tensor | None,
+    class_weight: Tensor | None,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,

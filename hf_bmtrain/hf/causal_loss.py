@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..blocks.base import extend_class
 from ..loss import linear_cross_entropy
 from ..ops.torch_internals import pytree
 
@@ -29,7 +30,8 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     model: any model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`. If its
     loss cannot be fused, it is left unchanged, and one log line gives the reason.
     """
-    head = _find_head(model)
+    find_head = getattr(model, "get_output_embeddings", None)
+    head: Any = find_head() if callable(find_head) else None
     reason = _why_not(model, head)
     if reason:
         _log.warning("%s keeps its own loss, with whole logits: %s", type(model).__name__, reason)
@@ -58,8 +60,7 @@ def _chunked_class(cls: Any) -> type:
             return UnbornLogits(self, functools.partial(cls.forward, self), hidden)
         return cls.forward(self, hidden)
 
-    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (ChunkedHead, cls), names)
+    return extend_class(ChunkedHead, cls, {"forward": forward})
 
 
 class UnbornLogits:
@@ -146,8 +147,7 @@ class UnbornLogits:
     def float(self):
         return self  # the loss is computed in float32 anyway
 
-    def contiguous(self):
-        return self
+    contiguous = float
 
     def to(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and args[0] in (torch.float32, self.dtype, self.device):
@@ -205,11 +205,6 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", 
 # -- the model ------------------------------------------------------------------------------------------------
 
 
-def _find_head(model: torch.nn.Module) -> Any:
-    find = getattr(model, "get_output_embeddings", None)
-    return find() if callable(find) else None
-
-
 def _why_not(model: torch.nn.Module, head: Any) -> str | None:
     """Return why the loss of `model` cannot be fused, or None."""
     parameters = inspect.signature(model.forward).parameters.values()
@@ -231,11 +226,11 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
-    _find_head(model).armed = model.training and labels is not None
+    model.get_output_embeddings().armed = model.training and labels is not None
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    _find_head(model).armed = False
+    model.get_output_embeddings().armed = False
     if isinstance(output, tuple):
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))
     if isinstance(output, dict):  # a ModelOutput; a None in it cannot be set, only left out

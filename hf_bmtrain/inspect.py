@@ -56,18 +56,13 @@ class _Moments:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else math.nan
 
 
-@dataclass
 class _Local:
     """One rank's contribution to one line of a summary."""
 
-    name: str
-    shape: tuple[int, ...]
-    values: _Moments
-    gradient: _Moments | None
-
-    @classmethod
-    def of(cls, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> _Local:
-        return cls(name, tuple(shape), _Moments.of(values), None if gradient is None else _Moments.of(gradient))
+    def __init__(self, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        self.name, self.shape = name, tuple(shape)
+        self.values = _Moments.of(values)
+        self.gradient = None if gradient is None else _Moments.of(gradient)
 
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
@@ -101,7 +96,7 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
             sharded.append(isinstance(parameter, DistributedParameter))
             shape = parameter.full_shape if isinstance(parameter, DistributedParameter) else parameter.shape
             gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
-            mine.append(_Local.of(prefix + name, shape, parameter.data, gradient))  # .data waits for a pending update
+            mine.append(_Local(prefix + name, shape, parameter.data, gradient))  # .data waits for a pending update
     ranks = zip(*world.gather_objects(mine))
     return [_line(all_ranks if cut else [own], own.shape) for own, cut, all_ranks in zip(mine, sharded, ranks)]
 
@@ -147,7 +142,7 @@ class InspectTensor:
             written or None,
         )
         mine = [
-            _Local.of(name, record.tensor.shape, record.tensor, record.tensor.grad if record.wants_gradient else None)
+            _Local(name, record.tensor.shape, record.tensor, record.tensor.grad if record.wants_gradient else None)
             for name, record in zip(self._names(), self._records)
         ]
         everyone: list[list[_Local]] = world.gather_objects(mine)

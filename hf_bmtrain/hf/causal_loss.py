@@ -86,7 +86,7 @@ class UnbornLogits:
         logits = logits * self._scale if self._scale != 1 else logits
         return logits if self._cap is None else torch.tanh(logits) * self._cap
 
-    def _loss(self, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0) -> torch.Tensor:
+    def _loss(self, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, **deprecated):
         # cap * tanh(scale * x) is a soft cap of scale * cap * x
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
@@ -103,7 +103,7 @@ class UnbornLogits:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs, first = dict(kwargs or {}), args[0] if args else None
+        kwargs, first = kwargs or {}, args[0] if args else None
         if isinstance(first, UnbornLogits):
             if function is F.cross_entropy and first._is_usual_loss(args, kwargs):
                 return first._loss(*args[1:], **kwargs)
@@ -116,12 +116,10 @@ class UnbornLogits:
         return function(*args, **kwargs)
 
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether the loss takes rows and class indices. Drops deprecated arguments that are None."""
-        old = [kwargs.pop(name, None) for name in ("size_average", "reduce")]
-        target = args[1] if len(args) > 1 else kwargs.get("target")
-        if old != [None, None]:
-            kwargs |= dict(zip(("size_average", "reduce"), old))
+        """Return whether the loss takes rows and class indices, and no deprecated argument other than None."""
+        if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             return False
+        target = args[1] if len(args) > 1 else kwargs.get("target")
         indices = isinstance(target, torch.Tensor) and target.dim() == 1 and not target.is_floating_point()
         return indices and self.dim() == 2 and len(args) <= 3
 

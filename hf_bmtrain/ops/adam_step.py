@@ -12,10 +12,7 @@ from .adam import HYPER, RECORD, adam_prepare, adam_update
 from .residual import Master
 from .torch_internals import fused_adamw_
 
-Number = float | torch.Tensor
-"""A number, or a tensor of one."""
-
-Hyper = Sequence[Number]
+Hyper = Sequence[float | torch.Tensor]
 """One parameter group's values for the columns of HYPER; numbers or scalar tensors."""
 
 

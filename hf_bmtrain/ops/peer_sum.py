@@ -3,6 +3,7 @@
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
@@ -25,9 +26,7 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in C_NAMES or (dtype == torch.float64 and device.type == "cpu")
 
 
-def peer_mean(
-    rows: torch.Tensor, mine: torch.Tensor, own: int, out: torch.Tensor, total: torch.Tensor | None = None
-) -> torch.Tensor:
+def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
     """Write the mean over ranks, or add it to a running sum and write that. Return the result's sums of squares.
 
     rows     (size - 1, n) float32, float16 or bfloat16 (on CPU also float64): the other ranks' values, in the order of

@@ -132,7 +132,7 @@ def record(place: Place, step: int = 3, skip: bool = False) -> torch.Tensor:
     """A prepared record: clip factor 1/4, loss scale 2."""
     hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 0]], dtype=torch.float64)
     records = torch.zeros(1, len(adam.RECORD))
-    adam.prepare_reference(torch.tensor([8.0]), torch.tensor([float(skip)]), hyper, torch.tensor([step - 1.0]), records)
+    adam.adam_prepare(torch.tensor([8.0]), torch.tensor([float(skip)]), hyper, torch.tensor([step - 1.0]), records)
     return place(records)[0]
 
 
@@ -231,7 +231,7 @@ def check_residual_patterns(place: Place, n: int) -> None:
     assert n // 24 < int((marked < 0).sum()) < n // 3
     hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 9]], dtype=torch.float64)
     records = torch.zeros(1, len(adam.RECORD))
-    adam.prepare_reference(torch.ones(1), torch.zeros(1), hyper, torch.zeros(1), records)
+    adam.adam_prepare(torch.ones(1), torch.zeros(1), hyper, torch.zeros(1), records)
     g, m = torch.randn(n), torch.randn(n)
     written = torch.arange(-32768, 32768).short().view(torch.bfloat16)[torch.randint(1 << 16, (n,))]
     for first in (weight, torch.where(written.isnan(), 1.0, written)):

@@ -86,7 +86,8 @@ class UnbornLogits:
         logits = logits * self._scale if self._scale != 1 else logits
         return logits if self._cap is None else torch.tanh(logits) * self._cap
 
-    def _loss(self, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, **deprecated):
+    def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
+        """Compute the loss that F.cross_entropy is called for. size_average, reduce: None, see `_is_usual_loss`."""
         # cap * tanh(scale * x) is a soft cap of scale * cap * x
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
@@ -95,10 +96,8 @@ class UnbornLogits:
             target,
             self._head._parameters["bias"],
             class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
             softcap=self._cap or 0.0,
+            **options,
         )
 
     @classmethod

@@ -52,12 +52,7 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
     if n == 0:
         return torch.zeros(0, dtype=torch.float64, device=device)
     if not rows.is_cuda:
-        first, *rest = (*rows[:own], mine, *rows[own:])
-        mean = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-        for row in rest:
-            mean += row
-        mean /= others + 1
-        out.copy_(mean if total is None else total.add_(mean))
+        reference(torch.cat([rows[:own], mine[None], rows[own:]]), out, total)
         return out.double().square().sum()[None]
     tensors = [rows, mine, out] + ([] if total is None else [total])
     count = 16 // rows.element_size()
@@ -69,3 +64,12 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         blocks, THREADS, rows, rows.stride(0), mine, own, others + 1, out, total, n, vectors, squares
     )
     return squares
+
+
+def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
+    """Compute `peer_mean` of all ranks' `rows` (size, n) in torch, on any device."""
+    mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    for row in rows[1:]:
+        mean += row
+    mean /= len(rows)
+    out.copy_(mean if total is None else total.add_(mean))

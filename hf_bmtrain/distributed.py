@@ -29,7 +29,10 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
     Ranks that hold the same maximum (minimum) share its gradient evenly, as in torch.amax.
     """
-    _check_operation("all_reduce", op, x)
+    if op not in _OPERATIONS:
+        raise ValueError(f"all_reduce knows the operations {', '.join(_OPERATIONS)}, not {op!r}")
+    if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
+        raise ValueError(f"all_reduce cannot take the {op} of {x.dtype}: convert it first, for example with .float()")
     _check_alike("all_reduce", x)
     if op in ("sum", "avg"):
         total = _Sum.apply(x)
@@ -58,13 +61,6 @@ def broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
     return _Broadcast.apply(x, root)
 
 
-def _check_operation(name: str, op: str, x: torch.Tensor) -> None:
-    if op not in _OPERATIONS:
-        raise ValueError(f"{name} knows the operations {', '.join(_OPERATIONS)}, not {op!r}")
-    if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
-        raise ValueError(f"{name} cannot take the {op} of {x.dtype}: convert it first, for example with .float()")
-
-
 def _check_alike(name: str, x: torch.Tensor) -> None:
     """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal on all ranks. Collective."""
     if not isinstance(x, torch.Tensor):
@@ -85,14 +81,6 @@ def _stack(x: torch.Tensor) -> torch.Tensor:
     return whole.to(x.device)
 
 
-def _total(x: torch.Tensor) -> torch.Tensor:
-    world = current_world()
-    total = x.detach().to(world.device, copy=True).contiguous()
-    if total.numel():
-        world.reduce.all_reduce(total.view(-1)).wait()
-    return total.to(x.device)
-
-
 class _AllGather(torch.autograd.Function):
     """y_s = (x_0, ..., x_{N-1}) on every rank s. Adjoint: rank r receives the sum over s of part r."""
 
@@ -110,7 +98,11 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return _total(x)
+        world = current_world()
+        total = x.detach().to(world.device, copy=True).contiguous()
+        if total.numel():
+            world.reduce.all_reduce(total.view(-1)).wait()
+        return total.to(x.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

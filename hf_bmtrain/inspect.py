@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import math
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,18 +56,13 @@ class _Moments:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else math.nan
 
 
-@dataclass
 class _Local:
     """One rank's contribution to one line of a summary."""
 
-    name: str
-    shape: tuple[int, ...]
-    values: _Moments
-    gradient: _Moments | None
-
-    @classmethod
-    def of(cls, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> _Local:
-        return cls(name, tuple(shape), _Moments.of(values), None if gradient is None else _Moments.of(gradient))
+    def __init__(self, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        self.name, self.shape = name, tuple(shape)
+        self.values = _Moments.of(values)
+        self.gradient = None if gradient is None else _Moments.of(gradient)
 
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
@@ -94,25 +90,15 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     """
     world = current_world()
     world.assemble("inspect_model")
-    chosen = [
-        (prefix + name, parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if fnmatch.fnmatchcase(prefix + name, param_name)
-    ]
-    mine = [_parameter(name, parameter) for name, parameter in chosen]
-    everyone = world.gather_objects(mine)
-    lines = []
-    for number, (_, parameter) in enumerate(chosen):
-        sharded = isinstance(parameter, DistributedParameter)
-        ranks = [rank[number] for rank in everyone] if sharded else [mine[number]]
-        lines.append(_line(ranks, mine[number].shape))
-    return lines
-
-
-def _parameter(name: str, parameter: torch.nn.Parameter) -> _Local:
-    shape = parameter.full_shape if isinstance(parameter, DistributedParameter) else parameter.shape
-    gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
-    return _Local.of(name, shape, parameter.data, gradient)  # `.data` waits for a pending update
+    mine, sharded = [], []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if fnmatch.fnmatchcase(prefix + name, param_name):
+            sharded.append(isinstance(parameter, DistributedParameter))
+            shape = parameter.full_shape if isinstance(parameter, DistributedParameter) else parameter.shape
+            gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
+            mine.append(_Local(prefix + name, shape, parameter.data, gradient))  # .data waits for a pending update
+    ranks = zip(*world.gather_objects(mine))
+    return [_line(all_ranks if cut else [own], own.shape) for own, cut, all_ranks in zip(mine, sharded, ranks)]
 
 
 # -- activations --------------------------------------------------------------------------------------------------
@@ -156,7 +142,7 @@ class InspectTensor:
             written or None,
         )
         mine = [
-            _Local.of(name, record.tensor.shape, record.tensor, record.tensor.grad if record.wants_gradient else None)
+            _Local(name, record.tensor.shape, record.tensor, record.tensor.grad if record.wants_gradient else None)
             for name, record in zip(self._names(), self._records)
         ]
         everyone: list[list[_Local]] = world.gather_objects(mine)
@@ -176,18 +162,16 @@ class InspectTensor:
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
         """Return this rank's `index`-th tensor (default: 0) recorded under that name, with its `.grad`, or None."""
         found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
-        index = index or 0
-        return found[index] if 0 <= index < len(found) else None
+        return dict(enumerate(found)).get(index or 0)
 
     def _names(self) -> list[str]:
         often = Counter((record.group, record.name) for record in self._records)
-        met: Counter = Counter()
+        numbers = defaultdict(itertools.count)
         names = []
         for record in self._records:
             key = record.group, record.name
-            parts = [record.group, str(met[key]) if often[key] > 1 else None, record.name]
+            parts = [record.group, str(next(numbers[key])) if often[key] > 1 else None, record.name]
             names.append(".".join(part for part in parts if part is not None))
-            met[key] += 1
         return names
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
+from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
 from .ops.wide_product import add_product
 from .runtime.world import current_world
@@ -17,16 +18,16 @@ from .sharding.on_demand import OnDemandGather
 from .sharding.parameter import DistributedParameter
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of hidden, weight and bias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
     *,
-    class_weight: torch.Tensor | None = None,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -34,7 +35,7 @@ def linear_cross_entropy(
     softcap: float = 0.0,
     num_items_in_batch: NumItems = None,
     chunk_bytes: int = 1 << 30,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `cross_entropy(hidden @ weight.T + bias, targets)` with at most `chunk_bytes` of logits in memory.
 
     The gradients are computed in the forward, by chunks, and multiplied by the incoming gradient in backward; the
@@ -65,14 +66,13 @@ def linear_cross_entropy(
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check(hidden, weight, targets, bias)
-    targets, classes = as_indices(targets), _shape(weight)[0]
-    how.check(targets, classes)
+    targets = how.indices(targets, _shape(weight)[0])
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
-    tensors = (hidden, weight, bias)
-    recorded = torch.is_grad_enabled()
-    wants = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in tensors)
-    work = _Work(how, wants, _compute_dtype(hidden), chunk_bytes)
+    recorded, device = torch.is_grad_enabled(), hidden.device.type
+    wants = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    work = _Work(how, wants, dtype, chunk_bytes)
     rows = hidden.reshape(-1, hidden.shape[-1])
     losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1).contiguous(), work)
     return losses.view(targets.shape) if reduction == "none" else losses
@@ -88,13 +88,8 @@ class _Work:
     chunk_bytes: int
 
     def run(
-        self,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        scale: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, Gradients]:
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Gradients]:
         """Return the losses (N,) and the wanted gradients of sum(scale * losses), all None if scale is None.
 
         The gradients of weight and bias are float32. Collective for sharded parameters.
@@ -103,7 +98,7 @@ class _Work:
             shift = None if shift is None else shift.to(self.dtype)
             return self._chunks(rows.to(self.dtype), whole.to(self.dtype), shift, targets, scale)
 
-    def _chunks(self, rows, weight, bias, targets, scale) -> tuple[torch.Tensor, Gradients]:
+    def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
         (count, _), classes = rows.shape, weight.shape[0]
         for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
         losses = rows.new_empty(count, dtype=torch.float32)
@@ -119,10 +114,10 @@ class _Work:
             else:
                 torch.addmm(bias, chunk, weight.t(), out=logits)
             if scale is None:
-                here.copy_(self.how.rows.losses(logits, part, self.how.class_weight)[0])
+                here.copy_(self.how.rows.losses(logits, part)[0])
                 continue
             factor = scale if scale.numel() == 1 else scale[start : start + size]
-            here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor, self.how.class_weight)[0])
+            here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor)[0])
             if d_rows is not None:
                 torch.mm(logits, weight, out=d_rows[start : start + size])
             if for_weight:
@@ -139,11 +134,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, work: _Work):
-        factor = work.how.factor(targets, _shape(weight)[0])
+        factor = work.how.factor(targets)
         # A float16 gradient that does not include the loss scale yet would underflow: it is written for scale 1.
         written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
         at_once = any(work.wants) and work.how.reduction != "none"
-        _discard_stale_gradients(weight, bias)
+        for parameter in (weight, bias):
+            if isinstance(parameter, DistributedParameter):  # gradients of a failed backward, or unused by now
+                current_world().schedule.discard_failed_backward()
+                parameter.buffer.gradient.free_if_unused()
         losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)
         ctx.work, ctx.at_once, ctx.gradients = work, at_once, gradients
         ctx.like = rows.dtype, weight, bias
@@ -152,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return work.how.reduce(losses, factor)
 
     @staticmethod
-    def backward(ctx, *incoming: torch.Tensor):
+    def backward(ctx, *incoming: Tensor):
         refuse_double_backward("linear_cross_entropy")
         factor, written, *inputs = ctx.saved_tensors
         wanted = (incoming[0] * factor).contiguous()
@@ -176,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_rows, _hand_over(weight, d_weight, ratio), _hand_over(bias, d_bias, ratio), None, None
 
 
-def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: torch.Tensor) -> torch.Tensor | None:
+def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
     """Return `ratio * gradient` for autograd, or pass it to the reduction, and return None, for a sharded parameter."""
     if gradient is None:
         return None
@@ -192,21 +190,13 @@ def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: to
 
 
 @contextmanager
-def _whole(parameter: torch.Tensor | None) -> Iterator[Any]:
+def _whole(parameter: Tensor | None) -> Iterator[Any]:
     """Yield the whole parameter. A slice is gathered, and released at the end unless it was whole before."""
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.whole_now():
             yield parameter.buffer.wholes[parameter.index].detach()
     else:
         yield parameter
-
-
-def _discard_stale_gradients(*parameters: torch.Tensor | None) -> None:
-    """Discard gradients that a failed backward has left, and free those that are not used any more."""
-    for parameter in parameters:
-        if isinstance(parameter, DistributedParameter):
-            current_world().schedule.discard_failed_backward()
-            parameter.buffer.gradient.free_if_unused()
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
@@ -216,16 +206,11 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     return min(most, max(1, -(-even // 128) * 128))
 
 
-def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
-def _shape(parameter: torch.Tensor) -> torch.Size:
+def _shape(parameter: Tensor) -> torch.Size:
     return parameter.full_shape if isinstance(parameter, DistributedParameter) else parameter.shape
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     """Raise ValueError unless shapes, dtypes and devices are those that `linear_cross_entropy` names."""
     shape = _shape(weight)
     if len(shape) != 2 or 0 in shape or hidden.dim() < 1 or hidden.shape[-1] != shape[1]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .linear_loss import DTYPES, linear_cross_entropy
-from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_double_backward
+from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
@@ -32,11 +33,11 @@ class FusedCrossEntropy(torch.nn.Module):
             that is not 1-D.
     """
 
-    weight: torch.Tensor | None
+    weight: Tensor | None
 
     def __init__(
         self,
-        weight: torch.Tensor | None = None,
+        weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
@@ -51,7 +52,7 @@ class FusedCrossEntropy(torch.nn.Module):
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.inplace, self.z_loss, self.softcap = inplace, z_loss, softcap
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor, num_items_in_batch: NumItems = None) -> torch.Tensor:
+    def forward(self, logits: Tensor, targets: Tensor, num_items_in_batch: NumItems = None) -> Tensor:
         """Return the loss of `logits`, shape (N, C) or (N, C, d...), for `targets`, shape (N,) or (N, d...).
 
         Args:
@@ -82,9 +83,9 @@ class FusedCrossEntropy(torch.nn.Module):
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    weight: torch.Tensor | None = None,
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -93,12 +94,19 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float = 0.0,
     num_items_in_batch: NumItems = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the loss of `FusedCrossEntropy`, which documents the arguments."""
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
-    _check_shapes(logits, targets)
-    targets = as_indices(targets)
-    how.check(targets, logits.shape[1])
+    if logits.dtype not in DTYPES:
+        raise ValueError(f"logits must be float16, bfloat16 or float32, got {logits.dtype}")
+    if logits.dim() < 2 or targets.shape != logits.shape[:1] + logits.shape[2:]:
+        raise ValueError(
+            f"logits of shape (N, C) need targets of shape (N,), and (N, C, d...) need (N, d...); "
+            f"got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}"
+        )
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes")
+    targets = how.indices(targets, logits.shape[1])
     wanted = torch.is_grad_enabled() and logits.requires_grad
     if inplace and wanted and logits.is_leaf:
         raise ValueError(
@@ -113,21 +121,21 @@ class _CrossEntropy(torch.autograd.Function):
     """Rows of logits (N, C), targets (N,) → losses (N,) or a scalar; everything in float32."""
 
     @staticmethod
-    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, how: Criterion, inplace: bool, wanted: bool):
-        factor = how.factor(targets, logits.shape[1])
+    def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):
+        factor = how.factor(targets)
         # A float16 gradient that does not include the loss scale yet would underflow: backward writes it.
         early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
         if early:
-            losses, lses = how.rows.losses_and_gradient_(logits, targets, factor, how.class_weight)
+            losses, lses = how.rows.losses_and_gradient_(logits, targets, factor)
         else:
-            losses, lses = how.rows.losses(logits, targets, how.class_weight)
+            losses, lses = how.rows.losses(logits, targets)
         if wanted:
             ctx.how, ctx.inplace, ctx.early, ctx.spent = how, inplace, early, False
             ctx.save_for_backward(logits, targets, lses, factor)
         return how.reduce(losses, factor)
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor):
+    def backward(ctx, *gradients: Tensor):
         refuse_double_backward("cross_entropy")
         if ctx.spent:
             raise RuntimeError(
@@ -138,31 +146,18 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.spent = ctx.inplace
         scale = (gradients[0] * factor).contiguous()
         if not ctx.inplace:
-            return how.rows.gradient(logits, targets, lses, scale, how.class_weight), None, None, None, None
+            return how.rows.gradient(logits, targets, lses, scale), None, None, None, None
         if ctx.early:
             rescale_(logits.detach(), scale, factor)
         else:
-            how.rows.gradient_(logits, targets, lses, scale, how.class_weight)
+            how.rows.gradient_(logits, targets, lses, scale)
         return logits.detach(), None, None, None, None
 
 
-def _rows(logits: torch.Tensor) -> torch.Tensor:
+def _rows(logits: Tensor) -> Tensor:
     """Return (N, C, d...) as contiguous rows (N * d..., C): a copy unless they are stored so."""
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).reshape(-1, logits.shape[1])
     count, classes = rows.shape
     if rows.stride(1) == 1 and (count <= 1 or rows.stride(0) >= classes):
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
-
-
-def _check_shapes(logits: torch.Tensor, targets: torch.Tensor) -> None:
-    """Raise ValueError unless dtypes and shapes are those of `FusedCrossEntropy.forward`."""
-    if logits.dtype not in DTYPES:
-        raise ValueError(f"logits must be float16, bfloat16 or float32, got {logits.dtype}")
-    if logits.dim() < 2 or targets.shape != logits.shape[:1] + logits.shape[2:]:
-        raise ValueError(
-            f"logits of shape (N, C) need targets of shape (N,), and (N, C, d...) need (N, d...); "
-            f"got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}"
-        )
-    if logits.shape[1] == 0:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,7 @@ from .blocks.module import DistributedModule, ParameterInitializer
 from .runtime.world import refuse_parallelism
 from .sharding.parameter import DistributedParameter
 
-__all__ = [
-    "ColumnParallelLinear",
-    "Linear",
-    "PipelineTransformerBlockList",
-    "RowParallelLinear",
-    "VPEmbedding",
-    "parallel_cross_entropy_func",
-]
+__all__ = ["ColumnParallelLinear", "Linear", "PipelineTransformerBlockList", "RowParallelLinear", "VPEmbedding"]
 
 
 class Linear(DistributedModule):
@@ -70,8 +63,3 @@ class VPEmbedding(_Refused):
 
 class PipelineTransformerBlockList(_Refused):
     """BMTrain's list whose blocks are assigned to pipeline stages. Not supported: raises NotImplementedError."""
-
-
-def parallel_cross_entropy_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise NotImplementedError: BMTrain's loss over a vocabulary split over ranks is not supported."""
-    refuse_parallelism("parallel_cross_entropy_func")

@@ -140,9 +140,8 @@ class BMTrainCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
-            report = dict(self._report)
+            state.log_history[-1].update(self._report)
             self.take_report(logs)
-            state.log_history[-1].update(report)
 
 
 def _inner(optimizer: Any) -> Any:

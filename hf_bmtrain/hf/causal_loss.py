@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..blocks.base import extend_class
 from ..loss import linear_cross_entropy
 from ..ops.torch_internals import pytree
 
@@ -29,7 +30,8 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     model: any model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`. If its
     loss cannot be fused, it is left unchanged, and one log line gives the reason.
     """
-    head = _find_head(model)
+    find_head = getattr(model, "get_output_embeddings", None)
+    head: Any = find_head() if callable(find_head) else None
     reason = _why_not(model, head)
     if reason:
         _log.warning("%s keeps its own loss, with whole logits: %s", type(model).__name__, reason)
@@ -58,8 +60,7 @@ def _chunked_class(cls: Any) -> type:
             return UnbornLogits(self, functools.partial(cls.forward, self), hidden)
         return cls.forward(self, hidden)
 
-    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (ChunkedHead, cls), names)
+    return extend_class(ChunkedHead, cls, {"forward": forward})
 
 
 class UnbornLogits:
@@ -85,7 +86,8 @@ class UnbornLogits:
         logits = logits * self._scale if self._scale != 1 else logits
         return logits if self._cap is None else torch.tanh(logits) * self._cap
 
-    def _loss(self, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0) -> torch.Tensor:
+    def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
+        """Compute the loss that F.cross_entropy is called for. size_average, reduce: None, see `_is_usual_loss`."""
         # cap * tanh(scale * x) is a soft cap of scale * cap * x
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
@@ -94,15 +96,13 @@ class UnbornLogits:
             target,
             self._head._parameters["bias"],
             class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
             softcap=self._cap or 0.0,
+            **options,
         )
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs, first = dict(kwargs or {}), args[0] if args else None
+        kwargs, first = kwargs or {}, args[0] if args else None
         if isinstance(first, UnbornLogits):
             if function is F.cross_entropy and first._is_usual_loss(args, kwargs):
                 return first._loss(*args[1:], **kwargs)
@@ -115,12 +115,10 @@ class UnbornLogits:
         return function(*args, **kwargs)
 
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether the loss takes rows and class indices. Drops deprecated arguments that are None."""
-        old = [kwargs.pop(name, None) for name in ("size_average", "reduce")]
-        target = args[1] if len(args) > 1 else kwargs.get("target")
-        if old != [None, None]:
-            kwargs |= dict(zip(("size_average", "reduce"), old))
+        """Return whether the loss takes rows and class indices, and no deprecated argument other than None."""
+        if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             return False
+        target = args[1] if len(args) > 1 else kwargs.get("target")
         indices = isinstance(target, torch.Tensor) and target.dim() == 1 and not target.is_floating_point()
         return indices and self.dim() == 2 and len(args) <= 3
 
@@ -146,8 +144,7 @@ class UnbornLogits:
     def float(self):
         return self  # the loss is computed in float32 anyway
 
-    def contiguous(self):
-        return self
+    contiguous = float
 
     def to(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and args[0] in (torch.float32, self.dtype, self.device):
@@ -205,11 +202,6 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", 
 # -- the model ------------------------------------------------------------------------------------------------
 
 
-def _find_head(model: torch.nn.Module) -> Any:
-    find = getattr(model, "get_output_embeddings", None)
-    return find() if callable(find) else None
-
-
 def _why_not(model: torch.nn.Module, head: Any) -> str | None:
     """Return why the loss of `model` cannot be fused, or None."""
     parameters = inspect.signature(model.forward).parameters.values()
@@ -231,11 +223,11 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
-    _find_head(model).armed = model.training and labels is not None
+    model.get_output_embeddings().armed = model.training and labels is not None
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    _find_head(model).armed = False
+    model.get_output_embeddings().armed = False
     if isinstance(output, tuple):
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))
     if isinstance(output, dict):  # a ModelOutput; a None in it cannot be set, only left out

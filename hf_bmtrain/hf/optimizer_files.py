@@ -99,22 +99,17 @@ class OptimizerFiles:
                 f"{world.size}: resume with {mark['ranks']} processes."
             )
         places = [_file(folder) for folder in (mark["folder"], *folders) if folder]
-        for place in places:
-            if place.is_file():
-                saved = torch.load(place, map_location="cpu", weights_only=True)
-                if saved["id"] == mark["id"]:
-                    self._load_state(saved["state_dict"]["state"])
-                    return
+        for place in filter(Path.is_file, places):
+            saved = torch.load(place, map_location="cpu", weights_only=True)
+            if saved["id"] == mark["id"]:
+                with self._whole_state.local():  # the groups that Trainer has loaded; a schedule may have changed them
+                    groups = self._optimizer.state_dict()["param_groups"]
+                self._optimizer.load_state_dict({"state": saved["state_dict"]["state"], "param_groups": groups})
+                return
         raise RuntimeError(
             f"rank {world.rank}: the optimizer's state of checkpoint {mark['folder']} is missing; looked for "
             f"{', '.join(map(str, places))}. Where the checkpoint was moved, set args.resume_from_checkpoint to it."
         )
-
-    def _load_state(self, state: dict) -> None:
-        """Load `state` with the groups that Trainer has loaded, which a schedule may have changed since."""
-        with self._whole_state.local():
-            groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _file(folder: str) -> Path:

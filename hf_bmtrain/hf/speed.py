@@ -90,12 +90,10 @@ def count_parameters(model: torch.nn.Module, only_trainable: bool = False, exclu
 
     exclude_embeddings: leave out embeddings that are not tied to another layer.
     """
-    looked_up = set()
-    if exclude_embeddings:
-        modules = list(model.modules())
-        embeddings = {p for m in modules if isinstance(m, torch.nn.Embedding) for p in m._parameters.values()}
-        others = {p for m in modules if not isinstance(m, torch.nn.Embedding) for p in m._parameters.values()}
-        looked_up = embeddings - others
+    embeddings, others = set(), set()
+    for module in model.modules() if exclude_embeddings else ():
+        (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
+    looked_up = embeddings - others
     counted = [p for p in model.parameters() if p not in looked_up and (p.requires_grad or not only_trainable)]
     return sum((p.full_shape if isinstance(p, DistributedParameter) else p.shape).numel() for p in counted)
 

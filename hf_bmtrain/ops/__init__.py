@@ -5,7 +5,4 @@ chooses between them by `tensor.is_cuda`. Nothing here knows ranks, parameters, 
 
 * *launch*: compile a kernel of `kernels/*.cu` by CuPy, once, and start it on the current stream.
 * *reference*: the same arithmetic in torch, used on the CPU and as the kernel's test.
-* *master*: the float32 value of a half-precision weight. *residual*: the 16 bits by which a stored master differs from
-  its bfloat16 weight.
-* *segment*: a range of a flat tensor whose norm is measured by itself.
 """

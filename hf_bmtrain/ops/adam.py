@@ -1,12 +1,13 @@
 """AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag are stored on the device.
 
 A step calls `adam_prepare` once and `adam_update` once per range. Neither waits for the device. Both launch a kernel
-for CUDA tensors, and call `prepare_reference` and `update_reference` (float32 torch) otherwise.
+for CUDA tensors, and compute the same in torch otherwise.
 """
 
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
@@ -50,9 +51,7 @@ def variants(arch: int) -> list[Variant]:
     return [variant(grad, exp_avg, weight, master) for grad, weight, master in kinds for exp_avg in moments]
 
 
-def adam_prepare(
-    grad_scale: torch.Tensor, found_inf: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor
-) -> None:
+def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Tensor, records: Tensor) -> None:
     """Compute this step's record of each run, a range of elements that `adam_update` updates.
 
     grad_scale  (1,) float32: divisor of the gradients (loss scale over clip factor)
@@ -69,17 +68,10 @@ def adam_prepare(
     expect("records", records, (torch.float32,), (runs, len(RECORD)), device)
     if runs == 0:
         return
-    if not records.is_cuda:
-        return prepare_reference(grad_scale, found_inf, hyper, steps, records)
-    chosen = variant(torch.float32, torch.float32, None)  # the kernel is the same in all variants
-    launch = kernel(chosen, "adam_prepare", records.device)
-    launch(-(-runs // 32), 32, grad_scale, found_inf, hyper, runs, steps, records)
-
-
-def prepare_reference(
-    grad_scale: torch.Tensor, found_inf: torch.Tensor, hyper: torch.Tensor, steps: torch.Tensor, records: torch.Tensor
-) -> None:
-    """Compute `adam_prepare` in torch, on any device."""
+    if records.is_cuda:
+        chosen = variant(torch.float32, torch.float32, None)  # the kernel is the same in all variants
+        launch = kernel(chosen, "adam_prepare", records.device)
+        return launch(-(-runs // 32), 32, grad_scale, found_inf, hyper, runs, steps, records)
     skip = found_inf != 0
     steps += (~skip).float()
     lr, beta1, beta2, eps, weight_decay, hold_steps = hyper.unbind(1)
@@ -96,12 +88,12 @@ def prepare_reference(
 
 
 def adam_update(
-    grad: torch.Tensor,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    weight: torch.Tensor | None,
-    record: torch.Tensor,
+    grad: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor | None,
+    record: Tensor,
     index_base: int = 0,
 ) -> None:
     """Make one AdamW step of n adjacent elements in place, unless the record is marked to be skipped.
@@ -140,7 +132,7 @@ def adam_update(
     )
 
 
-def _aligned_part(n: int, tensors: list[torch.Tensor]) -> tuple[int, int]:
+def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
     """Return (head, quads): elements head .. head + 4 * quads are aligned to four elements in every tensor."""
     heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
     head = heads.pop()
@@ -148,12 +140,12 @@ def _aligned_part(n: int, tensors: list[torch.Tensor]) -> tuple[int, int]:
 
 
 def update_reference(
-    grad: torch.Tensor,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    weight: torch.Tensor | None,
-    record: torch.Tensor,
+    grad: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor | None,
+    record: Tensor,
     index_base: int = 0,
 ) -> None:
     """Compute `adam_update` in float32 torch, on any device, with the random bits of the kernel."""
@@ -180,7 +172,7 @@ def update_reference(
             weight[part] = p
 
 
-def round_stochastic(x: torch.Tensor, index_base: int, seed: int) -> torch.Tensor:
+def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
     """Round float32 to bfloat16, up with the probability of the part cut off. inf and NaN stay as they are."""
     bits = x.view(torch.int32)
     element = torch.arange(index_base, index_base + x.numel(), device=x.device)
@@ -191,7 +183,7 @@ def round_stochastic(x: torch.Tensor, index_base: int, seed: int) -> torch.Tenso
     return torch.where(finite, up.view(torch.float32), x).to(torch.bfloat16)
 
 
-def _mix(h: torch.Tensor) -> torch.Tensor:
+def _mix(h: Tensor) -> Tensor:
     h = h ^ (h >> 16)
     h = (h * 0x85EBCA6B) & 0xFFFFFFFF
     h = h ^ (h >> 13)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,10 +12,7 @@ from .adam import HYPER, RECORD, adam_prepare, adam_update
 from .residual import Master
 from .torch_internals import fused_adamw_
 
-Number = float | torch.Tensor
-"""A number, or a tensor of one."""
-
-Hyper = Sequence[Number]
+Hyper = Sequence[float | torch.Tensor]
 """One parameter group's values for the columns of HYPER; numbers or scalar tensors."""
 
 
@@ -56,24 +54,17 @@ class KernelSteps:
         self._scale, self._flag = self._one, self._zero
         self._sent: list[list[float]] = []
 
-    def _send(self, hyper: Sequence[Hyper]) -> None:
-        """Write the groups' hyper-parameters that are numbers to the device if one has changed since the last call.
-
-        Each copy has its own pinned memory, which torch reuses only after the copy: a later call cannot overwrite it.
-        """
-        rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
-        if rows == self._sent:
-            return
-        expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
-        if expanded:
-            host = torch.tensor(expanded, dtype=torch.float64, pin_memory=self._hyper.is_cuda)
-            self._hyper.copy_(host, non_blocking=True)
-        self._sent = rows
-
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Set the numbers of a step. grad_scale divides the gradients, a nonzero found_inf skips the step; both are
         float32 scalars."""
-        self._send(hyper)
+        rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
+        if rows != self._sent:
+            expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
+            if expanded:
+                # Pinned memory of its own, which torch reuses only after the copy: a later call cannot overwrite it.
+                host = torch.tensor(expanded, dtype=torch.float64, pin_memory=self._hyper.is_cuda)
+                self._hyper.copy_(host, non_blocking=True)
+            self._sent = rows
         start = 0
         for values, runs in zip(hyper, self._groups):
             for column, value in enumerate(values):
@@ -86,8 +77,9 @@ class KernelSteps:
     def advance(self, runs: Sequence[int]) -> None:
         """Count the step of these runs (ascending numbers) and prepare their records for `update`, in one launch per
         range of consecutive numbers."""
-        for first, stop in _stretches(runs):
-            rows = slice(first, stop)
+        for _, group in itertools.groupby(enumerate(runs), lambda pair: pair[1] - pair[0]):
+            numbers = [run for _, run in group]
+            rows = slice(numbers[0], numbers[-1] + 1)
             adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
 
     def update(self, run: int, elements: Elements) -> None:
@@ -136,17 +128,6 @@ class TorchSteps:
         torch.autograd.graph.increment_version(master)  # the operation does not count its writes itself
         if weight is not None:
             weight.copy_(master)
-
-
-def _stretches(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ascending numbers as ranges [first, stop) of consecutive numbers."""
-    stretches: list[tuple[int, int]] = []
-    for number in numbers:
-        if stretches and stretches[-1][1] == number:
-            stretches[-1] = stretches[-1][0], number + 1
-        else:
-            stretches.append((number, number + 1))
-    return stretches
 
 
 def kernels_serve(device: torch.device) -> bool:

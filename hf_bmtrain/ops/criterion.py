@@ -5,52 +5,63 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .cross_entropy import CrossEntropy
 
 REDUCTIONS = ("mean", "sum", "none")
-NumItems = torch.Tensor | float | None
+NumItems = Tensor | float | None
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """The loss of a row, one weight per class (C,) or None, and the reduction over rows.
+    """The loss of a row, and the reduction over rows.
 
     num_items: the divisor of "mean" in place of the targets that count here, for example those of all micro-batches
     and ranks. A number, or a tensor of one element on any device.
     """
 
     rows: CrossEntropy
-    class_weight: torch.Tensor | None = None
     reduction: str = "mean"
     num_items: NumItems = None
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}")
-        if self.class_weight is not None and self.class_weight.dim() != 1:
-            shape = tuple(self.class_weight.shape)
-            raise ValueError(f"class weights must have shape (C,), one number a class, got {shape}")
         if self.num_items is None:
             return
         if self.reduction != "mean":
             raise ValueError(
                 f"num_items_in_batch is what the mean divides by; with reduction={self.reduction!r} nothing is divided"
             )
-        if isinstance(self.num_items, torch.Tensor):
+        if isinstance(self.num_items, Tensor):
             if self.num_items.numel() != 1:
                 raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(self.num_items.shape)}")
         elif not self.num_items >= 0:
             raise ValueError(f"num_items_in_batch must not be negative, got {self.num_items}")
 
-    def check(self, targets: torch.Tensor, classes: int) -> None:
-        """Raise ValueError if class weights or targets do not fit. Targets out of range are found only on CPU."""
-        if self.class_weight is not None and self.class_weight.numel() != classes:
-            raise ValueError(f"the class weights are {self.class_weight.numel()} numbers for {classes} classes")
-        if targets.device.type == "cpu":
-            check_range(targets, classes, self.rows.ignore_index)
+    def indices(self, targets: Tensor, classes: int) -> Tensor:
+        """Return the targets as int64, since uint8 cannot hold -100.
 
-    def factor(self, targets: torch.Tensor, classes: int) -> torch.Tensor:
+        Raises ValueError unless they are integers and the class weights fit `classes`; on CPU, where nothing waits for
+        a device, also for a target that is neither a class nor `ignore_index`.
+        """
+        if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
+            raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")
+        targets, weight, ignored = targets.long(), self.rows.class_weight, self.rows.ignore_index
+        if weight is not None and weight.numel() != classes:
+            raise ValueError(f"the class weights are {weight.numel()} numbers for {classes} classes")
+        if targets.device.type == "cpu":
+            wrong = (targets != ignored) & ((targets < 0) | (targets >= classes))
+            if wrong.any():
+                where = tuple(wrong.nonzero()[0].tolist())
+                raise ValueError(
+                    f"target {targets[where].item()} at {list(where)} is neither a class in [0, {classes}) nor "
+                    f"ignore_index {ignored}; {int(wrong.sum())} of {targets.numel()} targets are so"
+                )
+        return targets
+
+    def factor(self, targets: Tensor) -> Tensor:
         """Return the factor of each row's loss, (1,) float32 on the device of `targets`, without waiting for it.
 
         If no target counts it is 1, so that the mean is 0 where torch's is NaN.
@@ -59,21 +70,21 @@ class Criterion:
         if self.reduction != "mean":
             return one
         if self.num_items is None:
-            total = self.rows.count(targets, classes, self.class_weight)
-        elif isinstance(self.num_items, torch.Tensor):
+            total = self.rows.count(targets)
+        elif isinstance(self.num_items, Tensor):
             at_once = self.num_items.device.type == "cpu"
             total = self.num_items.detach().to(targets.device, torch.float32, non_blocking=at_once).reshape(1)
         else:
             total = one * float(self.num_items)
         return torch.where(total == 0, one, one / total)
 
-    def reduce(self, losses: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    def reduce(self, losses: Tensor, factor: Tensor) -> Tensor:
         """Return the losses (N,) as they are for reduction "none", otherwise their sum times `factor`, a scalar."""
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 
 
 def criterion(
-    class_weight: torch.Tensor | None,
+    class_weight: Tensor | None,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
@@ -82,27 +93,8 @@ def criterion(
     num_items: NumItems,
 ) -> Criterion:
     """Return a Criterion from the arguments of the public functions."""
-    rows = CrossEntropy(ignore_index, label_smoothing, z_loss, softcap)
     weight = None if class_weight is None else class_weight.detach().float().contiguous()
-    return Criterion(rows, weight, reduction, num_items)
-
-
-def as_indices(targets: torch.Tensor) -> torch.Tensor:
-    """Return the targets as int64, since uint8 cannot hold -100. Raise ValueError unless they are integers."""
-    if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
-        raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")
-    return targets.long()
-
-
-def check_range(targets: torch.Tensor, classes: int, ignore_index: int) -> None:
-    """Raise ValueError naming the first target that is neither a class nor `ignore_index`."""
-    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= classes))
-    if wrong.any():
-        where = tuple(wrong.nonzero()[0].tolist())
-        raise ValueError(
-            f"target {targets[where].item()} at {list(where)} is neither a class in [0, {classes}) nor "
-            f"ignore_index {ignore_index}; {int(wrong.sum())} of {targets.numel()} targets are so"
-        )
+    return Criterion(CrossEntropy(ignore_index, label_smoothing, z_loss, softcap, weight), reduction, num_items)
 
 
 def refuse_double_backward(function: str) -> None:

@@ -41,19 +41,15 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
     if flat.numel() == 0:
         return
     if not flat.is_cuda:
-        return reference(flat, out)
+        total = _sum_of_squares(flat)
+        out[0] += total
+        out[1].copy_(torch.where(torch.isfinite(total), out[1], torch.ones_like(total)))
+        return
     blocks = min(BLOCKS, -(-flat.numel() * flat.element_size() // TILE_BYTES))
     partials = torch.empty(blocks, dtype=torch.float64, device=flat.device)
     chosen = variant(flat.dtype)
     kernel(chosen, "squared_norm_partials", flat.device)(blocks, THREADS, flat, flat.numel(), partials)
     kernel(chosen, "add_squared_norm", flat.device)(1, THREADS, partials, blocks, out)
-
-
-def reference(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute `accumulate_squared_norm` in torch, on any device."""
-    total = _sum_of_squares(flat)
-    out[0] += total
-    out[1].copy_(torch.where(torch.isfinite(total), out[1], torch.ones_like(total)))
 
 
 class Segments:
@@ -63,7 +59,7 @@ class Segments:
     """
 
     def __init__(self, offsets: Sequence[int], device: torch.device | str):
-        if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+        if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in itertools.pairwise(offsets)):
             raise ValueError(f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}")
         self.offsets, self.device = tuple(offsets), torch.device(device)
 
@@ -71,7 +67,7 @@ class Segments:
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Starts (int64) and lengths (int32) of the parts of all segments, and each segment's first part (int64)."""
         begins, lengths, firsts = [], [], [0]
-        for start, end in zip(self.offsets, self.offsets[1:], strict=False):
+        for start, end in itertools.pairwise(self.offsets):
             begins += range(start, end, PIECE)
             lengths += [min(PIECE, end - begin) for begin in range(start, end, PIECE)]
             firsts.append(len(begins))
@@ -95,7 +91,8 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
     if segments.offsets[-1] > flat.numel():
         raise ValueError(f"segments end at {segments.offsets[-1]}, the tensor has {flat.numel()} elements")
     if not flat.is_cuda:
-        return segmented_reference(flat, segments)
+        parts = [_sum_of_squares(flat[a:b]) for a, b in itertools.pairwise(segments.offsets)]
+        return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64)
     begins, lengths, firsts = segments.tables
     if begins.device != flat.device:
         raise ValueError(f"segments are on {begins.device}, the tensor is on {flat.device}")
@@ -129,12 +126,6 @@ def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> 
     """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], on CUDA."""
     blocks = -(-out.numel() // (THREADS // 32))
     kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
-
-
-def segmented_reference(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Compute `segmented_squared_norm` in torch, on any device."""
-    parts = [_sum_of_squares(flat[a:b]) for a, b in zip(segments.offsets, segments.offsets[1:], strict=False)]
-    return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=flat.device)
 
 
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from hf_bmtrain.ops.expect import expect
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
@@ -25,9 +26,7 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in C_NAMES or (dtype == torch.float64 and device.type == "cpu")
 
 
-def peer_mean(
-    rows: torch.Tensor, mine: torch.Tensor, own: int, out: torch.Tensor, total: torch.Tensor | None = None
-) -> torch.Tensor:
+def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
     """Write the mean over ranks, or add it to a running sum and write that. Return the result's sums of squares.
 
     rows     (size - 1, n) float32, float16 or bfloat16 (on CPU also float64): the other ranks' values, in the order of
@@ -67,7 +66,7 @@ def peer_mean(
     return squares
 
 
-def reference(rows: torch.Tensor, out: torch.Tensor, total: torch.Tensor | None = None) -> None:
+def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
     """Compute `peer_mean` of all ranks' `rows` (size, n) in torch, on any device."""
     mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:

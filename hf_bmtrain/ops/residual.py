@@ -90,11 +90,11 @@ class Master:
         """
         if self.stored is None or self.is_residual:
             return
-        weight = self.weight.to(self.stored.device)
-        if weight.dtype == torch.bfloat16:
-            return follow(self.stored, weight)
-        for p, w in _in_chunks(self.stored, weight):
-            p.copy_(torch.where(w == p.to(w.dtype), p, w.float()))
+        for p, w in _in_chunks(self.stored, self.weight.to(self.stored.device)):
+            if w.dtype == torch.bfloat16:
+                p.copy_(_at(w, _distance(p, p.bfloat16())))
+            else:
+                p.copy_(torch.where(w == p.to(w.dtype), p, w.float()))
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
@@ -117,12 +117,6 @@ def join(
         p.copy_(_at(w, r.int() + (mark.int() << 16)))
         u.copy_(v.abs())
     return master, unmarked
-
-
-def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Set `master` (float32, in place) to the join of its residual and of `weight`, which was written from outside."""
-    for p, w in _in_chunks(master, weight):
-        p.copy_(_at(w, _distance(p, p.bfloat16())))
 
 
 def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:

@@ -22,13 +22,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "StorageWeakRef", "WithoutTorchFunction", "amp_found_inf_and_unscale_", "amp_update_scale_", "call_after_backward",
-    "current_graph_task", "current_raw_stream", "foreach_copy_", "foreach_div_", "foreach_mul_", "foreach_norm",
-    "foreach_zero_", "fused_adamw_", "functorch_transforms_active", "make_subclass", "no_torch_function", "pytree",
-    "top_saved_tensors_hooks",
-]  # fmt: skip
-
 _C: Any = torch._C
 _engine: Any = torch.autograd.Variable._execution_engine
 

@@ -68,14 +68,13 @@ def ask_for_everything() -> None:
             )
         )
     )
-    losses = [
-        CrossEntropy(label_smoothing=s, z_loss=z, softcap=c) for s in (0, 0.1) for z in (0, 0.1) for c in (0, 5.0)
-    ]
-    for loss, dtype, weight in itertools.product(losses, DTYPES, (None, torch.ones(5))):
+    settings = (0, 0.1), (0, 0.1), (0, 5.0), (None, torch.ones(5))
+    losses = [CrossEntropy(-100, *values) for values in itertools.product(*settings)]
+    for loss, dtype in itertools.product(losses, DTYPES):
         logits, targets = place(torch.ones(3, 5, dtype=dtype)), torch.zeros(3, dtype=torch.int64)
-        attempt(loss.losses, logits, targets, weight)
-        attempt(loss.losses_and_gradient_, logits, targets, torch.ones(1), weight)
-        attempt(loss.gradient_, logits, targets, torch.ones(3), torch.ones(3), weight)
+        attempt(loss.losses, logits, targets)
+        attempt(loss.losses_and_gradient_, logits, targets, torch.ones(1))
+        attempt(loss.gradient_, logits, targets, torch.ones(3), torch.ones(3))
 
 
 def attempt(function, *arguments) -> None:

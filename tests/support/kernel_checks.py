@@ -4,6 +4,7 @@
 NaN afterwards: a kernel that reads or writes outside its range is seen.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -131,7 +132,7 @@ def record(place: Place, step: int = 3, skip: bool = False) -> torch.Tensor:
     """A prepared record: clip factor 1/4, loss scale 2."""
     hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 0]], dtype=torch.float64)
     records = torch.zeros(1, len(adam.RECORD))
-    adam.prepare_reference(torch.tensor([8.0]), torch.tensor([float(skip)]), hyper, torch.tensor([step - 1.0]), records)
+    adam.adam_prepare(torch.tensor([8.0]), torch.tensor([float(skip)]), hyper, torch.tensor([step - 1.0]), records)
     return place(records)[0]
 
 
@@ -230,7 +231,7 @@ def check_residual_patterns(place: Place, n: int) -> None:
     assert n // 24 < int((marked < 0).sum()) < n // 3
     hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 9]], dtype=torch.float64)
     records = torch.zeros(1, len(adam.RECORD))
-    adam.prepare_reference(torch.ones(1), torch.zeros(1), hyper, torch.zeros(1), records)
+    adam.adam_prepare(torch.ones(1), torch.zeros(1), hyper, torch.zeros(1), records)
     g, m = torch.randn(n), torch.randn(n)
     written = torch.arange(-32768, 32768).short().view(torch.bfloat16)[torch.randint(1 << 16, (n,))]
     for first in (weight, torch.where(written.isnan(), 1.0, written)):
@@ -312,7 +313,8 @@ def check_cross_entropy(
     weight = torch.rand(classes) + 0.5 if weighted else None
     scale = torch.rand(rows) + 0.5
     losses64, gradient64 = exact_cross_entropy(loss, values, targets, scale, weight)
-    on = [None if t is None else place(t.clone()) for t in (targets, scale, weight)]
+    on = [place(t.clone()) for t in (targets, scale)]
+    loss = dataclasses.replace(loss, class_weight=None if weight is None else place(weight.clone()))
 
     def logits() -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.full((offset + rows * (classes + pad) + 8,), torch.nan, dtype=dtype)
@@ -331,14 +333,14 @@ def check_cross_entropy(
         assert bool(around.isnan().all())
 
     whole, x = logits()
-    losses, lses = loss.losses_and_gradient_(x, on[0], on[1], on[2])
+    losses, lses = loss.losses_and_gradient_(x, *on)
     compare(whole, x, losses)
     whole, x = logits()
-    losses, lses = loss.losses(x, on[0], on[2])
+    losses, lses = loss.losses(x, on[0])
     assert torch.equal(_plain(x), values)
-    beside = loss.gradient(x, on[0], lses, on[1], on[2])
+    beside = loss.gradient(x, on[0], lses, on[1])
     assert torch.equal(_plain(x), values)
-    loss.gradient_(x, on[0], lses, on[1], on[2])
+    loss.gradient_(x, on[0], lses, on[1])
     compare(whole, x, losses)
     # In a new tensor a row may lie differently across the 16-byte vectors, whose edges round their own way.
     torch.testing.assert_close(_plain(beside), _plain(x), rtol=2e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)

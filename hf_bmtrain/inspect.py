@@ -162,7 +162,8 @@ class InspectTensor:
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
         """Return this rank's `index`-th tensor (default: 0) recorded under that name, with its `.grad`, or None."""
         found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
-        return dict(enumerate(found)).get(index or 0)
+        index = index or 0
+        return found[index] if 0 <= index < len(found) else None
 
     def _names(self) -> list[str]:
         often = Counter((record.group, record.name) for record in self._records)

@@ -141,7 +141,7 @@ class PeerReduction(Reduction):
         return self.boxes.take()
 
     def free(self) -> None:
-        self._adding.mark().synchronize()
+        self._adding.record_event().synchronize()
         self.boxes.free()
 
     def carry(
@@ -154,11 +154,11 @@ class PeerReduction(Reduction):
         self._pushing.follow()
         self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.copy(pushed).wait())
-        self._adding.after(self._pushing.mark())
+        self._adding.after(self._pushing.record_event())
         self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # the meeting
-        self.boxes.before(box).free = self._adding.mark()
+        self.boxes.before(box).free = self._adding.record_event()
         self._adding.run(add)
-        return self._adding.mark()
+        return self._adding.record_event()
 
 
 class _PeerReducer(CollectingReducer):

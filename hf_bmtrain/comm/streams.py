@@ -15,7 +15,7 @@ class Ticket(Protocol):
         """Make the current stream wait for the operation."""
 
 
-class Mark(Ticket, Protocol):
+class Event(Ticket, Protocol):
     """A point in the queue of a `WorkStream`."""
 
     def synchronize(self) -> None:
@@ -30,7 +30,7 @@ class _Done:
         pass
 
 
-DONE: Mark = _Done()
+DONE: Event = _Done()
 """The ticket of a complete operation."""
 
 
@@ -56,8 +56,8 @@ class WorkStream:
         """Make work that is queued from now on wait for all work queued on the current stream so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def mark(self) -> Mark:
-        """Return a mark at the present end of the queue."""
+    def record_event(self) -> Event:
+        """Return an event at the present end of the queue."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -75,7 +75,7 @@ class Immediate:
     def follow(self) -> None:
         pass
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         return DONE
 
 

@@ -144,7 +144,8 @@ class UnbornLogits:
     def float(self):
         return self  # the loss is computed in float32 anyway
 
-    contiguous = float
+    def contiguous(self):
+        return self
 
     def to(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and args[0] in (torch.float32, self.dtype, self.device):

@@ -100,7 +100,7 @@ def adam_update(
 
     grad         (n,) float32, float16 or bfloat16; the dtype of `weight`, or float32; only read
     master       (n,) float32; the parameter itself if `weight` is None; or int16, a bfloat16 weight's residual
-                 (ops/residual.py): then `weight` is read as well, and exp_avg_sq carries marks
+                 (ops/residual.py): then `weight` is read as well, and exp_avg_sq carries tie flags
     exp_avg      (n,) float32, or bfloat16 rounded stochastically
     exp_avg_sq   (n,) float32
     weight       (n,) float16 or bfloat16, written: `master` rounded to nearest even; or None

@@ -6,11 +6,11 @@ number are the upper half of its float32 bits. If the weight is its master round
     residual = bits(master) - 65536 · bits(weight),    -32768 ≤ residual ≤ 32768
 
 in magnitude, also for subnormals, zeros and masters that overflow to inf. That is one value more than 16 bits can
-hold, and all are needed: an even weight has both its ties. So 32768 is stored as -32768 with a mark, the sign of
+hold, and all are needed: an even weight has both its ties. So 32768 is stored as -32768 with a tie flag, the sign of
 exp_avg_sq, which as a sum of squares has none itself. NaN is stored as 0.
 
     residual     (n,) int16
-    exp_avg_sq   (n,) float32, its sign the mark
+    exp_avg_sq   (n,) float32, its sign the tie flag
 
 `join` returns a master that rounds to the given weight. If the weight was written since `split`, its master is at the
 same distance from the new weight or, if the number at that distance does not round to it, the weight itself. The
@@ -33,7 +33,7 @@ class Master:
     """The float32 masters of `weight`, in their stored form. All tensors are (n,).
 
     stored: None for float32 weights, which are their own masters; float32 masters of half-precision weights; or int16
-    residuals of bfloat16 weights, whose marks are then the signs of exp_avg_sq.
+    residuals of bfloat16 weights, whose tie flags are then the signs of exp_avg_sq.
     """
 
     weight: torch.Tensor
@@ -50,7 +50,7 @@ class Master:
         return Master(self.weight[part].to(device), stored, self.exp_avg_sq[part].to(device))
 
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (master, exp_avg_sq without marks), both float32, which the caller must not write.
+        """Return (master, exp_avg_sq without tie flags), both float32, which the caller must not write.
 
         For residuals both are new and on `device` (None: the residuals' device); otherwise they are the stored tensors.
         """
@@ -98,23 +98,23 @@ class Master:
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    """Write weight (bfloat16), residual and the mark on exp_avg_sq for a float32 `master`; (n,) each."""
+    """Write weight (bfloat16), residual and the tie flag on exp_avg_sq for a float32 `master`; (n,) each."""
     for p, w, r, v in _in_chunks(master, weight, residual, exp_avg_sq):
         w.copy_(p)
         distance = _distance(p, w)
-        mark = distance == _TIE
-        r.copy_(torch.where(mark, -_TIE, distance))
-        v.copy_(torch.where(mark, -v.abs(), v.abs()))
+        tie = distance == _TIE
+        r.copy_(torch.where(tie, -_TIE, distance))
+        v.copy_(torch.where(tie, -v.abs(), v.abs()))
 
 
 def join(
     weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return new (master, exp_avg_sq without marks), float32 (n,) each, on `device` (None: that of the arguments)."""
+    """Return new (master, exp_avg_sq without tie flags), float32 (n,), on `device` (None: that of the arguments)."""
     master, unmarked = (torch.empty_like(exp_avg_sq, device=device) for _ in range(2))
     for p, u, w, r, v in _in_chunks(master, unmarked, weight, residual, exp_avg_sq):
-        mark = v.view(torch.int32) < 0
-        p.copy_(_at(w, r.int() + (mark.int() << 16)))
+        tie = v.view(torch.int32) < 0
+        p.copy_(_at(w, r.int() + (tie.int() << 16)))
         u.copy_(v.abs())
     return master, unmarked
 

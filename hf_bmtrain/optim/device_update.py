@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..comm.streams import DONE, Mark, work_stream
+from ..comm.streams import DONE, Event, work_stream
 from .runs import StateTensors
 from .slabs import Chunk, Part
 
@@ -22,7 +22,7 @@ class DeviceUpdate:
     Who waits for whom, and why that is enough (the host waits for nothing):
     * a buffer is filled after its last contents have been downloaded;
     * it is updated after it has been filled, and after what the current stream had queued at `carry`: the
-      gradients, the step's numbers, whoever read the weights before;
+      gradients, the step's numbers, and all that reads the weights as they were;
     * it is downloaded after it has been updated;
     * a chunk is uploaded after it has been downloaded the last time;
     * the current stream may write gradients, numbers and weights again after the tickets, or `updated`.
@@ -42,13 +42,13 @@ class DeviceUpdate:
         ]
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
         self._upload.follow()  # work queued so far may still use the buffers' memory
-        self._emptied: list[Mark] = [DONE] * _BUFFERS
-        self._returned: dict[Chunk, Mark] = {}
+        self._emptied: list[Event] = [DONE] * _BUFFERS
+        self._returned: dict[Chunk, Event] = {}
         self._turns = itertools.cycle(range(_BUFFERS))
-        self.updated: Mark = DONE
-        self.downloaded: Mark = DONE
+        self.updated: Event = DONE
+        self.downloaded: Event = DONE
 
-    def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Mark]:
+    def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
         """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then.
 
         update(part, state): updates one part of a chunk, whose `state` is on the device.
@@ -57,7 +57,7 @@ class DeviceUpdate:
         for chunk in chunks:
             yield self._pass(next(self._turns), chunk, update)
 
-    def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Mark:
+    def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Event:
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
         master = None if home.master is None else masters.view(home.master.dtype)
@@ -70,12 +70,12 @@ class DeviceUpdate:
         self._upload.after(self._emptied[number])
         self._upload.after(self._returned.get(chunk, DONE))
         self._upload.run(lambda: _copy(here, home))
-        self._update.after(self._upload.mark())
+        self._update.after(self._upload.record_event())
         self._update.run(update_parts)
-        self.updated = self._update.mark()
+        self.updated = self._update.record_event()
         self._download.after(self.updated)
         self._download.run(lambda: _copy(home, here))
-        self._emptied[number] = self._returned[chunk] = self.downloaded = self._download.mark()
+        self._emptied[number] = self._returned[chunk] = self.downloaded = self._download.record_event()
         return self.updated
 
 

@@ -135,7 +135,7 @@ class StateTensors(NamedTuple):
     """The state of n elements, (n,) each.
 
     master: as it is stored (see Master), None where the weights are their own masters. exp_avg: float32 or bfloat16.
-    exp_avg_sq: float32, with the marks of residuals.
+    exp_avg_sq: float32, with the tie flags of residuals.
     """
 
     master: torch.Tensor | None
@@ -150,7 +150,7 @@ class StateTensors(NamedTuple):
 
 ParameterState = dict[str, torch.Tensor]
 """step; exp_avg and exp_avg_sq, (n,); for half-precision weights the float32 "master", (n,), or for bfloat16 ones the
-int16 "residual" in its place, and then exp_avg_sq carries marks (ops/residual.py)."""
+int16 "residual" in its place, and then exp_avg_sq carries tie flags (ops/residual.py)."""
 
 
 @dataclass(eq=False)
@@ -189,7 +189,7 @@ class RunState:
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return the state `held` as in a state dict: float32 masters of the present weights, and no marks.
+    """Return the state `held` as in a state dict: float32 masters of the present weights, and no tie flags.
 
     loaded: the state was loaded and is in no run yet, so its master has precedence over the weights.
     A master and exp_avg_sq assembled from residuals are new and in host memory: on the device they would take 8 bytes

@@ -79,12 +79,12 @@ class ThreadStream:
 class Copies:
     """The ticket of several streams' work."""
 
-    def __init__(self, marks: list[Happened]) -> None:
-        self._marks = marks
+    def __init__(self, events: list[Happened]) -> None:
+        self._events = events
 
     def wait(self) -> None:
-        for mark in self._marks:
-            mark.wait()
+        for event in self._events:
+            event.wait()
 
 
 class World:
@@ -154,14 +154,14 @@ class Memory:
         handle.fill_(255)  # NaN in every dtype, for whoever still reads it
 
     def copy(self, pairs):
-        marks = []
+        events = []
         for own, stream in zip(pairs, self._streams):
             for target, source in own:
                 values, half = source.view(torch.uint8), source.nbytes // 2
                 for part in (slice(half), slice(half, None)):
                     stream.run(lambda target=target[part], source=values[part]: target.copy_(source))
-            marks.append(stream.mark())
-        return Copies(marks)
+            events.append(stream.record_event())
+        return Copies(events)
 
 
 class Rank(threading.Thread):

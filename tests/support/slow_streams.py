@@ -39,7 +39,7 @@ class LazyStream:
     def follow(self) -> None:
         pass  # what the current stream has, it has done
 
-    def mark(self) -> Ticket:
+    def record_event(self) -> Ticket:
         return Ticket(self._clock, self, self.queued)
 
     def _add(self, ready: Callable[[], bool], function: Callable[[], object]) -> None:

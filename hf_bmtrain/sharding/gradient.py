@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -27,9 +29,10 @@ class GradientBuffer:
     One backward: `collect` takes over gradients that arrive one by one, `send` the `.grad` of every whole and starts
     the reduction, `receive` waits for the mean and sets every slice's `.grad` to a view of `shard`.
 
-    wholes: the whole parameters, whose `.grad` autograd sets. slices: this rank's slices. A new accumulation
-    begins if no slice has a `.grad`. While several backwards accumulate, half-precision gradients are summed in float32
-    and rounded once into `shard`. A parameter without a gradient on this rank counts as zero.
+    wholes: the whole parameters, whose `.grad` autograd sets. slices: weak references to this rank's slices, set once
+    they are made; a slice may be dropped with its module. A new accumulation begins if no slice has a `.grad`. While
+    several backwards accumulate, half-precision gradients are summed in float32 and rounded once into `shard`. A
+    parameter without a gradient on this rank counts as zero.
     requires_grad: of each slice; the slices write it.
     """
 
@@ -39,14 +42,14 @@ class GradientBuffer:
         reducer: Reducer,
         layout: Layout,
         wholes: list[torch.nn.Parameter],
-        slices: list,
         like: torch.Tensor,
     ) -> None:
         """like: the shard of the parameters, whose shape, dtype and device the gradient's shard has."""
         self._reducer, self._communicator = reducer, schedule.reduce
-        self._wholes, self._slices, self._like = wholes, slices, like
+        self._wholes, self._like = wholes, like
+        self.slices: list[weakref.ref[Any]] = []
         rank = schedule.reduce.rank
-        self._pieces = [layout.piece(index, rank) for index in range(len(slices))]
+        self._pieces = [layout.piece(index, rank) for index in range(len(wholes))]
         self.requires_grad = [whole.requires_grad for whole in wholes]
         self._wholes_require_grad = list(self.requires_grad)
         self._phase = _Phase.REST
@@ -54,7 +57,7 @@ class GradientBuffer:
         self._squares: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
-        self._handed: list[torch.Tensor | None] = [None] * len(slices)
+        self._handed: list[torch.Tensor | None] = [None] * len(wholes)
         sizes = layout.shard_sizes(rank)
         present = [position for position, size in enumerate(sizes) if size or position % 2]  # gaps that are not empty
         self._sizes = [sizes[position] for position in present]
@@ -78,14 +81,16 @@ class GradientBuffer:
         """Drop the shard if no slice has a `.grad`, so that its memory is free during the next forward."""
         if self.shard is not None and self._phase is _Phase.REST and self._unused:
             self.shard = self._total = self._squares = None
-            self._handed = [None] * len(self._slices)
+            self._handed = [None] * len(self._handed)
 
     @property
     def _unused(self) -> bool:
-        for slice_ in self._slices:
-            if slice_.grad is not None:
-                return False
-        return True
+        return all(gradient is None for gradient in self._gradients)
+
+    @property
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """The `.grad` of every slice, None for one that was dropped."""
+        return [None if (slice_ := reference()) is None else slice_.grad for reference in self.slices]
 
     # -- one backward -------------------------------------------------------------------------------------------
 
@@ -149,16 +154,7 @@ class GradientBuffer:
     @property
     def intact(self) -> bool:
         """True if every slice's `.grad` is still the view of `shard` that was handed out."""
-        for slice_, handed in zip(self._slices, self._handed):
-            gradient = slice_.grad
-            if gradient is not None and gradient is not handed:
-                return False
-        return True
-
-    def is_handed(self, index: int) -> bool:
-        """Return whether slice `index` has the `.grad` of the last backward and no `.grad` has been written since."""
-        handed = self._handed[index]
-        return handed is not None and self._slices[index].grad is handed and self._unwritten
+        return all(mine is None or mine is handed for mine, handed in zip(self._gradients, self._handed))
 
     @property
     def _unwritten(self) -> bool:
@@ -169,7 +165,10 @@ class GradientBuffer:
 
         None if they have to be measured.
         """
-        if self._squares is None or not all(self.is_handed(index) for index in indices):
+        if self._squares is None or not self._unwritten:
+            return None
+        gradients, handed = self._gradients, self._handed
+        if any(gradients[index] is None or gradients[index] is not handed[index] for index in indices):
             return None
         return self._squares[indices[0] : indices[-1] + 1]
 
@@ -185,11 +184,11 @@ class GradientBuffer:
         if self._total is None or not self._unwritten:
             wide = torch.promote_types(self.shard.dtype, torch.float32)
             self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
-        for slice_, piece, handed in zip(self._slices, self._pieces, self._handed):
-            if slice_.grad is handed and slice_.grad is not None:
+        for gradient, piece, handed in zip(self._gradients, self._pieces, self._handed):
+            if gradient is handed and gradient is not None:
                 continue
             target = self._total[piece.shard_start : piece.shard_stop]
-            target.zero_() if slice_.grad is None else target.copy_(slice_.grad)
+            target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self) -> None:
         assert self.shard is not None
@@ -201,7 +200,10 @@ class GradientBuffer:
         parts = self.shard.split_with_sizes(self._sizes)
         required, handed, hooked = self.requires_grad, self._handed, []
         with WithoutTorchFunction():  # else each attribute of a slice looks for overrides
-            for index, slice_ in enumerate(self._slices):
+            for index, reference in enumerate(self.slices):
+                slice_ = reference()
+                if slice_ is None:
+                    continue
                 if required[index] and (handed[index] is None or slice_.grad is not handed[index]):
                     part = parts[self._parts[index]]
                     GradSlice.become(part, communicator, norms, index)

@@ -61,7 +61,7 @@ class ShardedBuffer:
         self._full = None if size == 1 else ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
-        self.gradient = GradientBuffer(schedule, reducer, self.layout, self.wholes, self.shard)
+        self.gradient = GradientBuffer(schedule.reduce, reducer, self.layout, self.wholes, self.shard)
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)
@@ -122,12 +122,9 @@ class ShardedBuffer:
 
     def release(self) -> None:
         """Free the full buffer, unless it is the shard."""
-        if self._full is None:
-            return
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
-        self._full.free()
+        if self._full is not None:
+            self.wait()
+            self._full.free()
 
     @property
     def sharded(self) -> bool:

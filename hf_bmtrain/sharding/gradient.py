@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..comm.collectives import Communicator
 from ..comm.layout import Layout
 from ..comm.reduce import Flight, Reducer
 from ..ops.grad_norm import Segments
 from ..ops.torch_internals import WithoutTorchFunction
-from ..runtime.schedule import Schedule
 from .grad_slice import GradSlice, SegmentNorms
 
 
@@ -38,32 +38,32 @@ class GradientBuffer:
 
     def __init__(
         self,
-        schedule: Schedule,
+        communicator: Communicator,
         reducer: Reducer,
         layout: Layout,
         wholes: list[torch.nn.Parameter],
         like: torch.Tensor,
     ) -> None:
         """like: the shard of the parameters, whose shape, dtype and device the gradient's shard has."""
-        self._reducer, self._communicator = reducer, schedule.reduce
-        self._wholes, self._like = wholes, like
+        self._communicator, self._reducer, self._wholes, self._like = communicator, reducer, wholes, like
         self.slices: list[weakref.ref[Any]] = []
-        rank = schedule.reduce.rank
-        self._pieces = [layout.piece(index, rank) for index in range(len(wholes))]
+        self._pieces = [layout.piece(index, communicator.rank) for index in range(len(wholes))]
         self.requires_grad = [whole.requires_grad for whole in wholes]
-        self._wholes_require_grad = list(self.requires_grad)
         self._phase = _Phase.REST
         self._flight: Flight | None = None
         self._squares: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None  # the running sum
         self._handed: list[torch.Tensor | None] = [None] * len(wholes)
-        sizes = layout.shard_sizes(rank)
+        sizes = layout.shard_sizes(communicator.rank)
         present = [position for position, size in enumerate(sizes) if size or position % 2]  # gaps that are not empty
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
-        self._segments = self._make_segments()
         self._version = -1
+        self._segments: Segments | None = None  # torch measures float64
+        if like.dtype != torch.float64:
+            starts = [piece.shard_start for piece in self._pieces]
+            self._segments = Segments([*starts, self._pieces[-1].shard_stop], like.device)
 
     @property
     def trainable(self) -> bool:
@@ -72,10 +72,9 @@ class GradientBuffer:
 
     def follow_requires_grad(self) -> None:
         """Make the wholes require gradients as their slices do, which may have changed since the last forward."""
-        if self.requires_grad != self._wholes_require_grad:
-            for whole, required in zip(self._wholes, self.requires_grad):
+        for whole, required in zip(self._wholes, self.requires_grad):
+            if whole.requires_grad != required:
                 whole.requires_grad_(required)
-            self._wholes_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
         """Drop the shard if no slice has a `.grad`, so that its memory is free during the next forward."""
@@ -117,7 +116,7 @@ class GradientBuffer:
 
     def receive(self) -> None:
         """Wait for the mean, which is added to an accumulation, and set the slices' `.grad`."""
-        assert self._flight is not None and self._phase is _Phase.IN_FLIGHT
+        assert self._flight is not None
         self._flight.land()
         self._squares, self._flight = self._flight.squares, None
         self._phase = _Phase.REST
@@ -138,11 +137,8 @@ class GradientBuffer:
         if self._phase is not _Phase.BEGUN:
             assert self._phase is _Phase.REST, "the previous gradient was not received"
             self.free_if_unused()
-            fresh = self._unused
-            if self.shard is None:
-                self.shard = torch.empty_like(self._like) if fresh else torch.zeros_like(self._like)
-            if fresh:
-                self._total = None
+            if self._unused:
+                self.shard = torch.empty_like(self._like)
             else:
                 self._resume_total()
             self._phase = _Phase.BEGUN
@@ -179,8 +175,9 @@ class GradientBuffer:
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
-        """Set the running sum to the present `.grad` of the slices."""
-        assert self.shard is not None
+        """Set the running sum to the present `.grad` of the slices, which may be the user's own."""
+        if self.shard is None:
+            self.shard = torch.zeros_like(self._like)
         if self._total is None or not self._unwritten:
             wide = torch.promote_types(self.shard.dtype, torch.float32)
             self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
@@ -212,9 +209,3 @@ class GradientBuffer:
                     hooked.append(slice_)
         for slice_ in hooked:
             slice_.run_gradient_hooks()
-
-    def _make_segments(self) -> Segments | None:
-        if self._like.dtype == torch.float64:
-            return None  # torch measures these
-        starts = [piece.shard_start for piece in self._pieces]
-        return Segments([*starts, self._pieces[-1].shard_stop], self._like.device)

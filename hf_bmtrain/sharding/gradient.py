@@ -208,4 +208,5 @@ class GradientBuffer:
                 if slice_._gradient_hooks:
                     hooked.append(slice_)
         for slice_ in hooked:
-            slice_.run_gradient_hooks()
+            for hook in list(slice_._gradient_hooks.values()):
+                hook(slice_)

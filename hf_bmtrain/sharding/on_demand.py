@@ -32,9 +32,8 @@ class OnDemandGather:
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
         self._schedule, self._buffer = schedule, buffer
-        self._parameters: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]
-        self._parameters = weakref.WeakKeyDictionary()
-        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._parameters = weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]()
+        self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
         self.unwatched = False
 
@@ -103,11 +102,6 @@ class OnDemandGather:
 
     # -- what autograd saves ------------------------------------------------------------------------------------
 
-    def _save(self, view: torch.Tensor) -> _Saved:
-        saved = _Saved(view)
-        self._saved.add(saved)
-        return saved
-
     def _restore(self, saved: _Saved) -> torch.Tensor:
         if not self._schedule.in_backward:
             raise RuntimeError("A weight that autograd saved can only be read inside a backward: it is sharded.")
@@ -152,7 +146,9 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
         view = tensor.detach()  # a saved tensor with autograd history would be a cycle
         for gather in group:
             if gather._buffer.holds(view):
-                return gather, gather._save(view)
+                saved = _Saved(view)
+                gather._saved.add(saved)
+                return gather, saved
         return view, view._version
 
     def unpack(packed) -> torch.Tensor:

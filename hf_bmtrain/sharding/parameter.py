@@ -131,11 +131,6 @@ class DistributedParameter(torch.nn.Parameter):
         self._gradient_hooks[handle.id] = hook
         return handle
 
-    def run_gradient_hooks(self) -> None:
-        """Call the registered hooks; `.grad` has been set."""
-        for hook in list(self._gradient_hooks.values()):
-            hook(self)
-
     def __reduce_ex__(self, protocol):
         return self.data.clone().__reduce_ex__(protocol)
 
@@ -178,10 +173,7 @@ def shard(
     reduction: Reduction,
     cls: type[DistributedParameter] = DistributedParameter,
 ) -> list[DistributedParameter]:
-    """Store `parameters` in one flat buffer, and return their slices, which keep it alive. Collective.
-
-    reduction: averages the gradients.
-    """
+    """Store `parameters` in one buffer, whose gradients `reduction` averages, and return the slices. Collective."""
     buffer = ShardedBuffer(world.schedule, parameters, world.device, reduction)
     on_demand, slices = OnDemandGather(world.schedule, buffer), []
     for index, (parameter, place) in enumerate(zip(parameters, buffer.pieces)):

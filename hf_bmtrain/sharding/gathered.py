@@ -37,7 +37,13 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
         wholes = _copies([slot.piece for slot in slots])
         inside, result = _shown(what, slots, wholes), what
     else:
-        pieces = [_check_slice(piece) for piece in ([what] if isinstance(what, torch.Tensor) else what)]
+        pieces: list[Any] = [what] if isinstance(what, torch.Tensor) else list(what)
+        for piece in pieces:
+            if not isinstance(piece, DistributedParameter):
+                raise ValueError(
+                    f"gathered takes a model or sharded parameters, not a {type(piece).__name__} of shape "
+                    f"{tuple(piece.shape)}: an ordinary tensor is whole already."
+                )
         wholes = _copies(pieces)
         inside, result = nullcontext(), [wholes[piece] for piece in pieces]
     with torch.no_grad():
@@ -45,15 +51,6 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
             yield result
         world.assemble(f"end of {occasion}")
         (_write_back if modify else _check_unchanged)(world, wholes)
-
-
-def _check_slice(piece: torch.Tensor) -> DistributedParameter:
-    if not isinstance(piece, DistributedParameter):
-        raise ValueError(
-            f"gathered takes a model or sharded parameters, not a {type(piece).__name__} of shape "
-            f"{tuple(piece.shape)}: an ordinary tensor is whole already."
-        )
-    return piece
 
 
 def _by_buffer(pieces: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:

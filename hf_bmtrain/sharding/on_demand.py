@@ -23,11 +23,10 @@ class _Saved:
 class OnDemandGather:
     """Gathers one buffer outside blocks from its first read in a forward pass to the end of the pass's backward.
 
-    The buffer is gathered at the first read and released as soon as backward no longer needs its values. That is
-    known for a read inside `watch`, which sees every tensor that autograd saves: an embedding saves no weights, a
-    linear layer does until its own backward is over. Any other read, an unwatched one, keeps the buffer whole until the
-    whole backward is over. A buffer that was released too early (before a second backward, say) is gathered again
-    when autograd unpacks it, so a wrong guess costs time and never a value. All ranks guess alike.
+    It is released as soon as backward no longer needs its values. That is known for a read inside `watch`, which sees
+    every tensor that autograd saves: an embedding saves no weights, a linear layer does until its own backward is over.
+    Any other read, an unwatched one, keeps the buffer whole until the whole backward is over. If it was released too
+    early (before a second backward, say) it is gathered again when autograd unpacks it. All ranks guess alike.
     """
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
@@ -72,11 +71,11 @@ class OnDemandGather:
         owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
 
         def collect(whole: torch.nn.Parameter) -> None:
-            gather = owner()
-            assert gather is not None and whole.grad is not None
-            gather.collect(index, whole.grad)
+            gather, gradient = owner(), whole.grad
             whole.grad = None
-            gather._release_if_unneeded()
+            if gather is not None and gradient is not None:  # otherwise the model was dropped
+                gather.collect(index, gradient)
+                gather._release_if_unneeded()
 
         whole.register_post_accumulate_grad_hook(collect)
         return whole
@@ -100,7 +99,7 @@ class OnDemandGather:
         self.unwatched = False
         self._buffer.release()
 
-    # -- what autograd saves ------------------------------------------------------------------------------------
+    # -- backward -----------------------------------------------------------------------------------------------
 
     def _restore(self, saved: _Saved) -> torch.Tensor:
         if not self._schedule.in_backward:
@@ -110,8 +109,6 @@ class OnDemandGather:
         self._buffer.wait()
         self._saved.discard(saved)
         return saved.view
-
-    # -- backward -----------------------------------------------------------------------------------------------
 
     def prepare_backward(self, unwatched: bool) -> None:
         """Start the gather that backward needs. unwatched: as it was at the end of the forward."""

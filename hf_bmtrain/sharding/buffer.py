@@ -152,10 +152,7 @@ class ShardedBuffer:
 
     @contextmanager
     def whole_now(self) -> Iterator[None]:
-        """Make the wholes readable under `with`, and release them at the end unless they were whole before.
-
-        Collective. After it the shards may be written.
-        """
+        """Make the wholes readable under `with`; then they are as before, and shards may be written. Collective."""
         was_whole = self.is_whole
         self.gather()
         self.wait()
@@ -194,8 +191,8 @@ class ShardedBuffer:
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
         """Raise RuntimeError if a forward wrote into a whole, or cast it.
 
-        The change would be lost when the buffer is released, or stay in the shard of the one rank that stores the
-        parameter completely. copies: Parameters over the same memory that were written.
+        The change would be lost with the full buffer, or stay on the one rank that stores the parameter completely.
+        copies: Parameters over the same memory that were written. Wholes that were cast are restored.
         """
         dtype = self.shard.dtype
         if any(whole.dtype is not dtype for whole in self.wholes):
@@ -209,7 +206,6 @@ class ShardedBuffer:
             )
 
     def _refuse_cast(self) -> NoReturn:
-        """Restore the wholes that were cast, and raise RuntimeError."""
         kinds = {(whole.shape, whole.dtype) for whole in self.wholes if whole.dtype is not self.shard.dtype}
         for index, whole in enumerate(self.wholes):
             whole.data = self._view(index, whole.shape)

@@ -146,10 +146,7 @@ class GradientBuffer:
         return self.shard is not None and self.shard._version == self._version
 
     def squares(self, indices: Sequence[int]) -> torch.Tensor | None:
-        """Return the sums of squares of these adjacent slices' `.grad`s, (k,) float64, if the reduction measured them.
-
-        None if they have to be measured.
-        """
+        """Return the sums of squares of these adjacent slices' `.grad`s, (k,) float64; None if not measured yet."""
         if self._squares is None or not self._unwritten:
             return None
         gradients, handed = self._gradients, self._handed

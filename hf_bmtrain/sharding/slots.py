@@ -15,12 +15,9 @@ from .parameter import DistributedParameter
 
 
 class Slot(NamedTuple):
-    """The place `name` in a module's dict `parameters` that shows a slice or its whole.
+    """The place `name` in the dict of a module that shows a slice or its whole. Tied parameters have several."""
 
-    Tied parameters have several. It does not refer to the module, which may hold it.
-    """
-
-    parameters: dict[str, Any]
+    parameters: dict[str, Any]  # and not the module, which may hold the slot
     name: str
     whole: torch.nn.Parameter
     piece: DistributedParameter

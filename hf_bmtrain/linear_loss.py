@@ -185,7 +185,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
         gradient = torch.mul(gradient, ratio, out=narrow)  # rounded once
     if not isinstance(parameter, DistributedParameter):
         return gradient
-    OnDemandGather.of(parameter.buffer, current_world().schedule).collect(parameter.index, gradient)
+    OnDemandGather.of(parameter, current_world().schedule).collect(parameter.index, gradient)
     return None
 
 

@@ -48,7 +48,6 @@ class BlockState:
         self.own_forward: Callable | None = None
         self.compiled = False
         self.pending = 0
-        self._places = [slot.place() for slot in slots]
         self._open = False  # the wholes are shown in the slots
         self._entered = False
 
@@ -56,7 +55,6 @@ class BlockState:
         """Add the buffers and slots of parameters that were put into the layer after it was sharded."""
         self.buffers += buffers
         self.slots += slots
-        self._places += [slot.place() for slot in slots]
         self.replay = replay
 
     @property
@@ -198,12 +196,12 @@ class BlockState:
                 buffer.gather()
         for buffer in self.buffers:
             buffer.wait()
-        for parameters, name, whole, _ in self._places:
+        for parameters, name, whole, _ in self.slots:
             parameters[name] = whole
         self._open = True
 
     def _show_slices(self) -> None:
-        for parameters, name, _, slice_ in self._places:
+        for parameters, name, _, slice_ in self.slots:
             parameters[name] = slice_
         self._open = False
 

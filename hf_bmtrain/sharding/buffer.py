@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,13 @@ from .pending_update import PendingUpdate
 class ShardedBuffer:
     """Parameters of one dtype and device in one flat buffer, of which every rank stores 1/N.
 
-    shard: (n,) this rank's elements, never reallocated. slices: a `slice_class` for each parameter, views of `shard`.
+    The slices, views of `shard`, keep the buffer alive, and it refers to them weakly: a dropped model is freed at once.
+
+    shard: (n,) this rank's elements, never reallocated.
     wholes: a Parameter in its own shape for each, views of the full buffer, readable only while that is whole (after
     `gather` and `wait`, until `release`). A parameter that is stored in this rank's shard completely is a view of the
     shard instead, and is not copied. With one rank that holds for all of them: the full buffer *is* the shard.
-    pieces: the part of each parameter in this rank's shard. gradient: the buffer's gradient. update: the shard's last
-    asynchronous update. on_demand: gathers the buffer where it is read outside blocks, None before the first read.
+    pieces: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
 
     made: the number of buffers that this process has made. before_first: functions that are called once, before the
     first of them. By one of these optim/checks.py, which this folder may not import, prepares for slices.
@@ -37,12 +39,7 @@ class ShardedBuffer:
     before_first: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(
-        self,
-        schedule: Schedule,
-        parameters: Sequence[torch.nn.Parameter],
-        device: torch.device,
-        reduction: Reduction,
-        slice_class: type[torch.nn.Parameter],
+        self, schedule: Schedule, parameters: Sequence[torch.nn.Parameter], device: torch.device, reduction: Reduction
     ) -> None:
         """Store `parameters`, with rank 0's values. Collective. reduction: averages the gradients."""
         if not ShardedBuffer.made:
@@ -61,10 +58,8 @@ class ShardedBuffer:
         self.shard = self._gather.allocate(self.layout.shard_numel, dtype, device, self.update.wait)
         self._full = None if size == 1 else ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
-        self.slices = [self._make_slice(slice_class, i, p) for i, p in enumerate(parameters)]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
-        self.gradient = GradientBuffer(schedule, reducer, self.layout, self.wholes, self.slices, self.shard)
-        self.on_demand: Any = None
+        self.gradient = GradientBuffer(schedule.reduce, reducer, self.layout, self.wholes, self.shard)
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)
@@ -77,15 +72,6 @@ class ShardedBuffer:
             return self._full.view(self.layout.offsets[index], shape)
         shard = self.shard if self._full is None else self.shard.data  # `.data` has a version counter of its own
         return shard[piece.shard_start : piece.shard_stop].view(shape)
-
-    def _make_slice(self, slice_class: type[torch.nn.Parameter], index: int, parameter: torch.nn.Parameter) -> Any:
-        piece = self.pieces[index]
-        view = self.shard[piece.shard_start : piece.shard_stop]
-        made: Any = make_subclass(slice_class, view, parameter.requires_grad)
-        made.buffer, made.index = self, index
-        made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
-        made._gradient_hooks = OrderedDict()
-        return made
 
     @torch.no_grad()
     def _fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -100,6 +86,23 @@ class ShardedBuffer:
         self._communicator.broadcast(flat, 0).wait()
         self.shard.copy_(flat.view(self.layout.world_size, -1)[self.rank])
         self._full.free()
+
+    def make_slices(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
+        """Return this rank's slices of `parameters`, whose storage this buffer is, as instances of `cls`."""
+        slices: list[Any] = []
+        for index, (parameter, piece) in enumerate(zip(parameters, self.pieces)):
+            view = self.shard[piece.shard_start : piece.shard_stop]
+            made = make_subclass(cls, view, parameter.requires_grad)
+            made.buffer, made.index, made.on_demand, made._gradient_hooks = self, index, None, OrderedDict()
+            made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
+            slices.append(made)
+        self.gradient.slices = [weakref.ref(made) for made in slices]
+        return slices
+
+    @property
+    def slices(self) -> list[Any]:
+        """This rank's slices, but for those that were dropped together with their modules."""
+        return [slice_ for reference in self.gradient.slices if (slice_ := reference()) is not None]
 
     # -- gather, use, release -----------------------------------------------------------------------------------
 
@@ -129,12 +132,9 @@ class ShardedBuffer:
 
     def release(self) -> None:
         """Free the full buffer, unless it is the shard."""
-        if self._full is None:
-            return
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
-        self._full.free()
+        if self._full is not None:
+            self.wait()
+            self._full.free()
 
     @property
     def sharded(self) -> bool:
@@ -152,10 +152,7 @@ class ShardedBuffer:
 
     @contextmanager
     def whole_now(self) -> Iterator[None]:
-        """Make the wholes readable under `with`, and release them at the end unless they were whole before.
-
-        Collective. After it the shards may be written.
-        """
+        """Make the wholes readable under `with`; then they are as before, and shards may be written. Collective."""
         was_whole = self.is_whole
         self.gather()
         self.wait()
@@ -186,24 +183,21 @@ class ShardedBuffer:
             flat[piece.shard_start : piece.shard_stop] = part.detach().as_subclass(torch.Tensor)
         full = flat.new_empty(self.layout.numel)
         self._communicator.all_gather(full, flat).wait()
-        shapes = {index: self.wholes[index].shape for index in values}
-        starts = self.layout.offsets
-        return {i: full[starts[i] : starts[i] + shape.numel()].view(shape) for i, shape in shapes.items()}
+        parts = full.split_with_sizes(self.layout.sizes)[1::2]
+        return {index: parts[index].view(self.wholes[index].shape) for index in values}
 
     # -- refused ------------------------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
         """Raise RuntimeError if a forward wrote into a whole, or cast it.
 
-        The change would be lost when the buffer is released, or stay in the shard of the one rank that stores the
-        parameter completely. copies: Parameters over the same memory that were written.
+        The change would be lost with the full buffer, or stay on the one rank that stores the parameter completely.
+        copies: Parameters over the same memory that were written. Wholes that were cast are restored.
         """
-        dtype, written = self.shard.dtype, [*copies]
-        for whole in self.wholes:
-            if whole.dtype is not dtype:
-                self._refuse_cast()
-            if whole._version:
-                written.append(whole)
+        dtype = self.shard.dtype
+        if any(whole.dtype is not dtype for whole in self.wholes):
+            self._refuse_cast()
+        written = [*copies, *[whole for whole in self.wholes if whole._version]]
         if written and self._full is not None:
             raise RuntimeError(
                 f"The forward modified a sharded parameter in place (shapes {[tuple(whole.shape) for whole in written]}"
@@ -212,11 +206,9 @@ class ShardedBuffer:
             )
 
     def _refuse_cast(self) -> NoReturn:
-        """Restore the wholes that were cast, and raise RuntimeError."""
-        cast = [index for index, whole in enumerate(self.wholes) if whole.dtype != self.shard.dtype]
-        kinds = {(self.wholes[index].shape, self.wholes[index].dtype) for index in cast}
-        for index in cast:
-            self.wholes[index].data = self._view(index, self.wholes[index].shape)
+        kinds = {(whole.shape, whole.dtype) for whole in self.wholes if whole.dtype is not self.shard.dtype}
+        for index, whole in enumerate(self.wholes):
+            whole.data = self._view(index, whole.shape)
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise RuntimeError(
             f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}: the "

@@ -27,7 +27,7 @@ class SegmentNorms:
         self, shard: torch.Tensor, segments: Segments, communicator: Communicator, squares: torch.Tensor | None = None
     ) -> None:
         self._shard, self._segments, self.communicator = shard, segments, communicator
-        self._norms: list[torch.Tensor] = []
+        self._norms: Sequence[torch.Tensor] = ()
         self._version = -1
         self._squares, self._measured = squares, shard._version
 
@@ -36,31 +36,24 @@ class SegmentNorms:
         measure([self])
         return self._norms[index].clone()
 
-    @property
-    def stale(self) -> bool:
-        return self._version != self._shard._version
-
     def local_squares(self) -> torch.Tensor:
         """Return this rank's part of the squared norms, (k,) float64."""
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
         return segmented_squared_norm(self._shard, self._segments)
 
-    def keep(self, squares: torch.Tensor) -> None:
-        self._norms = list(squares.sqrt().to(self._shard.dtype).unbind())
-        self._version = self._shard._version
-
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
     """Measure the stale ones again, by one all-reduce. Collective."""
-    stale = [each for each in norms if each.stale]
+    stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return
     parts = [each.local_squares() for each in stale]
     squares = torch.cat(parts)
     stale[0].communicator.all_reduce(squares).wait()
     for each, part in zip(stale, squares.split([len(part) for part in parts])):
-        each.keep(part)
+        each._norms = part.sqrt().to(each._shard.dtype).unbind()
+        each._version = each._shard._version
 
 
 class GradSlice(torch.Tensor):
@@ -74,13 +67,13 @@ class GradSlice(torch.Tensor):
     """
 
     _communicator: Communicator
-    _segment: tuple[SegmentNorms, int] | None
+    _segment: tuple[SegmentNorms, int] | None = None
 
     @classmethod
     def of(cls, values: torch.Tensor, communicator: Communicator) -> GradSlice:
         """Return `values` (n,), computed from a gradient slice, as a slice that shares their memory and version."""
         piece = values.as_subclass(cls)
-        piece._communicator, piece._segment = communicator, None
+        piece._communicator = communicator
         return piece
 
     @classmethod
@@ -105,7 +98,7 @@ class GradSlice(torch.Tensor):
             if collective is not None:
                 return collective(communicator, func, *args, **kwargs)
             result = func(*args, **kwargs)
-            if isinstance(result, torch.Tensor) and func not in _PLAIN:
+            if isinstance(result, torch.Tensor) and func is not torch.Tensor.as_subclass:
                 if result.dim() == 0 and getattr(func, "__name__", "") not in ("__getitem__", "select"):
                     raise RuntimeError(
                         f"{getattr(func, '__name__', func)} of a gradient slice would only see the "
@@ -115,10 +108,8 @@ class GradSlice(torch.Tensor):
                     )
                 return GradSlice.of(result, communicator)
             if isinstance(result, (list, tuple)):
-                sliced = [
-                    GradSlice.of(r, communicator) if isinstance(r, torch.Tensor) and r.dim() else r for r in result
-                ]
-                return sliced if isinstance(result, list) else tuple(sliced)
+                each = [GradSlice.of(r, communicator) if isinstance(r, torch.Tensor) and r.dim() else r for r in result]
+                return each if isinstance(result, list) else tuple(each)
             return result
 
 
@@ -151,18 +142,15 @@ def _measured_now(communicator: Communicator, pieces: Sequence[torch.Tensor], or
     if not pieces:
         return []
     wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
-    local = torch.stack([_local_norm(piece, order, wide) for piece in pieces])
+    total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)
+    for norm, piece in zip(total, pieces):
+        if piece.numel():
+            torch.linalg.vector_norm(piece, order, dtype=wide, out=norm)
     infinite = order == float("inf")
-    total = local if infinite else local.pow_(order)
+    total = total if infinite else total.pow_(order)
     communicator.all_reduce(total, maximum=infinite).wait()
     total = total if infinite else total.pow_(1.0 / order)
     return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
-
-
-def _local_norm(piece: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
-    if piece.numel() == 0:
-        return torch.zeros((), dtype=dtype, device=piece.device)
-    return torch.linalg.vector_norm(piece, order, dtype=dtype)
 
 
 def _vector_norm(communicator, func, x, ord=2, dim=None, keepdim=False, *, dtype=None, p=None, **unused):
@@ -211,4 +199,3 @@ _COLLECTIVE: dict[Callable, Callable] = {
     amp_found_inf_and_unscale_: _non_finite_check,
     torch.Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
 }
-_PLAIN = {torch.Tensor.as_subclass}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,27 +23,28 @@ class _Saved:
 class OnDemandGather:
     """Gathers one buffer outside blocks from its first read in a forward pass to the end of the pass's backward.
 
-    The buffer is gathered at the first read and released as soon as backward no longer needs its values. That is
-    known for a read inside `watch`, which sees every tensor that autograd saves: an embedding saves no weights, a
-    linear layer does until its own backward is over. Any other read, an unwatched one, keeps the buffer whole until the
-    whole backward is over. A buffer that was released too early (before a second backward, say) is gathered again
-    when autograd unpacks it, so a wrong guess costs time and never a value. All ranks guess alike.
+    It is released as soon as backward no longer needs its values. That is known for a read inside `watch`, which sees
+    every tensor that autograd saves: an embedding saves no weights, a linear layer does until its own backward is over.
+    Any other read, an unwatched one, keeps the buffer whole until the whole backward is over. If it was released too
+    early (before a second backward, say) it is gathered again when autograd unpacks it. All ranks guess alike.
     """
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
         self._schedule, self._buffer = schedule, buffer
-        self._parameters: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]
-        self._parameters = weakref.WeakKeyDictionary()
-        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._parameters = weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]()
+        self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
         self.unwatched = False
 
     @classmethod
-    def of(cls, buffer: ShardedBuffer, schedule: Schedule) -> OnDemandGather:
-        """Return the on-demand gather of `buffer`, made at its first read."""
-        if buffer.on_demand is None:
-            buffer.on_demand = cls(schedule, buffer)
-        return buffer.on_demand
+    def of(cls, piece: Any, schedule: Schedule) -> OnDemandGather:
+        """Return the on-demand gather of the buffer of `piece`, which its slices own, made at the first read."""
+        gather = piece.on_demand
+        if gather is None:
+            gather = cls(schedule, piece.buffer)
+            for slice_ in piece.buffer.slices:
+                slice_.on_demand = gather
+        return gather
 
     @property
     def version(self) -> int:
@@ -51,8 +53,8 @@ class OnDemandGather:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def read(self, index: int, reader: torch.nn.Module) -> torch.nn.Parameter:
-        """Return the whole parameter, gathered once per pass, inside a forward or a backward; otherwise its slice.
+    def read(self, piece: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
+        """Return the whole of `piece`, gathered once per pass, inside a forward or a backward; otherwise the slice.
 
         Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory, so
         that its gradient is collected when it is complete, without waiting for those of the others.
@@ -60,13 +62,13 @@ class OnDemandGather:
         if self._schedule.in_backward:
             self._schedule.join_backward(self)
         elif not self._schedule.in_forward:
-            return self._buffer.slices[index]
+            return piece
         self._schedule.add_reader(self)
         self._buffer.gradient.free_if_unused()
         self._buffer.gather()
         self._buffer.wait()
         self.unwatched |= not self._watched
-        own = self._parameters.setdefault(reader, {})
+        own, index = self._parameters.setdefault(reader, {}), piece.index
         if index not in own:
             own[index] = self._readable(index)
         whole, required = own[index], self._buffer.gradient.requires_grad[index]
@@ -79,11 +81,11 @@ class OnDemandGather:
         owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
 
         def collect(whole: torch.nn.Parameter) -> None:
-            gather = owner()
-            assert gather is not None and whole.grad is not None
-            gather.collect(index, whole.grad)
+            gather, gradient = owner(), whole.grad
             whole.grad = None
-            gather._release_if_unneeded()
+            if gather is not None and gradient is not None:  # otherwise the model was dropped
+                gather.collect(index, gradient)
+                gather._release_if_unneeded()
 
         whole.register_post_accumulate_grad_hook(collect)
         return whole
@@ -107,12 +109,7 @@ class OnDemandGather:
         self.unwatched = False
         self._buffer.release()
 
-    # -- what autograd saves ------------------------------------------------------------------------------------
-
-    def _save(self, view: torch.Tensor) -> _Saved:
-        saved = _Saved(view)
-        self._saved.add(saved)
-        return saved
+    # -- backward -----------------------------------------------------------------------------------------------
 
     def _restore(self, saved: _Saved) -> torch.Tensor:
         if not self._schedule.in_backward:
@@ -122,8 +119,6 @@ class OnDemandGather:
         self._buffer.wait()
         self._saved.discard(saved)
         return saved.view
-
-    # -- backward -----------------------------------------------------------------------------------------------
 
     def prepare_backward(self, unwatched: bool) -> None:
         """Start the gather that backward needs. unwatched: as it was at the end of the forward."""
@@ -158,7 +153,9 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
         view = tensor.detach()  # a saved tensor with autograd history would be a cycle
         for gather in group:
             if gather._buffer.holds(view):
-                return gather, gather._save(view)
+                saved = _Saved(view)
+                gather._saved.add(saved)
+                return gather, saved
         return view, view._version
 
     def unpack(packed) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime.world import current_world
 from .buffer import ShardedBuffer
+from .on_demand import OnDemandGather
 
 
 class DistributedParameter(torch.nn.Parameter):
@@ -30,6 +31,7 @@ class DistributedParameter(torch.nn.Parameter):
     """
 
     buffer: ShardedBuffer
+    on_demand: OnDemandGather | None
     index: int
     init_method: Callable[[torch.Tensor], object] | None
     group: str | None
@@ -47,8 +49,8 @@ class DistributedParameter(torch.nn.Parameter):
             )
         whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         world = current_world()
-        schedule = world.schedule
-        piece = ShardedBuffer(schedule, [whole], world.device, schedule.outside, cls).slices[0]
+        buffer = ShardedBuffer(world.schedule, [whole], world.device, world.schedule.outside)
+        (piece,) = buffer.make_slices(cls, [whole])
         piece.init_method, piece.group = init_method, group
         return piece
 
@@ -126,11 +128,6 @@ class DistributedParameter(torch.nn.Parameter):
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
         return handle
-
-    def run_gradient_hooks(self) -> None:
-        """Call the registered hooks; `.grad` has been set."""
-        for hook in list(self._gradient_hooks.values()):
-            hook(self)
 
     def __reduce_ex__(self, protocol):
         return self.data.clone().__reduce_ex__(protocol)

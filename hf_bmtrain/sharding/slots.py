@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,32 +14,16 @@ from .buffer import ShardedBuffer
 from .parameter import DistributedParameter
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The attribute `name` of `module`, which holds parameter `index` of `buffer`. Tied parameters have several."""
+class Slot(NamedTuple):
+    """The place `name` in the dict of a module that shows a slice or its whole. Tied parameters have several."""
 
-    module: torch.nn.Module
+    parameters: dict[str, Any]  # and not the module, which may hold the slot
     name: str
-    buffer: ShardedBuffer
-    index: int
+    whole: torch.nn.Parameter
+    piece: DistributedParameter
 
-    def place(self) -> tuple[dict, str, torch.nn.Parameter, DistributedParameter]:
-        """Return the module's dict, the name in it, the whole and the slice, for code that swaps them often."""
-        return self.module._parameters, self.name, self.buffer.wholes[self.index], self.piece
-
-    @property
-    def piece(self) -> DistributedParameter:
-        """This rank's slice of the parameter."""
-        return self.buffer.slices[self.index]
-
-    def show_whole(self) -> None:
-        self.module._parameters[self.name] = self.buffer.wholes[self.index]
-
-    def show_slice(self) -> None:
-        self.module._parameters[self.name] = self.piece
-
-    def hide(self) -> None:
-        self.module._parameters[self.name] = None
+    def show(self, parameter: torch.nn.Parameter | None) -> None:
+        self.parameters[self.name] = parameter
 
 
 Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
@@ -59,7 +42,7 @@ def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
     """Return the slots of the modules' parameters that are slices now."""
     return [
-        Slot(module, name, parameter.buffer, parameter.index)
+        Slot(module._parameters, name, parameter.whole, parameter)
         for module, name, parameter in find_places(modules)
         if isinstance(parameter, DistributedParameter)
     ]
@@ -70,27 +53,24 @@ def shard_places(world: World, places: Sequence[Place], reduction: Reduction) ->
 
     A parameter that occurs twice is stored once. One group of whole parameters is in memory at a time. The old ones
     are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
-
-    reduction: averages the gradients.
     """
     groups: dict[tuple[torch.dtype, bool], dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
         groups.setdefault((parameter.dtype, parameter.requires_grad), {})[id(parameter)] = parameter
-    where: dict[int, tuple[ShardedBuffer, int]] = {}
-    buffers = []
+    slices: dict[int, DistributedParameter] = {}
     for parameters in groups.values():
-        wholes = [_whole(p) for p in parameters.values()]
-        buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction, DistributedParameter)
+        wholes = [_whole(parameter) for parameter in parameters.values()]
+        buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction)
+        slices.update(zip(parameters, buffer.make_slices(DistributedParameter, wholes)))
         del wholes
-        buffers.append(buffer)
-        where.update({key: (buffer, index) for index, key in enumerate(parameters)})
         for parameter in parameters.values():
             note: Any = parameter
             note.sharded_elsewhere = True
-    slots = [Slot(module, name, *where[id(parameter)]) for module, name, parameter in places]
-    for slot in slots:
-        slot.show_slice()
-    return buffers, slots
+    slots = []
+    for module, name, parameter in places:
+        piece = module._parameters[name] = slices[id(parameter)]
+        slots.append(Slot(module._parameters, name, piece.buffer.wholes[piece.index], piece))
+    return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
 
 
 def _whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -118,9 +98,9 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
                 "before auto_wrap; it is moved to the rank's device by auto_wrap."
             )
     for slot in slots:
-        slot.hide()
+        slot.show(None)
     try:
         yield
     finally:
         for slot in slots:
-            slot.show_slice()
+            slot.show(slot.piece)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot, find_places, shard_places
 from ..sharding.state_dict import slice_loads
-from .base import ShardedModule, extend_class
+from .base import ShardedModule, extend_class, weak_method
 from .block_state import BlockState
 
 
@@ -47,9 +48,19 @@ class CheckpointBlock(ShardedModule):
         return self._bmt.slots
 
     def compile(self, *args, **kwargs) -> None:
-        """Compile the layer's own forward with torch.compile, without the gathers and reductions around it."""
-        own: Any = self._bmt.own_forward or super(type(self), self).forward
-        self._bmt.own_forward, self._bmt.compiled = torch.compile(own, *args, **kwargs), True
+        """Compile the layer's own forward with torch.compile, without the gathers and reductions around it.
+
+        The forward of the class is compiled, not the bound one: torch takes the parameters as inputs, so layers that
+        differ in nothing else share a graph. A forward that was set on the instance is compiled separately.
+        """
+        state = self._bmt
+        if state.own_forward is not None:
+            state.own_forward = torch.compile(state.own_forward, *args, **kwargs)
+        else:
+            _, layer_class = type(self).__bases__
+            compiled: Any = torch.compile(layer_class.forward, *args, **kwargs)
+            state.own_forward = weak_method(types.MethodType(compiled, self))
+        state.compiled = True
 
 
 def extend(

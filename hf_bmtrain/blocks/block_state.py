@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,8 @@ class BlockState:
         self.schedule, self.buffers, self.slots, self.replay = schedule, buffers, slots, replay
         self.zero_level = zero_level
         self.policy: bool | AutoCheckpoint = True
-        self.previous: BlockState | None = None
-        self.next: BlockState | None = None
+        self.previous: weakref.ref[BlockState] | None = None
+        self.next: weakref.ref[BlockState] | None = None
         self.own_forward: Callable | None = None
         self.compiled = False
         self.pending = 0
@@ -87,7 +88,7 @@ class BlockState:
             policy = policy.recomputes(args, kwargs, self.pending)
         differentiable = False
         try:
-            self._show_wholes(self.next)
+            self._show_wholes(self.next and self.next())
             if training:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()
@@ -229,7 +230,7 @@ class BlockState:
                 "came between them); its gradients would be wrong. Run forward again."
             )
         self._entered = True
-        ahead = self.previous
+        ahead = self.previous and self.previous()
         self._show_wholes(ahead if ahead is not None and ahead.pending > 0 else None)
         self.schedule.make_room()
 

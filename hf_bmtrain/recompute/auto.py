@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class AutoCheckpoint:
     """
 
     def __init__(self, planner: Owner, block: Block) -> None:
-        self.planner, self.block = planner, block
+        self.planner, self.block = planner, weakref.proxy(block)  # the block owns this object
         self.kept = False
         self.calls = self._most = 0
         self._measured: list[Shapes] = []

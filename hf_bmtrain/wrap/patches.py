@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
@@ -13,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..blocks.base import RefuseDataParallel
+from ..blocks.base import RefuseDataParallel, weak_method
+from ..blocks.block_state import BlockState
 from ..ops.torch_internals import pytree
 from ..runtime.launcher import check_accelerator, mixed_precision
 from ..runtime.world import World
@@ -24,36 +26,43 @@ _SHARDED = {DistributedParameter, type(None)}
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
+def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
     """Turn off Hugging Face's gradient checkpointing.
 
     Later calls to `gradient_checkpointing_enable()` (Trainer makes one) and `_disable()` switch the blocks' instead.
     """
+    states = _states(blocks)
     for module in model.modules():
         for word in ("activation", "gradient"):  # the second is the older name
             disable = getattr(module, f"{word}_checkpointing_disable", None)
             if callable(disable):
                 if word == "activation" or not hasattr(module, "activation_checkpointing_disable"):
                     disable()
-                setattr(module, f"{word}_checkpointing_enable", functools.partial(_set_recompute, blocks, True))
-                setattr(module, f"{word}_checkpointing_disable", functools.partial(_set_recompute, blocks, False))
+                setattr(module, f"{word}_checkpointing_enable", functools.partial(_set_recompute, states, True))
+                setattr(module, f"{word}_checkpointing_disable", functools.partial(_set_recompute, states, False))
 
 
-def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
+def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwargs) -> None:
     """Switch the blocks' recomputation on or off. The options, which are torch.utils.checkpoint's, are ignored."""
-    _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
-    for block in blocks:
-        block._bmt.policy = on
+    _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(states))
+    for state in states:
+        state.policy = on
 
 
-def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Sequence[Any]) -> None:
+def _states(blocks: Iterable[Any]) -> weakref.WeakSet[BlockState]:
+    """Return what patches keep of the blocks, without keeping them alive: a patched module may be inside a block."""
+    return weakref.WeakSet(block._bmt for block in blocks)
+
+
+def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
     """Turn `use_cache` off in training forwards.
 
     A recomputed forward would append to the key-value cache twice, and a compiled layer would have its own graph.
     """
+    states = _states(blocks)
 
     def without_cache(module, args, kwargs):
-        if torch.is_grad_enabled() and any(block._bmt.keeps_no_cache for block in blocks):
+        if torch.is_grad_enabled() and any(state.keeps_no_cache for state in states):
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
 
@@ -83,7 +92,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
         if callable(generate):
             synced = inspect.signature(generate).parameters.get("synced_gpus")
             if synced is not None and synced.default is False:
-                module.generate = functools.partial(generate, synced_gpus=True)  # pyright: ignore
+                module.generate = functools.partial(weak_method(generate), synced_gpus=True)  # pyright: ignore
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
@@ -93,7 +102,7 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     half-precision outputs are converted to float32, and fp16 on the CPU, where it has no loss scale, becomes float32,
     with a warning.
     """
-    forward = model.forward
+    forward = weak_method(model.forward)
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
 
     @functools.wraps(forward)

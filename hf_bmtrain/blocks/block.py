@@ -78,13 +78,13 @@ def extend(
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
     layer._bmt.own_forward = layer.__dict__.pop("forward", None)  # pyright: ignore
     layer.__class__ = _extended_class(type(layer))
-    slice_loads(slots)
+    slice_loads(layer, slots)
 
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
     """Add parameters that were put into `block` after it was sharded. sharded: the result of `shard_places`."""
     block._bmt.add(*sharded, Replay(block))
-    slice_loads(sharded[1])
+    slice_loads(block, sharded[1])
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 
 from ..runtime.schedule import Schedule
 from ..runtime.world import current_world
-from ..sharding.on_demand import OnDemandGather, watch
+from ..sharding.on_demand import watch
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, find_slots
 from ..sharding.state_dict import slice_entries
@@ -40,8 +40,7 @@ class DistributedModule(ShardedModule):
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if type(value) is DistributedParameter:
-            gather = value.buffer.on_demand or OnDemandGather.of(value.buffer, self._schedule)
-            return gather.read(value.index, self)
+            return value.on_demand.read(value, self)
         return value
 
     def __call__(self, *args, **kwargs) -> Any:
@@ -75,9 +74,8 @@ class DistributedModule(ShardedModule):
         """Watch what autograd saves, if this module has no children and so does all reads itself."""
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
-        buffers = dict.fromkeys(p.buffer for p in self._parameters.values() if type(p) is DistributedParameter)
-        own = [OnDemandGather.of(buffer, self._schedule) for buffer in buffers if buffer.sharded]
-        return watch(own) if own else nullcontext()
+        slices = [p for p in self._parameters.values() if type(p) is DistributedParameter and p.buffer.sharded]
+        return watch(list(dict.fromkeys(p.on_demand for p in slices))) if slices else nullcontext()
 
     # -- weights in and out -------------------------------------------------------------------------------------
 

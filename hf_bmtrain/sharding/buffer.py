@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
@@ -13,7 +12,6 @@ from ..comm.layout import ALIGNMENT_BYTES, Layout
 from ..comm.reduce import Reduction
 from ..comm.storage import ResizableStorage, shares_storage
 from ..comm.streams import Ticket
-from ..ops.torch_internals import make_subclass
 from ..runtime.schedule import Schedule
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
@@ -22,12 +20,14 @@ from .pending_update import PendingUpdate
 class ShardedBuffer:
     """Parameters of one dtype and device in one flat buffer, of which every rank stores 1/N.
 
-    shard: (n,) this rank's elements, never reallocated. slices: a `slice_class` for each parameter, views of `shard`.
+    The slices, views of `shard`, keep the buffer alive, and it refers to them weakly: a dropped model is freed at once.
+
+    shard: (n,) this rank's elements, never reallocated.
     wholes: a Parameter in its own shape for each, views of the full buffer, readable only while that is whole (after
     `gather` and `wait`, until `release`). A parameter that is stored in this rank's shard completely is a view of the
     shard instead, and is not copied. With one rank that holds for all of them: the full buffer *is* the shard.
     pieces: the part of each parameter in this rank's shard. gradient: the buffer's gradient. update: the shard's last
-    asynchronous update. on_demand: gathers the buffer where it is read outside blocks, None before the first read.
+    asynchronous update.
 
     made: the number of buffers that this process has made. before_first: functions that are called once, before the
     first of them. By one of these optim/checks.py, which this folder may not import, prepares for slices.
@@ -42,7 +42,6 @@ class ShardedBuffer:
         parameters: Sequence[torch.nn.Parameter],
         device: torch.device,
         reduction: Reduction,
-        slice_class: type[torch.nn.Parameter],
     ) -> None:
         """Store `parameters`, with rank 0's values. Collective. reduction: averages the gradients."""
         if not ShardedBuffer.made:
@@ -61,10 +60,8 @@ class ShardedBuffer:
         self.shard = self._gather.allocate(self.layout.shard_numel, dtype, device, self.update.wait)
         self._full = None if size == 1 else ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
-        self.slices = [self._make_slice(slice_class, i, p) for i, p in enumerate(parameters)]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
-        self.gradient = GradientBuffer(schedule, reducer, self.layout, self.wholes, self.slices, self.shard)
-        self.on_demand: Any = None
+        self.gradient = GradientBuffer(schedule.reduce, reducer, self.layout, self.wholes, self.shard)
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)
@@ -77,15 +74,6 @@ class ShardedBuffer:
             return self._full.view(self.layout.offsets[index], shape)
         shard = self.shard if self._full is None else self.shard.data  # `.data` has a version counter of its own
         return shard[piece.shard_start : piece.shard_stop].view(shape)
-
-    def _make_slice(self, slice_class: type[torch.nn.Parameter], index: int, parameter: torch.nn.Parameter) -> Any:
-        piece = self.pieces[index]
-        view = self.shard[piece.shard_start : piece.shard_stop]
-        made: Any = make_subclass(slice_class, view, parameter.requires_grad)
-        made.buffer, made.index = self, index
-        made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
-        made._gradient_hooks = OrderedDict()
-        return made
 
     @torch.no_grad()
     def _fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -100,6 +88,11 @@ class ShardedBuffer:
         self._communicator.broadcast(flat, 0).wait()
         self.shard.copy_(flat.view(self.layout.world_size, -1)[self.rank])
         self._full.free()
+
+    @property
+    def slices(self) -> list[Any]:
+        """This rank's slices, but for those that were dropped together with their modules."""
+        return [slice_ for reference in self.gradient.slices if (slice_ := reference()) is not None]
 
     # -- gather, use, release -----------------------------------------------------------------------------------
 
@@ -129,12 +122,9 @@ class ShardedBuffer:
 
     def release(self) -> None:
         """Free the full buffer, unless it is the shard."""
-        if self._full is None:
-            return
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
-        self._full.free()
+        if self._full is not None:
+            self.wait()
+            self._full.free()
 
     @property
     def sharded(self) -> bool:

@@ -79,7 +79,7 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], wholes: Wholes) -> Ite
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
     hooks += [module.register_state_dict_pre_hook(_refuse) for module in modules]
     for slot in slots:
-        slot.module._parameters[slot.name] = wholes[slot.piece]
+        slot.parameters[slot.name] = wholes[slot.piece]
     parameters = [dict(module._parameters) for module in modules]
     try:
         yield

@@ -74,13 +74,13 @@ class GradSlice(torch.Tensor):
     """
 
     _communicator: Communicator
-    _segment: tuple[SegmentNorms, int] | None
+    _segment: tuple[SegmentNorms, int] | None = None
 
     @classmethod
     def of(cls, values: torch.Tensor, communicator: Communicator) -> GradSlice:
         """Return `values` (n,), computed from a gradient slice, as a slice that shares their memory and version."""
         piece = values.as_subclass(cls)
-        piece._communicator, piece._segment = communicator, None
+        piece._communicator = communicator
         return piece
 
     @classmethod
@@ -105,7 +105,7 @@ class GradSlice(torch.Tensor):
             if collective is not None:
                 return collective(communicator, func, *args, **kwargs)
             result = func(*args, **kwargs)
-            if isinstance(result, torch.Tensor) and func not in _PLAIN:
+            if isinstance(result, torch.Tensor) and func is not torch.Tensor.as_subclass:
                 if result.dim() == 0 and getattr(func, "__name__", "") not in ("__getitem__", "select"):
                     raise RuntimeError(
                         f"{getattr(func, '__name__', func)} of a gradient slice would only see the "
@@ -115,10 +115,8 @@ class GradSlice(torch.Tensor):
                     )
                 return GradSlice.of(result, communicator)
             if isinstance(result, (list, tuple)):
-                sliced = [
-                    GradSlice.of(r, communicator) if isinstance(r, torch.Tensor) and r.dim() else r for r in result
-                ]
-                return sliced if isinstance(result, list) else tuple(sliced)
+                each = [GradSlice.of(r, communicator) if isinstance(r, torch.Tensor) and r.dim() else r for r in result]
+                return each if isinstance(result, list) else tuple(each)
             return result
 
 
@@ -151,18 +149,15 @@ def _measured_now(communicator: Communicator, pieces: Sequence[torch.Tensor], or
     if not pieces:
         return []
     wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
-    local = torch.stack([_local_norm(piece, order, wide) for piece in pieces])
+    total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)
+    for norm, piece in zip(total, pieces):
+        if piece.numel():
+            torch.linalg.vector_norm(piece, order, dtype=wide, out=norm)
     infinite = order == float("inf")
-    total = local if infinite else local.pow_(order)
+    total = total if infinite else total.pow_(order)
     communicator.all_reduce(total, maximum=infinite).wait()
     total = total if infinite else total.pow_(1.0 / order)
     return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
-
-
-def _local_norm(piece: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
-    if piece.numel() == 0:
-        return torch.zeros((), dtype=dtype, device=piece.device)
-    return torch.linalg.vector_norm(piece, order, dtype=dtype)
 
 
 def _vector_norm(communicator, func, x, ord=2, dim=None, keepdim=False, *, dtype=None, p=None, **unused):
@@ -211,4 +206,3 @@ _COLLECTIVE: dict[Callable, Callable] = {
     amp_found_inf_and_unscale_: _non_finite_check,
     torch.Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
 }
-_PLAIN = {torch.Tensor.as_subclass}

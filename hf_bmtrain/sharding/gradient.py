@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 
+from ..comm.collectives import Communicator
 from ..comm.layout import Layout
 from ..comm.reduce import Flight, Reducer
 from ..ops.grad_norm import Segments
 from ..ops.torch_internals import WithoutTorchFunction
-from ..runtime.schedule import Schedule
 from .grad_slice import GradSlice, SegmentNorms
 
 
@@ -27,40 +29,41 @@ class GradientBuffer:
     One backward: `collect` takes over gradients that arrive one by one, `send` the `.grad` of every whole and starts
     the reduction, `receive` waits for the mean and sets every slice's `.grad` to a view of `shard`.
 
-    wholes: the whole parameters, whose `.grad` autograd sets. slices: this rank's slices. A new accumulation
-    begins if no slice has a `.grad`. While several backwards accumulate, half-precision gradients are summed in float32
-    and rounded once into `shard`. A parameter without a gradient on this rank counts as zero.
+    wholes: the whole parameters, whose `.grad` autograd sets. slices: weak references to this rank's slices, set once
+    they are made; a slice may be dropped with its module. A new accumulation begins if no slice has a `.grad`. While
+    several backwards accumulate, half-precision gradients are summed in float32 and rounded once into `shard`. A
+    parameter without a gradient on this rank counts as zero.
     requires_grad: of each slice; the slices write it.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
+        communicator: Communicator,
         reducer: Reducer,
         layout: Layout,
         wholes: list[torch.nn.Parameter],
-        slices: list,
         like: torch.Tensor,
     ) -> None:
         """like: the shard of the parameters, whose shape, dtype and device the gradient's shard has."""
-        self._reducer, self._communicator = reducer, schedule.reduce
-        self._wholes, self._slices, self._like = wholes, slices, like
-        rank = schedule.reduce.rank
-        self._pieces = [layout.piece(index, rank) for index in range(len(slices))]
+        self._communicator, self._reducer, self._wholes, self._like = communicator, reducer, wholes, like
+        self.slices: list[weakref.ref[Any]] = []
+        self._pieces = [layout.piece(index, communicator.rank) for index in range(len(wholes))]
         self.requires_grad = [whole.requires_grad for whole in wholes]
-        self._wholes_require_grad = list(self.requires_grad)
         self._phase = _Phase.REST
         self._flight: Flight | None = None
         self._squares: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None
-        self._handed: list[torch.Tensor | None] = [None] * len(slices)
-        sizes = layout.shard_sizes(rank)
+        self._total: torch.Tensor | None = None  # the running sum
+        self._handed: list[torch.Tensor | None] = [None] * len(wholes)
+        sizes = layout.shard_sizes(communicator.rank)
         present = [position for position, size in enumerate(sizes) if size or position % 2]  # gaps that are not empty
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
-        self._segments = self._make_segments()
         self._version = -1
+        self._segments: Segments | None = None  # torch measures float64
+        if like.dtype != torch.float64:
+            starts = [piece.shard_start for piece in self._pieces]
+            self._segments = Segments([*starts, self._pieces[-1].shard_stop], like.device)
 
     @property
     def trainable(self) -> bool:
@@ -69,23 +72,24 @@ class GradientBuffer:
 
     def follow_requires_grad(self) -> None:
         """Make the wholes require gradients as their slices do, which may have changed since the last forward."""
-        if self.requires_grad != self._wholes_require_grad:
-            for whole, required in zip(self._wholes, self.requires_grad):
+        for whole, required in zip(self._wholes, self.requires_grad):
+            if whole.requires_grad != required:
                 whole.requires_grad_(required)
-            self._wholes_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
         """Drop the shard if no slice has a `.grad`, so that its memory is free during the next forward."""
         if self.shard is not None and self._phase is _Phase.REST and self._unused:
             self.shard = self._total = self._squares = None
-            self._handed = [None] * len(self._slices)
+            self._handed = [None] * len(self._handed)
 
     @property
     def _unused(self) -> bool:
-        for slice_ in self._slices:
-            if slice_.grad is not None:
-                return False
-        return True
+        return all(gradient is None for gradient in self._gradients)
+
+    @property
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """The `.grad` of every slice, None for one that was dropped."""
+        return [None if (slice_ := reference()) is None else slice_.grad for reference in self.slices]
 
     # -- one backward -------------------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class GradientBuffer:
 
     def receive(self) -> None:
         """Wait for the mean, which is added to an accumulation, and set the slices' `.grad`."""
-        assert self._flight is not None and self._phase is _Phase.IN_FLIGHT
+        assert self._flight is not None
         self._flight.land()
         self._squares, self._flight = self._flight.squares, None
         self._phase = _Phase.REST
@@ -133,11 +137,8 @@ class GradientBuffer:
         if self._phase is not _Phase.BEGUN:
             assert self._phase is _Phase.REST, "the previous gradient was not received"
             self.free_if_unused()
-            fresh = self._unused
-            if self.shard is None:
-                self.shard = torch.empty_like(self._like) if fresh else torch.zeros_like(self._like)
-            if fresh:
-                self._total = None
+            if self._unused:
+                self.shard = torch.empty_like(self._like)
             else:
                 self._resume_total()
             self._phase = _Phase.BEGUN
@@ -149,16 +150,7 @@ class GradientBuffer:
     @property
     def intact(self) -> bool:
         """True if every slice's `.grad` is still the view of `shard` that was handed out."""
-        for slice_, handed in zip(self._slices, self._handed):
-            gradient = slice_.grad
-            if gradient is not None and gradient is not handed:
-                return False
-        return True
-
-    def is_handed(self, index: int) -> bool:
-        """Return whether slice `index` has the `.grad` of the last backward and no `.grad` has been written since."""
-        handed = self._handed[index]
-        return handed is not None and self._slices[index].grad is handed and self._unwritten
+        return all(mine is None or mine is handed for mine, handed in zip(self._gradients, self._handed))
 
     @property
     def _unwritten(self) -> bool:
@@ -169,7 +161,10 @@ class GradientBuffer:
 
         None if they have to be measured.
         """
-        if self._squares is None or not all(self.is_handed(index) for index in indices):
+        if self._squares is None or not self._unwritten:
+            return None
+        gradients, handed = self._gradients, self._handed
+        if any(gradients[index] is None or gradients[index] is not handed[index] for index in indices):
             return None
         return self._squares[indices[0] : indices[-1] + 1]
 
@@ -180,16 +175,17 @@ class GradientBuffer:
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
-        """Set the running sum to the present `.grad` of the slices."""
-        assert self.shard is not None
+        """Set the running sum to the present `.grad` of the slices, which may be the user's own."""
+        if self.shard is None:
+            self.shard = torch.zeros_like(self._like)
         if self._total is None or not self._unwritten:
             wide = torch.promote_types(self.shard.dtype, torch.float32)
             self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
-        for slice_, piece, handed in zip(self._slices, self._pieces, self._handed):
-            if slice_.grad is handed and slice_.grad is not None:
+        for gradient, piece, handed in zip(self._gradients, self._pieces, self._handed):
+            if gradient is handed and gradient is not None:
                 continue
             target = self._total[piece.shard_start : piece.shard_stop]
-            target.zero_() if slice_.grad is None else target.copy_(slice_.grad)
+            target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self) -> None:
         assert self.shard is not None
@@ -201,7 +197,10 @@ class GradientBuffer:
         parts = self.shard.split_with_sizes(self._sizes)
         required, handed, hooked = self.requires_grad, self._handed, []
         with WithoutTorchFunction():  # else each attribute of a slice looks for overrides
-            for index, slice_ in enumerate(self._slices):
+            for index, reference in enumerate(self.slices):
+                slice_ = reference()
+                if slice_ is None:
+                    continue
                 if required[index] and (handed[index] is None or slice_.grad is not handed[index]):
                     part = parts[self._parts[index]]
                     GradSlice.become(part, communicator, norms, index)
@@ -210,9 +209,3 @@ class GradientBuffer:
                     hooked.append(slice_)
         for slice_ in hooked:
             slice_.run_gradient_hooks()
-
-    def _make_segments(self) -> Segments | None:
-        if self._like.dtype == torch.float64:
-            return None  # torch measures these
-        starts = [piece.shard_start for piece in self._pieces]
-        return Segments([*starts, self._pieces[-1].shard_stop], self._like.device)

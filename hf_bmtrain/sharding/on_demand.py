@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -37,13 +38,6 @@ class OnDemandGather:
         self._watched = False
         self.unwatched = False
 
-    @classmethod
-    def of(cls, buffer: ShardedBuffer, schedule: Schedule) -> OnDemandGather:
-        """Return the on-demand gather of `buffer`, made at its first read."""
-        if buffer.on_demand is None:
-            buffer.on_demand = cls(schedule, buffer)
-        return buffer.on_demand
-
     @property
     def version(self) -> int:
         """The buffer's version."""
@@ -51,8 +45,8 @@ class OnDemandGather:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def read(self, index: int, reader: torch.nn.Module) -> torch.nn.Parameter:
-        """Return the whole parameter, gathered once per pass, inside a forward or a backward; otherwise its slice.
+    def read(self, piece: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
+        """Return the whole of `piece`, gathered once per pass, inside a forward or a backward; otherwise the slice.
 
         Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory, so
         that its gradient is collected when it is complete, without waiting for those of the others.
@@ -60,13 +54,13 @@ class OnDemandGather:
         if self._schedule.in_backward:
             self._schedule.join_backward(self)
         elif not self._schedule.in_forward:
-            return self._buffer.slices[index]
+            return piece
         self._schedule.add_reader(self)
         self._buffer.gradient.free_if_unused()
         self._buffer.gather()
         self._buffer.wait()
         self.unwatched |= not self._watched
-        own = self._parameters.setdefault(reader, {})
+        own, index = self._parameters.setdefault(reader, {}), piece.index
         if index not in own:
             own[index] = self._readable(index)
         whole, required = own[index], self._buffer.gradient.requires_grad[index]

@@ -12,35 +12,32 @@ import torch
 from ..comm.reduce import Reduction
 from ..runtime.world import World
 from .buffer import ShardedBuffer
-from .parameter import DistributedParameter
+from .parameter import DistributedParameter, shard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
-    """The attribute `name` of `module`, which holds parameter `index` of `buffer`. Tied parameters have several."""
+    """The place `name` in a module's dict `parameters` that shows the slice `piece` or its whole.
 
-    module: torch.nn.Module
+    Tied parameters have several. It does not refer to the module, which may hold it.
+    """
+
+    parameters: dict[str, Any]
     name: str
-    buffer: ShardedBuffer
-    index: int
+    piece: DistributedParameter
 
     def place(self) -> tuple[dict, str, torch.nn.Parameter, DistributedParameter]:
         """Return the module's dict, the name in it, the whole and the slice, for code that swaps them often."""
-        return self.module._parameters, self.name, self.buffer.wholes[self.index], self.piece
-
-    @property
-    def piece(self) -> DistributedParameter:
-        """This rank's slice of the parameter."""
-        return self.buffer.slices[self.index]
+        return self.parameters, self.name, self.piece.whole, self.piece
 
     def show_whole(self) -> None:
-        self.module._parameters[self.name] = self.buffer.wholes[self.index]
+        self.parameters[self.name] = self.piece.whole
 
     def show_slice(self) -> None:
-        self.module._parameters[self.name] = self.piece
+        self.parameters[self.name] = self.piece
 
     def hide(self) -> None:
-        self.module._parameters[self.name] = None
+        self.parameters[self.name] = None
 
 
 Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
@@ -59,7 +56,7 @@ def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
     """Return the slots of the modules' parameters that are slices now."""
     return [
-        Slot(module, name, parameter.buffer, parameter.index)
+        Slot(module._parameters, name, parameter)
         for module, name, parameter in find_places(modules)
         if isinstance(parameter, DistributedParameter)
     ]
@@ -76,21 +73,16 @@ def shard_places(world: World, places: Sequence[Place], reduction: Reduction) ->
     groups: dict[tuple[torch.dtype, bool], dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
         groups.setdefault((parameter.dtype, parameter.requires_grad), {})[id(parameter)] = parameter
-    where: dict[int, tuple[ShardedBuffer, int]] = {}
-    buffers = []
+    slices: dict[int, DistributedParameter] = {}
     for parameters in groups.values():
-        wholes = [_whole(p) for p in parameters.values()]
-        buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction, DistributedParameter)
-        del wholes
-        buffers.append(buffer)
-        where.update({key: (buffer, index) for index, key in enumerate(parameters)})
+        slices.update(zip(parameters, shard([_whole(p) for p in parameters.values()], world, reduction)))
         for parameter in parameters.values():
             note: Any = parameter
             note.sharded_elsewhere = True
-    slots = [Slot(module, name, *where[id(parameter)]) for module, name, parameter in places]
+    slots = [Slot(module._parameters, name, slices[id(parameter)]) for module, name, parameter in places]
     for slot in slots:
         slot.show_slice()
-    return buffers, slots
+    return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
 
 
 def _whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

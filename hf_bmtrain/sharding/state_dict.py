@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
@@ -36,9 +36,9 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
 
     Collective. destination: a StateDict, or a dict of torch's own when a plain module is the root.
     """
-    wholes = {slot.buffer.wholes[slot.index] for slot in slots}
+    wholes = {slot.piece.whole for slot in slots}
     with ExitStack() as stack:
-        for buffer in dict.fromkeys(slot.buffer for slot in slots):
+        for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
             stack.enter_context(buffer.whole_now())
         for slot in slots:
             stack.callback(slot.show_slice)
@@ -81,7 +81,7 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
 
     It may run twice for a module (a DistributedModule inside a block); entries that are parts already stay as they are.
     """
-    for buffer in dict.fromkeys(slot.buffer for slot in slots):
+    for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
         buffer.prepare_write()
     for slot in slots:
         key = prefix + slot.name
@@ -100,13 +100,14 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
         state_dict[key] = part.as_subclass(_Part)
 
 
-def slice_loads(slots: Iterable[Slot]) -> None:
-    """Register hooks on the slots' modules that cut a state dict being loaded to this rank's parts."""
-    by_module: dict[torch.nn.Module, list[Slot]] = {}
+def slice_loads(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
+    """Register hooks on the modules of `layer` that cut a state dict being loaded to this rank's parts of `slots`."""
+    own: dict[int, list[Slot]] = defaultdict(list)
     for slot in slots:
-        by_module.setdefault(slot.module, []).append(slot)
-    for module, own in by_module.items():
-        module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own))
+        own[id(slot.parameters)].append(slot)
+    for module in layer.modules():
+        if id(module._parameters) in own:
+            module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own[id(module._parameters)]))
 
 
 def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:

@@ -74,9 +74,9 @@ def extend(
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, Replay(layer), zero_level)
     state.policy = choose_policy(use_checkpoint, state, world)
-    layer._bmt = state  # pyright: ignore[reportArgumentType]
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
-    layer._bmt.own_forward = layer.__dict__.pop("forward", None)  # pyright: ignore
+    state.own_forward = layer.__dict__.pop("forward", None)
+    layer._bmt = state  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))
     slice_loads(layer, slots)
 

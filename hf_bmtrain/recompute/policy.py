@@ -10,9 +10,8 @@ import torch
 
 from ..ops.torch_internals import top_saved_tensors_hooks
 from ..runtime.world import World
-from .auto import AutoCheckpoint, Block
 from .memory import DeviceMemory
-from .planner import Planner
+from .planner import AutoCheckpoint, Block, Planner
 
 _log = logging.getLogger("hf_bmtrain")
 UseCheckpoint = bool | Literal["auto"]

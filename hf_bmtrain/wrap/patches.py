@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -22,6 +21,7 @@ from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
+_log_once = functools.cache(_log.log)
 _SHARDED = {DistributedParameter, type(None)}
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -109,7 +109,10 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
         precision = mixed_precision()
         if precision == "fp16" and device.type == "cpu":
-            _warn_about_float32()
+            _log_once(
+                logging.WARNING,
+                "mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.",
+            )
             precision = "no"
         if precision == "no":
             return forward(*args, **kwargs)
@@ -118,26 +121,17 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
                 f"mixed_precision='{precision}' is not supported by a sharded model: use 'bf16', 'fp16' or 'no'."
             )
         if weights == {_HALF[precision]}:
-            _log_casts(precision)
+            _log_once(
+                logging.INFO,
+                "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in "
+                "float32, which takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 "
+                "does; our optimizers keep float32 masters either way.", precision, precision,
+            )  # fmt: skip
         with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
             outputs = forward(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, _widen, outputs)
 
     model.forward = forward_in_mixed_precision
-
-
-@functools.cache
-def _log_casts(precision: str) -> None:
-    _log.info(
-        "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in float32, which "
-        "takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 does; our optimizers "
-        "keep float32 masters either way.", precision, precision,
-    )  # fmt: skip
-
-
-@functools.cache
-def _warn_about_float32() -> None:
-    _log.warning("mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.")
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,11 +164,9 @@ class Guard:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._walked = False
-        self._parameters: list[dict[str, Any]] = []  # of the modules that have their own
+        self._parameters: list[dict[str, Any]] = []  # of every module
         self._modules: list[dict[str, Any]] = []
-        self._tree: list[torch.nn.Module | None] = []  # their values
-        self._empty: list[dict[str, Any]] = []  # the modules' other dicts of both kinds
+        self._tree: list[torch.nn.Module | None] | None = None  # their values at the last walk
 
     def __call__(self, model: torch.nn.Module, args: tuple) -> None:
         if not torch.is_grad_enabled():
@@ -187,10 +179,7 @@ class Guard:
 
     def _as_walked(self) -> bool:
         """Return whether the tree of modules is that of the last walk, and its parameters are slices."""
-        if not self._walked or any(self._empty):
-            return False
-        tree = _values(self._modules)
-        if len(tree) != len(self._tree) or not all(map(operator.is_, tree, self._tree)):
+        if self._tree is None or _values(self._modules) != self._tree:
             return False
         return set(map(type, _values(self._parameters))) <= _SHARDED
 
@@ -204,11 +193,9 @@ class Guard:
                         "ranks. Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
                         "auto_wrap, and leave out FSDP, which replaces them all."
                     )
-        dicts = [[module._parameters for module in model.modules()], [module._modules for module in model.modules()]]
-        self._parameters, self._modules = ([each for each in kind if each] for kind in dicts)
-        self._empty = [each for kind in dicts for each in kind if not each]
+        self._parameters = [module._parameters for module in model.modules()]
+        self._modules = [module._modules for module in model.modules()]
         self._tree = _values(self._modules)
-        self._walked = True
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

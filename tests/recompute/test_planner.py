@@ -322,7 +322,7 @@ def asked_for_later():
         blocks = model.model.layers
         for switch, expected in [("enable", True), ("disable", False)]:
             getattr(model, f"gradient_checkpointing_{switch}")()
-            assert [state_of(block).use_checkpoint for block in blocks] == [expected] * len(blocks)
+            assert [state_of(block).policy for block in blocks] == [expected] * len(blocks)
         model(**batch("llama", bmt.rank())).loss.backward()
         torch.stack([twin(**batch("llama", r)).loss for r in range(bmt.world_size())]).mean().backward()
         check_gradients(model, twin)
@@ -331,7 +331,7 @@ def asked_for_later():
 def on_the_cpu():
     assert bmt.current_world().schedule.planner is None
     model = check_twins(Tower, plain_loss, use_checkpoint="auto")
-    assert [state_of(layer).use_checkpoint for layer in model.layers] == [False] * 3
+    assert [state_of(layer).policy for layer in model.layers] == [False] * 3
     with pytest.raises(ValueError, match="must be True, False or 'auto', not 'some'"):
         bmt.auto_wrap(Tower(), use_checkpoint="some")
 

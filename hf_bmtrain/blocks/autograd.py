@@ -66,13 +66,21 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 def enter_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
     """Return `outputs` (any pytree) with its differentiable tensors behind the boundary, and True if there are any.
 
-    before: called with `token` before the layers' backward.
+    before: called with `token` before the layers' backward. Raises RuntimeError if an object that pytree cannot open
+    holds differentiable tensors.
     """
     found: list[torch.Tensor] = []
     strange: list[Any] = []
     _find((outputs,), found, strange)
     for leaf in strange:
-        _refuse_opaque(leaf)
+        if any(
+            isinstance(item, torch.Tensor) and item.requires_grad for item in getattr(leaf, "__dict__", {}).values()
+        ):
+            raise RuntimeError(
+                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
+                "found. Return tensors, tuples, dicts or a transformers ModelOutput, or register the class with "
+                "torch.export.register_dataclass."
+            )
     if not found:
         return outputs, False
     return _replace(outputs, iter(_apply(_EnterBackward, before, token, *found))), True
@@ -134,16 +142,6 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
     leaves, spec = pytree.tree_flatten(value)
     leaves = [_replace(leaf, guarded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)
-
-
-def _refuse_opaque(leaf: Any) -> None:
-    """Raise RuntimeError if an object that pytree cannot open holds differentiable tensors: they lack the boundary."""
-    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in getattr(leaf, "__dict__", {}).values()):
-        raise RuntimeError(
-            f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
-            "found. Return tensors, tuples, dicts or a transformers ModelOutput, or register the class with "
-            "torch.export.register_dataclass."
-        )
 
 
 def uncached_autocast() -> AbstractContextManager:

@@ -30,14 +30,11 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Forwards of one block: the shapes of their inputs, the most bytes saved by one, the most pending at once."""
+    """A forward of one block: the shapes of its inputs, the bytes it saved, the number of forwards pending then."""
 
     shapes: Shapes
     nbytes: int
     calls: int
-
-    def maximum(self, other: Measurement) -> Measurement:
-        return Measurement(self.shapes, max(self.nbytes, other.nbytes), max(self.calls, other.calls))
 
 
 class AutoCheckpoint:
@@ -157,7 +154,7 @@ class Planner:
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self._world, self.memory = world, memory
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
-        self._fresh: dict[tuple[AutoCheckpoint, Shapes], Measurement] = {}
+        self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
         self._backwards = -1
         self._began = 0  # bytes allocated at the beginning of the pass
         self._free: int | None = None  # the least bytes free at the beginning of a planned pass; None before a plan
@@ -194,7 +191,7 @@ class Planner:
             for buffer in block.block.buffers:
                 buffer.gradient.free_if_unused()
         self._began = self.memory.allocated()
-        self._fresh, self.measuring = {}, False
+        self._fresh, self.measuring = [], False
         if self._free is None:
             if not blocks or not self._agree(blocks):
                 self.measure()
@@ -212,8 +209,7 @@ class Planner:
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
         """Add the measurement of a forward, which is used after its backward has ended."""
-        key = block, measurement.shapes
-        self._fresh[key] = measurement.maximum(self._fresh.get(key, measurement))
+        self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
         """Attribute the peak since the last mark. recomputed: True before a recomputation, False before a backward."""
@@ -233,15 +229,15 @@ class Planner:
         """Use the measurements of the pass at the end of a measured backward."""
         self._take_peak(recomputed=False)
         known = self.present()
-        for (block, _), measurement in self._fresh.items():
+        for block, measurement in self._fresh:
             block.learn(measurement)
             if block not in known:
                 known.append(block)
-        self._blocks, self._fresh = [weakref.ref(block) for block in known], {}
+        self._blocks, self._fresh = [weakref.ref(block) for block in known], []
         self._versions = _versions(known)
 
     def abandon_backward(self) -> None:
-        self._fresh = {}
+        self._fresh = []
 
     # -- a plan -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from ..runtime.world import World
 from .memory import DeviceMemory
 from .planner import AutoCheckpoint, Block, Planner
 
-_log = logging.getLogger("hf_bmtrain")
+_log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 UseCheckpoint = bool | Literal["auto"]
 
 
@@ -28,7 +28,7 @@ def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> 
         raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
     schedule = world.schedule
     if schedule.planner is None and world.device.type == "cpu":
-        _log_cpu()
+        _log_once("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")
         return False
     if top_saved_tensors_hooks is None:
         raise RuntimeError(
@@ -40,8 +40,3 @@ def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> 
     elif schedule.planner.outlived:
         schedule.planner = Planner(world, schedule.planner.memory)
     return AutoCheckpoint(schedule.planner, block)
-
-
-@functools.cache
-def _log_cpu() -> None:
-    _log.info("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")

@@ -18,13 +18,7 @@ from ..sharding.slots import Place, find_places, shard_places
 from .check import admit, admit_parameters, holds_additions
 from .find import Chain, choose_chains
 from .outside import place_buffers, places_outside, shard_outside, shared_parameters
-from .patches import (
-    follow_accelerator,
-    install_guard,
-    keep_cache_out,
-    keep_ranks_together,
-    route_recomputation,
-)
+from .patches import follow_accelerator, install_guard, keep_cache_out, keep_ranks_together, route_recomputation
 
 _log = logging.getLogger("hf_bmtrain")
 

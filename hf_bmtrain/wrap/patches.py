@@ -129,13 +129,9 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
             )  # fmt: skip
         with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
             outputs = forward(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, _widen, outputs)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF.values() else t, outputs)
 
     model.forward = forward_in_mixed_precision
-
-
-def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def install_guard(model: torch.nn.Module, world: World) -> None:
@@ -174,14 +170,8 @@ class Guard:
         if DistributedDataParallel._active_ddp_module is not None:
             iter(RefuseDataParallel())
         check_accelerator(self._ranks)
-        if not self._as_walked():
+        if _values(self._modules) != self._tree or not set(map(type, _values(self._parameters))) <= _SHARDED:
             self._walk(model)
-
-    def _as_walked(self) -> bool:
-        """Return whether the tree of modules is that of the last walk, and its parameters are slices."""
-        if self._tree is None or _values(self._modules) != self._tree:
-            return False
-        return set(map(type, _values(self._parameters))) <= _SHARDED
 
     def _walk(self, model: torch.nn.Module) -> None:
         for name, module in model.named_modules():

@@ -73,9 +73,8 @@ def enter_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
     strange: list[Any] = []
     _find((outputs,), found, strange)
     for leaf in strange:
-        if any(
-            isinstance(item, torch.Tensor) and item.requires_grad for item in getattr(leaf, "__dict__", {}).values()
-        ):
+        attributes = getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in attributes):
             raise RuntimeError(
                 f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
                 "found. Return tensors, tuples, dicts or a transformers ModelOutput, or register the class with "

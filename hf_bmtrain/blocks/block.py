@@ -83,8 +83,11 @@ def extend(
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
     """Add parameters that were put into `block` after it was sharded. sharded: the result of `shard_places`."""
-    block._bmt.add(*sharded, Replay(block))
-    slice_loads(block, sharded[1])
+    buffers, slots = sharded
+    block._bmt.buffers += buffers
+    block._bmt.slots += slots
+    block._bmt.replay = Replay(block)
+    slice_loads(block, slots)
 
 
 @functools.cache

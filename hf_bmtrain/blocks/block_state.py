@@ -49,16 +49,6 @@ class BlockState:
     _open: bool = field(default=False, init=False)  # the wholes are shown in the slots
     _entered: bool = field(default=False, init=False)
 
-    def __post_init__(self) -> None:
-        self._places = [slot.place() for slot in self.slots]
-
-    def add(self, buffers: list[ShardedBuffer], slots: list[Slot], replay: Replay) -> None:
-        """Add the buffers and slots of parameters that were put into the layer after it was sharded."""
-        self.buffers += buffers
-        self.slots += slots
-        self._places += [slot.place() for slot in slots]
-        self.replay = replay
-
     @property
     def keeps_no_cache(self) -> bool:
         """True if training forwards must not fill a key-value cache."""
@@ -186,12 +176,12 @@ class BlockState:
                 buffer.gather()
         for buffer in self.buffers:
             buffer.wait()
-        for parameters, name, whole, _ in self._places:
+        for parameters, name, whole, _ in self.slots:
             parameters[name] = whole
         self._open = True
 
     def _show_slices(self) -> None:
-        for parameters, name, _, slice_ in self._places:
+        for parameters, name, _, slice_ in self.slots:
             parameters[name] = slice_
         self._open = False
 

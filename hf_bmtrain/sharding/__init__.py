@@ -7,5 +7,4 @@ It knows buffers, parameters, gradients and their places in modules. It knows no
   the full buffer. *slot*: the place in a module that holds one or the other.
 * *gather*: make the wholes readable. *release*: free them.
 * *collect*: take over one gradient that autograd has computed. *send*, *receive*: begin and end its reduction.
-* *pending update*: the shard's last asynchronous update. Wait for it before reading or writing the shard.
 """

@@ -26,8 +26,7 @@ class ShardedBuffer:
     wholes: a Parameter in its own shape for each, views of the full buffer, readable only while that is whole (after
     `gather` and `wait`, until `release`). A parameter that is stored in this rank's shard completely is a view of the
     shard instead, and is not copied. With one rank that holds for all of them: the full buffer *is* the shard.
-    pieces: the part of each parameter in this rank's shard. gradient: the buffer's gradient. update: the shard's last
-    asynchronous update.
+    pieces: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
 
     made: the number of buffers that this process has made. before_first: functions that are called once, before the
     first of them. By one of these optim/checks.py, which this folder may not import, prepares for slices.
@@ -37,11 +36,7 @@ class ShardedBuffer:
     before_first: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(
-        self,
-        schedule: Schedule,
-        parameters: Sequence[torch.nn.Parameter],
-        device: torch.device,
-        reduction: Reduction,
+        self, schedule: Schedule, parameters: Sequence[torch.nn.Parameter], device: torch.device, reduction: Reduction
     ) -> None:
         """Store `parameters`, with rank 0's values. Collective. reduction: averages the gradients."""
         if not ShardedBuffer.made:
@@ -176,9 +171,8 @@ class ShardedBuffer:
             flat[piece.shard_start : piece.shard_stop] = part.detach().as_subclass(torch.Tensor)
         full = flat.new_empty(self.layout.numel)
         self._communicator.all_gather(full, flat).wait()
-        shapes = {index: self.wholes[index].shape for index in values}
-        starts = self.layout.offsets
-        return {i: full[starts[i] : starts[i] + shape.numel()].view(shape) for i, shape in shapes.items()}
+        parts = full.split_with_sizes(self.layout.sizes)[1::2]
+        return {index: parts[index].view(self.wholes[index].shape) for index in values}
 
     # -- refused ------------------------------------------------------------------------------------------------
 
@@ -188,12 +182,10 @@ class ShardedBuffer:
         The change would be lost when the buffer is released, or stay in the shard of the one rank that stores the
         parameter completely. copies: Parameters over the same memory that were written.
         """
-        dtype, written = self.shard.dtype, [*copies]
-        for whole in self.wholes:
-            if whole.dtype is not dtype:
-                self._refuse_cast()
-            if whole._version:
-                written.append(whole)
+        dtype = self.shard.dtype
+        if cast := [index for index, whole in enumerate(self.wholes) if whole.dtype is not dtype]:
+            self._refuse_cast(cast)
+        written = [*copies, *[whole for whole in self.wholes if whole._version]]
         if written and self._full is not None:
             raise RuntimeError(
                 f"The forward modified a sharded parameter in place (shapes {[tuple(whole.shape) for whole in written]}"
@@ -201,9 +193,8 @@ class ShardedBuffer:
                 "weights again, and keep such state in a buffer (register_buffer), or exclude this module."
             )
 
-    def _refuse_cast(self) -> NoReturn:
+    def _refuse_cast(self, cast: list[int]) -> NoReturn:
         """Restore the wholes that were cast, and raise RuntimeError."""
-        cast = [index for index, whole in enumerate(self.wholes) if whole.dtype != self.shard.dtype]
         kinds = {(self.wholes[index].shape, self.wholes[index].dtype) for index in cast}
         for index in cast:
             self.wholes[index].data = self._view(index, self.wholes[index].shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,30 +32,25 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     world = current_world()
     occasion = f"gathered(modify={modify})"
     world.assemble(occasion)
-    inside: AbstractContextManager[None] = nullcontext()
     if isinstance(what, torch.nn.Module):
         slots = find_slots(what.modules())
         wholes = _copies([slot.piece for slot in slots])
-        inside = _shown(what, slots, wholes)
-        result: Any = what
+        inside, result = _shown(what, slots, wholes), what
     else:
-        pieces = [_check_slice(piece) for piece in ([what] if isinstance(what, torch.Tensor) else what)]
+        pieces: list[Any] = [what] if isinstance(what, torch.Tensor) else list(what)
+        for piece in pieces:
+            if not isinstance(piece, DistributedParameter):
+                raise ValueError(
+                    f"gathered takes a model or sharded parameters, not a {type(piece).__name__} of shape "
+                    f"{tuple(piece.shape)}: an ordinary tensor is whole already."
+                )
         wholes = _copies(pieces)
-        result = [wholes[piece] for piece in pieces]
+        inside, result = nullcontext(), [wholes[piece] for piece in pieces]
     with torch.no_grad():
         with inside:
             yield result
         world.assemble(f"end of {occasion}")
         (_write_back if modify else _check_unchanged)(world, wholes)
-
-
-def _check_slice(piece: torch.Tensor) -> DistributedParameter:
-    if not isinstance(piece, DistributedParameter):
-        raise ValueError(
-            f"gathered takes a model or sharded parameters, not a {type(piece).__name__} of shape "
-            f"{tuple(piece.shape)}: an ordinary tensor is whole already."
-        )
-    return piece
 
 
 def _by_buffer(pieces: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
@@ -75,29 +70,24 @@ def _copies(pieces: Iterable[DistributedParameter]) -> Wholes:
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], wholes: Wholes) -> Iterator[None]:
     """Put the wholes into the model's slots, and restore its slices and modules at the end in any case."""
     modules = list(model.modules())
-    children = [dict(module._modules) for module in modules]
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
     hooks += [module.register_state_dict_pre_hook(_refuse) for module in modules]
     for slot in slots:
-        slot.parameters[slot.name] = wholes[slot.piece]
-    parameters = [dict(module._parameters) for module in modules]
+        slot.show(wholes[slot.piece])
+    shown: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = []
+    for module in modules:
+        shown += [(module, own, dict(own)) for own in (module._parameters, module._modules)]
     try:
         yield
-        replaced = [
-            type(module).__name__
-            for module, own, parts in zip(modules, parameters, children)
-            if not (_same(own, module._parameters) and _same(parts, module._modules))
-        ]
+        replaced = dict.fromkeys(type(module).__name__ for module, own, before in shown if _differ(own, before))
     finally:
         for hook in hooks:
             hook.remove()
-        for module, own, parts in zip(modules, parameters, children):
-            module._parameters.clear()
-            module._parameters.update(own)
-            module._modules.clear()
-            module._modules.update(parts)
+        for _, own, before in shown:
+            own.clear()
+            own.update(before)
         for slot in slots:
-            slot.show_slice()
+            slot.show(slot.piece)
     if replaced:
         raise RuntimeError(
             f"gathered: another parameter or module was put into {', '.join(replaced)}, and nothing is changed: "
@@ -105,8 +95,8 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], wholes: Wholes) -> Ite
         )
 
 
-def _same(before: dict, now: dict) -> bool:
-    return list(before) == list(now) and all(now[name] is value for name, value in before.items())
+def _differ(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return list(now) != list(before) or any(now[name] is not value for name, value in before.items())
 
 
 def _refuse(*args: Any) -> None:

@@ -27,7 +27,7 @@ class SegmentNorms:
         self, shard: torch.Tensor, segments: Segments, communicator: Communicator, squares: torch.Tensor | None = None
     ) -> None:
         self._shard, self._segments, self.communicator = shard, segments, communicator
-        self._norms: list[torch.Tensor] = []
+        self._norms: Sequence[torch.Tensor] = ()
         self._version = -1
         self._squares, self._measured = squares, shard._version
 
@@ -36,31 +36,24 @@ class SegmentNorms:
         measure([self])
         return self._norms[index].clone()
 
-    @property
-    def stale(self) -> bool:
-        return self._version != self._shard._version
-
     def local_squares(self) -> torch.Tensor:
         """Return this rank's part of the squared norms, (k,) float64."""
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
         return segmented_squared_norm(self._shard, self._segments)
 
-    def keep(self, squares: torch.Tensor) -> None:
-        self._norms = list(squares.sqrt().to(self._shard.dtype).unbind())
-        self._version = self._shard._version
-
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
     """Measure the stale ones again, by one all-reduce. Collective."""
-    stale = [each for each in norms if each.stale]
+    stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return
     parts = [each.local_squares() for each in stale]
     squares = torch.cat(parts)
     stale[0].communicator.all_reduce(squares).wait()
     for each, part in zip(stale, squares.split([len(part) for part in parts])):
-        each.keep(part)
+        each._norms = part.sqrt().to(each._shard.dtype).unbind()
+        each._version = each._shard._version
 
 
 class GradSlice(torch.Tensor):

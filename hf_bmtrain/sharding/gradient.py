@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -17,17 +16,8 @@ from ..ops.torch_internals import WithoutTorchFunction
 from .grad_slice import GradSlice, SegmentNorms
 
 
-class _Phase(Enum):
-    REST = "no gradient has come since the last one was received"
-    BEGUN = "the shard is ready for this backward's gradients, some of which may be collected"
-    IN_FLIGHT = "sent to the reducer, and not received"
-
-
 class GradientBuffer:
     """Owns `shard`, this rank's part of the flat gradient, which exists while a slice has a `.grad`.
-
-    One backward: `collect` takes over gradients that arrive one by one, `send` the `.grad` of every whole and starts
-    the reduction, `receive` waits for the mean and sets every slice's `.grad` to a view of `shard`.
 
     wholes: the whole parameters, whose `.grad` autograd sets. slices: weak references to this rank's slices, set once
     they are made; a slice may be dropped with its module. A new accumulation begins if no slice has a `.grad`. While
@@ -49,8 +39,8 @@ class GradientBuffer:
         self.slices: list[weakref.ref[Any]] = []
         self._pieces = [layout.piece(index, communicator.rank) for index in range(len(wholes))]
         self.requires_grad = [whole.requires_grad for whole in wholes]
-        self._phase = _Phase.REST
-        self._flight: Flight | None = None
+        self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
+        self._flight: Flight | None = None  # from `send` to `receive`
         self._squares: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # the running sum
@@ -78,7 +68,7 @@ class GradientBuffer:
 
     def free_if_unused(self) -> None:
         """Drop the shard if no slice has a `.grad`, so that its memory is free during the next forward."""
-        if self.shard is not None and self._phase is _Phase.REST and self._unused:
+        if self.shard is not None and not self._begun and self._unused:
             self.shard = self._total = self._squares = None
             self._handed = [None] * len(self._handed)
 
@@ -102,24 +92,22 @@ class GradientBuffer:
     @property
     def in_flight(self) -> bool:
         """True if it was sent and not received."""
-        return self._phase is _Phase.IN_FLIGHT
+        return self._flight is not None
 
     def send(self) -> None:
-        """Start to average the gradients over the ranks."""
+        """Start to average what was collected and the `.grad` of every whole over the ranks."""
         shard, total = self._begin()
         # Parameters that were frozen since the forward get no more gradient.
         gradients = [whole.grad if required else None for whole, required in zip(self._wholes, self.requires_grad)]
         for whole in self._wholes:
             whole.grad = None
         self._flight = self._reducer.send(gradients, shard, total)
-        self._phase = _Phase.IN_FLIGHT
 
     def receive(self) -> None:
-        """Wait for the mean, which is added to an accumulation, and set the slices' `.grad`."""
+        """Wait for the mean, which is added to an accumulation, and set the slices' `.grad` to views of `shard`."""
         assert self._flight is not None
         self._flight.land()
-        self._squares, self._flight = self._flight.squares, None
-        self._phase = _Phase.REST
+        self._squares, self._flight, self._begun = self._flight.squares, None, False
         self._hand_out()
 
     def discard(self) -> None:
@@ -130,18 +118,18 @@ class GradientBuffer:
         if self._flight is not None:
             self._flight.cancel()  # it may have written the shard
             self._flight = self._squares = None
-        self._phase = _Phase.REST
+        self._begun = False
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the shard for this backward's mean, and the running sum if an accumulation has begun."""
-        if self._phase is not _Phase.BEGUN:
-            assert self._phase is _Phase.REST, "the previous gradient was not received"
+        assert self._flight is None, "the previous gradient was not received"
+        if not self._begun:
             self.free_if_unused()
             if self._unused:
                 self.shard = torch.empty_like(self._like)
             else:
                 self._resume_total()
-            self._phase = _Phase.BEGUN
+            self._begun = True
         assert self.shard is not None
         return self.shard, self._total
 
@@ -208,4 +196,5 @@ class GradientBuffer:
                 if slice_._gradient_hooks:
                     hooked.append(slice_)
         for slice_ in hooked:
-            slice_.run_gradient_hooks()
+            for hook in list(slice_._gradient_hooks.values()):
+                hook(slice_)

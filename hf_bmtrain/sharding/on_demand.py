@@ -23,18 +23,16 @@ class _Saved:
 class OnDemandGather:
     """Gathers one buffer outside blocks from its first read in a forward pass to the end of the pass's backward.
 
-    The buffer is gathered at the first read and released as soon as backward no longer needs its values. That is
-    known for a read inside `watch`, which sees every tensor that autograd saves: an embedding saves no weights, a
-    linear layer does until its own backward is over. Any other read, an unwatched one, keeps the buffer whole until the
-    whole backward is over. A buffer that was released too early (before a second backward, say) is gathered again
-    when autograd unpacks it, so a wrong guess costs time and never a value. All ranks guess alike.
+    It is released as soon as backward no longer needs its values. That is known for a read inside `watch`, which sees
+    every tensor that autograd saves: an embedding saves no weights, a linear layer does until its own backward is over.
+    Any other read, an unwatched one, keeps the buffer whole until the whole backward is over. If it was released too
+    early (before a second backward, say) it is gathered again when autograd unpacks it. All ranks guess alike.
     """
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
         self._schedule, self._buffer = schedule, buffer
-        self._parameters: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]
-        self._parameters = weakref.WeakKeyDictionary()
-        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._parameters = weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]()
+        self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
         self.unwatched = False
 
@@ -73,11 +71,11 @@ class OnDemandGather:
         owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
 
         def collect(whole: torch.nn.Parameter) -> None:
-            gather = owner()
-            assert gather is not None and whole.grad is not None
-            gather.collect(index, whole.grad)
+            gather, gradient = owner(), whole.grad
             whole.grad = None
-            gather._release_if_unneeded()
+            if gather is not None and gradient is not None:  # otherwise the model was dropped
+                gather.collect(index, gradient)
+                gather._release_if_unneeded()
 
         whole.register_post_accumulate_grad_hook(collect)
         return whole
@@ -101,12 +99,7 @@ class OnDemandGather:
         self.unwatched = False
         self._buffer.release()
 
-    # -- what autograd saves ------------------------------------------------------------------------------------
-
-    def _save(self, view: torch.Tensor) -> _Saved:
-        saved = _Saved(view)
-        self._saved.add(saved)
-        return saved
+    # -- backward -----------------------------------------------------------------------------------------------
 
     def _restore(self, saved: _Saved) -> torch.Tensor:
         if not self._schedule.in_backward:
@@ -116,8 +109,6 @@ class OnDemandGather:
         self._buffer.wait()
         self._saved.discard(saved)
         return saved.view
-
-    # -- backward -----------------------------------------------------------------------------------------------
 
     def prepare_backward(self, unwatched: bool) -> None:
         """Start the gather that backward needs. unwatched: as it was at the end of the forward."""
@@ -152,7 +143,9 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
         view = tensor.detach()  # a saved tensor with autograd history would be a cycle
         for gather in group:
             if gather._buffer.holds(view):
-                return gather, gather._save(view)
+                saved = _Saved(view)
+                gather._saved.add(saved)
+                return gather, saved
         return view, view._version
 
     def unpack(packed) -> torch.Tensor:

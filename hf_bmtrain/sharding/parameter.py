@@ -52,7 +52,7 @@ class DistributedParameter(torch.nn.Parameter):
             )
         whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         world = current_world()
-        (piece,) = shard([whole], world, world.schedule.outside, cls)
+        (piece,) = shard([whole], world, world.schedule.outside)
         piece.init_method, piece.group = init_method, group
         return piece
 
@@ -131,11 +131,6 @@ class DistributedParameter(torch.nn.Parameter):
         self._gradient_hooks[handle.id] = hook
         return handle
 
-    def run_gradient_hooks(self) -> None:
-        """Call the registered hooks; `.grad` has been set."""
-        for hook in list(self._gradient_hooks.values()):
-            hook(self)
-
     def __reduce_ex__(self, protocol):
         return self.data.clone().__reduce_ex__(protocol)
 
@@ -172,21 +167,13 @@ class DistributedParameter(torch.nn.Parameter):
         )
 
 
-def shard(
-    parameters: Sequence[torch.nn.Parameter],
-    world: World,
-    reduction: Reduction,
-    cls: type[DistributedParameter] = DistributedParameter,
-) -> list[DistributedParameter]:
-    """Store `parameters` in one flat buffer, and return their slices, which keep it alive. Collective.
-
-    reduction: averages the gradients.
-    """
+def shard(parameters: Sequence[torch.nn.Parameter], world: World, reduction: Reduction) -> list[DistributedParameter]:
+    """Store `parameters` in one buffer, whose gradients `reduction` averages, and return the slices. Collective."""
     buffer = ShardedBuffer(world.schedule, parameters, world.device, reduction)
     on_demand, slices = OnDemandGather(world.schedule, buffer), []
     for index, (parameter, place) in enumerate(zip(parameters, buffer.pieces)):
         view = buffer.shard[place.shard_start : place.shard_stop]
-        piece: Any = make_subclass(cls, view, parameter.requires_grad)
+        piece: Any = make_subclass(DistributedParameter, view, parameter.requires_grad)
         piece.buffer, piece.on_demand, piece.index = buffer, on_demand, index
         piece.init_method, piece.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
         piece._gradient_hooks = OrderedDict()

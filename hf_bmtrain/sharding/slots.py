@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,29 +14,19 @@ from .buffer import ShardedBuffer
 from .parameter import DistributedParameter, shard
 
 
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """The place `name` in a module's dict `parameters` that shows the slice `piece` or its whole.
+class Slot(NamedTuple):
+    """The place `name` in a module's dict `parameters` that shows a slice or its whole.
 
     Tied parameters have several. It does not refer to the module, which may hold it.
     """
 
     parameters: dict[str, Any]
     name: str
+    whole: torch.nn.Parameter
     piece: DistributedParameter
 
-    def place(self) -> tuple[dict, str, torch.nn.Parameter, DistributedParameter]:
-        """Return the module's dict, the name in it, the whole and the slice, for code that swaps them often."""
-        return self.parameters, self.name, self.piece.whole, self.piece
-
-    def show_whole(self) -> None:
-        self.parameters[self.name] = self.piece.whole
-
-    def show_slice(self) -> None:
-        self.parameters[self.name] = self.piece
-
-    def hide(self) -> None:
-        self.parameters[self.name] = None
+    def show(self, parameter: torch.nn.Parameter | None) -> None:
+        self.parameters[self.name] = parameter
 
 
 Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
@@ -56,7 +45,7 @@ def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
     """Return the slots of the modules' parameters that are slices now."""
     return [
-        Slot(module._parameters, name, parameter)
+        Slot(module._parameters, name, parameter.whole, parameter)
         for module, name, parameter in find_places(modules)
         if isinstance(parameter, DistributedParameter)
     ]
@@ -67,8 +56,6 @@ def shard_places(world: World, places: Sequence[Place], reduction: Reduction) ->
 
     A parameter that occurs twice is stored once. One group of whole parameters is in memory at a time. The old ones
     are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
-
-    reduction: averages the gradients.
     """
     groups: dict[tuple[torch.dtype, bool], dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
@@ -79,9 +66,10 @@ def shard_places(world: World, places: Sequence[Place], reduction: Reduction) ->
         for parameter in parameters.values():
             note: Any = parameter
             note.sharded_elsewhere = True
-    slots = [Slot(module._parameters, name, slices[id(parameter)]) for module, name, parameter in places]
-    for slot in slots:
-        slot.show_slice()
+    slots = []
+    for module, name, parameter in places:
+        piece = module._parameters[name] = slices[id(parameter)]
+        slots.append(Slot(module._parameters, name, piece.whole, piece))
     return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
 
 
@@ -110,9 +98,9 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
                 "before auto_wrap; it is moved to the rank's device by auto_wrap."
             )
     for slot in slots:
-        slot.hide()
+        slot.show(None)
     try:
         yield
     finally:
         for slot in slots:
-            slot.show_slice()
+            slot.show(slot.piece)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from ..ops.torch_internals import no_torch_function
-from .slots import Slot
+from .slots import Slot, find_slots
 
 
 class StateDict(OrderedDict):
-    """The result of a collective `state_dict` under construction. It remembers copies, so that tied weights stay tied.
+    """The result of a collective `state_dict` under construction.
 
     keep: False on a rank that participates without keeping values; it gets empty tensors.
     """
@@ -22,8 +21,14 @@ class StateDict(OrderedDict):
     def __init__(self, keep: bool = True) -> None:
         super().__init__()
         self._metadata = OrderedDict()
-        self.keep = keep
-        self.copies: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._keep = keep
+        self.copies: dict[Hashable, torch.Tensor] = {}
+
+    def copy_to_cpu(self, source: Hashable, value: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor with the values, one for each `source`, so that tied weights stay tied."""
+        if source not in self.copies:
+            self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0)
+        return self.copies[source]
 
     def plain(self) -> OrderedDict:
         result = OrderedDict(self)
@@ -36,20 +41,18 @@ def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
 
     Collective. destination: a StateDict, or a dict of torch's own when a plain module is the root.
     """
-    wholes = {slot.piece.whole for slot in slots}
+    wholes = {slot.whole for slot in slots}
     with ExitStack() as stack:
         for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
             stack.enter_context(buffer.whole_now())
         for slot in slots:
-            stack.callback(slot.show_slice)
-            slot.show_whole()
+            stack.callback(slot.show, slot.piece)
+            slot.show(slot.whole)
         collect()
-        copies, keep = getattr(destination, "copies", {}), getattr(destination, "keep", True)
+        copies = destination if isinstance(destination, StateDict) else StateDict()
         for key, value in destination.items():
             if isinstance(value, torch.nn.Parameter) and value in wholes:
-                if value not in copies:
-                    copies[value] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
-                destination[key] = copies[value]
+                destination[key] = copies.copy_to_cpu(value, value)
 
 
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
@@ -60,13 +63,10 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     destination = StateDict(keep)
     type(model).state_dict(model, destination=destination)  # not a state_dict set on the instance
     made = {id(copy) for copy in destination.copies.values()}
-    copies: dict[tuple, torch.Tensor] = {}
     for key, value in destination.items():
         if isinstance(value, torch.Tensor) and id(value) not in made:
             place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            if place not in copies:
-                copies[place] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
-            destination[key] = copies[place] if value.numel() else value.detach().cpu()
+            destination[key] = destination.copy_to_cpu(place, value) if value.numel() else value.detach().cpu()
     return destination.plain()
 
 
@@ -101,14 +101,12 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
 
 
 def slice_loads(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
-    """Register hooks on the modules of `layer` that cut a state dict being loaded to this rank's parts of `slots`."""
-    own: dict[int, list[Slot]] = defaultdict(list)
-    for slot in slots:
-        own[id(slot.parameters)].append(slot)
+    """Register hooks on the modules of `layer` with these slots, by which they load this rank's parts of wholes."""
+    filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
-        if id(module._parameters) in own:
-            module.register_load_state_dict_pre_hook(functools.partial(_slice_on_load, own[id(module._parameters)]))
+        if id(module._parameters) in filled:
+            module.register_load_state_dict_pre_hook(_slice_on_load)
 
 
-def _slice_on_load(slots, module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
-    slice_entries(slots, state_dict, prefix, metadata, errors)
+def _slice_on_load(module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
+    slice_entries(find_slots([module]), state_dict, prefix, metadata, errors)

@@ -91,12 +91,11 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     world.raise_everywhere(f"load: {path} could not be read", problem)
     _fill_ties(model, state)
     try:
-        result = model.load_state_dict(state, strict=strict)
+        return model.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise RuntimeError(f"load: {path} does not fit this model. {error}") from error
     finally:
         world.assemble("end of load")
-    return result
 
 
 def write_atomically(state: dict, path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -74,20 +72,3 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     """
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls)(cls.__name__, (base, cls), {**names, **methods})
-
-
-def weak_method(method: Callable) -> Callable:
-    """Return a function that calls the bound `method` without keeping its object alive; any other callable as it is.
-
-    For what an object stores of its own methods: a cycle would keep a dropped model until the next garbage collection.
-    """
-    if not inspect.ismethod(method):
-        return method
-    function, owner = method.__func__, weakref.ref(method.__self__)
-
-    @functools.wraps(function, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(owner(), *args, **kwargs)
-
-    call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]
-    return call

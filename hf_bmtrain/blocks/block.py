@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot, find_places, shard_places
 from ..sharding.state_dict import slice_loads
-from .base import ShardedModule, extend_class, weak_method
+from .base import ShardedModule, extend_class
 from .block_state import BlockState
 
 
@@ -100,3 +103,20 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 
     extended = extend_class(CheckpointBlock, cls, {"forward": forward})
     return extended
+
+
+def weak_method(method: Callable) -> Callable:
+    """Return a function that calls the bound `method` without keeping its object alive; any other callable as it is.
+
+    For what an object stores of its own methods: a cycle would keep a dropped model until the next garbage collection.
+    """
+    if not inspect.ismethod(method):
+        return method
+    function, owner = method.__func__, weakref.ref(method.__self__)
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(owner(), *args, **kwargs)
+
+    call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]
+    return call

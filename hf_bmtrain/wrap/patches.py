@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..blocks.base import RefuseDataParallel, weak_method
+from ..blocks.base import RefuseDataParallel
+from ..blocks.block import weak_method
 from ..blocks.block_state import BlockState
 from ..ops.torch_internals import pytree
 from ..runtime.launcher import check_accelerator, mixed_precision

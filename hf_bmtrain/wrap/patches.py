@@ -32,7 +32,7 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
 
     Later calls to `gradient_checkpointing_enable()` (Trainer makes one) and `_disable()` switch the blocks' instead.
     """
-    states = _states(blocks)
+    states = weakref.WeakSet(block._bmt for block in blocks)  # weak: a patched module may be inside a block
     for module in model.modules():
         for word in ("activation", "gradient"):  # the second is the older name
             disable = getattr(module, f"{word}_checkpointing_disable", None)
@@ -50,17 +50,12 @@ def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwarg
         state.policy = on
 
 
-def _states(blocks: Iterable[Any]) -> weakref.WeakSet[BlockState]:
-    """Return what patches keep of the blocks, without keeping them alive: a patched module may be inside a block."""
-    return weakref.WeakSet(block._bmt for block in blocks)
-
-
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
     """Turn `use_cache` off in training forwards.
 
     A recomputed forward would append to the key-value cache twice, and a compiled layer would have its own graph.
     """
-    states = _states(blocks)
+    states = weakref.WeakSet(block._bmt for block in blocks)
 
     def without_cache(module, args, kwargs):
         if torch.is_grad_enabled() and any(state.keeps_no_cache for state in states):

@@ -79,7 +79,8 @@ class GradientBuffer:
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
         """The `.grad` of every slice, None for one that was dropped."""
-        return [None if (slice_ := reference()) is None else slice_.grad for reference in self.slices]
+        with WithoutTorchFunction():  # else each attribute of a slice looks for overrides
+            return [None if (slice_ := reference()) is None else slice_.grad for reference in self.slices]
 
     # -- one backward -------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class GradientBuffer:
             norms = SegmentNorms(self.shard, self._segments, communicator, self._squares)
         parts = self.shard.split_with_sizes(self._sizes)
         required, handed, hooked = self.requires_grad, self._handed, []
-        with WithoutTorchFunction():  # else each attribute of a slice looks for overrides
+        with WithoutTorchFunction():
             for index, reference in enumerate(self.slices):
                 slice_ = reference()
                 if slice_ is None:

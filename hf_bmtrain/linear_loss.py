@@ -13,6 +13,7 @@ from .ops.criterion import Criterion, NumItems, as_indices, criterion, refuse_do
 from .ops.cross_entropy import rescale_
 from .ops.wide_product import add_product
 from .runtime.world import current_world
+from .sharding.on_demand import OnDemandGather
 from .sharding.parameter import DistributedParameter
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -186,7 +187,7 @@ def _hand_over(parameter: torch.Tensor, gradient: torch.Tensor | None, ratio: to
         gradient = torch.mul(gradient, ratio, out=narrow)  # rounded once
     if not isinstance(parameter, DistributedParameter):
         return gradient
-    parameter.on_demand.collect(parameter.index, gradient)
+    OnDemandGather.of(parameter, current_world().schedule).collect(parameter.index, gradient)
     return None
 
 

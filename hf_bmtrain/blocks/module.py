@@ -12,7 +12,7 @@ import torch
 
 from ..runtime.schedule import Schedule
 from ..runtime.world import current_world
-from ..sharding.on_demand import watch
+from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, find_slots
 from ..sharding.state_dict import slice_entries
@@ -40,7 +40,8 @@ class DistributedModule(ShardedModule):
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if type(value) is DistributedParameter:
-            return value.on_demand.read(value, self)
+            gather = value.on_demand or OnDemandGather.of(value, self._schedule)
+            return gather.read(value, self)
         return value
 
     def __call__(self, *args, **kwargs) -> Any:
@@ -75,7 +76,8 @@ class DistributedModule(ShardedModule):
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
         slices = [p for p in self._parameters.values() if type(p) is DistributedParameter and p.buffer.sharded]
-        return watch(list(dict.fromkeys(p.on_demand for p in slices))) if slices else nullcontext()
+        own = dict.fromkeys(OnDemandGather.of(p, self._schedule) for p in slices)
+        return watch(list(own)) if own else nullcontext()
 
     # -- weights in and out -------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
@@ -12,6 +14,7 @@ from ..comm.layout import ALIGNMENT_BYTES, Layout
 from ..comm.reduce import Reduction
 from ..comm.storage import ResizableStorage, shares_storage
 from ..comm.streams import Ticket
+from ..ops.torch_internals import make_subclass
 from ..runtime.schedule import Schedule
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
@@ -83,6 +86,18 @@ class ShardedBuffer:
         self._communicator.broadcast(flat, 0).wait()
         self.shard.copy_(flat.view(self.layout.world_size, -1)[self.rank])
         self._full.free()
+
+    def make_slices(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
+        """Return this rank's slices of `parameters`, whose storage this buffer is, as instances of `cls`."""
+        slices: list[Any] = []
+        for index, (parameter, piece) in enumerate(zip(parameters, self.pieces)):
+            view = self.shard[piece.shard_start : piece.shard_stop]
+            made = make_subclass(cls, view, parameter.requires_grad)
+            made.buffer, made.index, made.on_demand, made._gradient_hooks = self, index, None, OrderedDict()
+            made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
+            slices.append(made)
+        self.gradient.slices = [weakref.ref(made) for made in slices]
+        return slices
 
     @property
     def slices(self) -> list[Any]:
@@ -183,8 +198,8 @@ class ShardedBuffer:
         parameter completely. copies: Parameters over the same memory that were written.
         """
         dtype = self.shard.dtype
-        if cast := [index for index, whole in enumerate(self.wholes) if whole.dtype is not dtype]:
-            self._refuse_cast(cast)
+        if any(whole.dtype is not dtype for whole in self.wholes):
+            self._refuse_cast()
         written = [*copies, *[whole for whole in self.wholes if whole._version]]
         if written and self._full is not None:
             raise RuntimeError(
@@ -193,11 +208,11 @@ class ShardedBuffer:
                 "weights again, and keep such state in a buffer (register_buffer), or exclude this module."
             )
 
-    def _refuse_cast(self, cast: list[int]) -> NoReturn:
+    def _refuse_cast(self) -> NoReturn:
         """Restore the wholes that were cast, and raise RuntimeError."""
-        kinds = {(self.wholes[index].shape, self.wholes[index].dtype) for index in cast}
-        for index in cast:
-            self.wholes[index].data = self._view(index, self.wholes[index].shape)
+        kinds = {(whole.shape, whole.dtype) for whole in self.wholes if whole.dtype is not self.shard.dtype}
+        for index, whole in enumerate(self.wholes):
+            whole.data = self._view(index, whole.shape)
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise RuntimeError(
             f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}: the "

@@ -36,6 +36,15 @@ class OnDemandGather:
         self._watched = False
         self.unwatched = False
 
+    @classmethod
+    def of(cls, piece: Any, schedule: Schedule) -> OnDemandGather:
+        """Return the on-demand gather of the buffer of `piece`, which its slices own, made at the first read."""
+        if piece.on_demand is None:
+            gather = cls(schedule, piece.buffer)
+            for slice_ in piece.buffer.slices:
+                slice_.on_demand = gather
+        return piece.on_demand
+
     @property
     def version(self) -> int:
         """The buffer's version."""

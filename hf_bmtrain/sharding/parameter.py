@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.reduce import Reduction
-from ..ops.torch_internals import make_subclass
-from ..runtime.world import World, current_world
+from ..runtime.world import current_world
 from .buffer import ShardedBuffer
 from .on_demand import OnDemandGather
 
@@ -34,7 +31,7 @@ class DistributedParameter(torch.nn.Parameter):
     """
 
     buffer: ShardedBuffer
-    on_demand: OnDemandGather
+    on_demand: OnDemandGather | None
     index: int
     init_method: Callable[[torch.Tensor], object] | None
     group: str | None
@@ -52,7 +49,8 @@ class DistributedParameter(torch.nn.Parameter):
             )
         whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         world = current_world()
-        (piece,) = shard([whole], world, world.schedule.outside)
+        buffer = ShardedBuffer(world.schedule, [whole], world.device, world.schedule.outside)
+        (piece,) = buffer.make_slices(cls, [whole])
         piece.init_method, piece.group = init_method, group
         return piece
 
@@ -165,18 +163,3 @@ class DistributedParameter(torch.nn.Parameter):
         raise RuntimeError(
             "A sharded model cannot be deep-copied: copy the model before auto_wrap, or load state_dict() into another."
         )
-
-
-def shard(parameters: Sequence[torch.nn.Parameter], world: World, reduction: Reduction) -> list[DistributedParameter]:
-    """Store `parameters` in one buffer, whose gradients `reduction` averages, and return the slices. Collective."""
-    buffer = ShardedBuffer(world.schedule, parameters, world.device, reduction)
-    on_demand, slices = OnDemandGather(world.schedule, buffer), []
-    for index, (parameter, place) in enumerate(zip(parameters, buffer.pieces)):
-        view = buffer.shard[place.shard_start : place.shard_stop]
-        piece: Any = make_subclass(DistributedParameter, view, parameter.requires_grad)
-        piece.buffer, piece.on_demand, piece.index = buffer, on_demand, index
-        piece.init_method, piece.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
-        piece._gradient_hooks = OrderedDict()
-        slices.append(piece)
-    buffer.gradient.slices = [weakref.ref(piece) for piece in slices]
-    return slices

@@ -11,7 +11,7 @@ import torch
 from ..comm.reduce import Reduction
 from ..runtime.world import World
 from .buffer import ShardedBuffer
-from .parameter import DistributedParameter, shard
+from .parameter import DistributedParameter
 
 
 class Slot(NamedTuple):
@@ -62,14 +62,17 @@ def shard_places(world: World, places: Sequence[Place], reduction: Reduction) ->
         groups.setdefault((parameter.dtype, parameter.requires_grad), {})[id(parameter)] = parameter
     slices: dict[int, DistributedParameter] = {}
     for parameters in groups.values():
-        slices.update(zip(parameters, shard([_whole(p) for p in parameters.values()], world, reduction)))
+        wholes = [_whole(parameter) for parameter in parameters.values()]
+        buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction)
+        slices.update(zip(parameters, buffer.make_slices(DistributedParameter, wholes)))
+        del wholes
         for parameter in parameters.values():
             note: Any = parameter
             note.sharded_elsewhere = True
     slots = []
     for module, name, parameter in places:
         piece = module._parameters[name] = slices[id(parameter)]
-        slots.append(Slot(module._parameters, name, piece.whole, piece))
+        slots.append(Slot(module._parameters, name, piece.buffer.wholes[piece.index], piece))
     return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
 
 

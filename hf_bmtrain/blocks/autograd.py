@@ -1,6 +1,6 @@
 """Boundaries around the forward of sharded layers for autograd, and autocast without its cache.
 
-The boundaries are identity functions that notify an owner when backward reaches its layers and when it has left them.
+The boundaries are identity functions that call back when backward reaches the layers and when it has left them.
 `enter_backward` is applied to the outputs: its backward runs once all their gradients exist, before any node of the
 layers. `leave_backward` is applied to the inputs: its backward runs once all their gradients exist, after the nodes
 that made them. By then the gradients of the layers' weights are complete as well: autograd's engine runs, of the nodes
@@ -9,31 +9,22 @@ that are ready, those that accumulate gradients first and then the one that was 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..ops.torch_internals import functorch_transforms_active, pytree
 
-_UNCHANGED = nullcontext()
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 """Types of values that hold no tensors."""
 
 
-class BackwardOwner(Protocol):
-    def before_backward(self, token: Any) -> None:
-        """Called before the layers' backward, with the token passed to `enter_backward`."""
-
-    def after_backward(self) -> None:
-        """Called when the gradients of all inputs exist."""
-
-
 class _EnterBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owner: BackwardOwner, token: Any, *outputs: torch.Tensor):
-        ctx.owner, ctx.token = owner, token
+    def forward(ctx, before: Callable[[Any], None], token: Any, *outputs: torch.Tensor):
+        ctx.before, ctx.token = before, token
         ctx.set_materialize_grads(False)
         # detach() and not the tensor itself: an input returned as it is becomes a view that may not be modified.
         return tuple([output.detach() for output in outputs])
@@ -45,20 +36,20 @@ class _EnterBackward(torch.autograd.Function):
                 "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights "
                 "are gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
             )
-        ctx.owner.before_backward(ctx.token)
+        ctx.before(ctx.token)
         return None, None, *gradients
 
 
 class _LeaveBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owner: BackwardOwner, *inputs: torch.Tensor):
-        ctx.owner = owner
+    def forward(ctx, after: Callable[[], None], *inputs: torch.Tensor):
+        ctx.after = after
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for tensor in inputs])
 
     @staticmethod
     def backward(ctx, *gradients):
-        ctx.owner.after_backward()
+        ctx.after()
         return None, *gradients
 
 
@@ -72,23 +63,32 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def enter_backward(owner: BackwardOwner, token: Any, outputs: Any) -> tuple[Any, bool]:
-    """Return `outputs` (any pytree) with its differentiable tensors behind the boundary, and True if there are any."""
+def enter_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
+    """Return `outputs` (any pytree) with its differentiable tensors behind the boundary, and True if there are any.
+
+    before: called with `token` before the layers' backward. Raises RuntimeError if an object that pytree cannot open
+    holds differentiable tensors.
+    """
     found: list[torch.Tensor] = []
     strange: list[Any] = []
     _find((outputs,), found, strange)
     for leaf in strange:
-        _refuse_opaque(leaf)
+        attributes = getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in attributes):
+            raise RuntimeError(
+                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
+                "found. Return tensors, tuples, dicts or a transformers ModelOutput, or register the class with "
+                "torch.export.register_dataclass."
+            )
     if not found:
         return outputs, False
-    guarded = _apply(_EnterBackward, owner, token, *found)
-    return _replace(outputs, iter(guarded)), True
+    return _replace(outputs, iter(_apply(_EnterBackward, before, token, *found))), True
 
 
-def leave_backward(owner: BackwardOwner, args: tuple, kwargs: dict) -> tuple[tuple, dict, Sequence[torch.Tensor]]:
+def leave_backward(after: Callable[[], None], args: tuple, kwargs: dict) -> tuple[tuple, dict, Sequence[torch.Tensor]]:
     """Return `args` and `kwargs` (pytrees) behind the boundary, and the differentiable tensors in them.
 
-    Without such a tensor backward does not reach the inputs: the owner must be closed at the end of the backward.
+    after: called when the gradients of all these tensors exist; never, if there are none.
     """
     found: list[torch.Tensor] = []
     _find(args, found, [])
@@ -96,7 +96,7 @@ def leave_backward(owner: BackwardOwner, args: tuple, kwargs: dict) -> tuple[tup
     _find(kwargs.values(), found, [])
     if not found:
         return args, kwargs, found
-    guarded = _apply(_LeaveBackward, owner, *found)
+    guarded = _apply(_LeaveBackward, after, *found)
     ahead = iter(guarded)
     if in_args:
         args = _replace(args, ahead)
@@ -143,16 +143,6 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _refuse_opaque(leaf: Any) -> None:
-    """Raise RuntimeError if an object that pytree cannot open holds differentiable tensors: they lack the boundary."""
-    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in getattr(leaf, "__dict__", {}).values()):
-        raise RuntimeError(
-            f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
-            "found. Return tensors, tuples, dicts or a transformers ModelOutput, or register the class with "
-            "torch.export.register_dataclass."
-        )
-
-
 def uncached_autocast() -> AbstractContextManager:
     """Return the caller's autocast without its cache of casts.
 
@@ -162,4 +152,4 @@ def uncached_autocast() -> AbstractContextManager:
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
-    return _UNCHANGED
+    return nullcontext()

@@ -40,14 +40,13 @@ class ShardedModule(torch.nn.Module):
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
         """Return whole tensors on the CPU, under the module's own keys; tied weights stay tied. Collective."""
-        collect = functools.partial(super().state_dict, prefix=prefix, keep_vars=True)
-        if destination is not None:
-            copy_wholes(destination, self._slots(), lambda: collect(destination=destination))
-            return destination
-        current_world().assemble("state_dict")
-        result = StateDict()
-        copy_wholes(result, self._slots(), lambda: collect(destination=result))
-        return result.plain()
+        outermost = destination is None
+        if outermost:
+            current_world().assemble("state_dict")
+            destination = StateDict()
+        collect = functools.partial(super().state_dict, destination=destination, prefix=prefix, keep_vars=True)
+        copy_wholes(destination, self._slots(), collect)
+        return destination.plain() if outermost else destination
 
     def _apply(self, fn, recurse: bool = True):
         with hidden(self._slots(), fn):

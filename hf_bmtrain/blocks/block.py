@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,9 +51,19 @@ class CheckpointBlock(ShardedModule):
         return self._bmt.slots
 
     def compile(self, *args, **kwargs) -> None:
-        """Compile the layer's own forward with torch.compile, without the gathers and reductions around it."""
-        own: Any = self._bmt.own_forward or super(type(self), self).forward
-        self._bmt.own_forward, self._bmt.compiled = torch.compile(own, *args, **kwargs), True
+        """Compile the layer's own forward with torch.compile, without the gathers and reductions around it.
+
+        The forward of the class is compiled, not the bound one: torch takes the parameters as inputs, so layers that
+        differ in nothing else share a graph. A forward that was set on the instance is compiled separately.
+        """
+        state = self._bmt
+        if state.own_forward is not None:
+            state.own_forward = torch.compile(state.own_forward, *args, **kwargs)
+        else:
+            _, layer_class = type(self).__bases__
+            compiled: Any = torch.compile(layer_class.forward, *args, **kwargs)
+            state.own_forward = weak_method(types.MethodType(compiled, self))
+        state.compiled = True
 
 
 def extend(
@@ -63,17 +77,20 @@ def extend(
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, Replay(layer), zero_level)
     state.policy = choose_policy(use_checkpoint, state, world)
-    layer._bmt = state  # pyright: ignore[reportArgumentType]
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
-    layer._bmt.own_forward = layer.__dict__.pop("forward", None)  # pyright: ignore
+    state.own_forward = layer.__dict__.pop("forward", None)
+    layer._bmt = state  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))
     slice_loads(layer, slots)
 
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
     """Add parameters that were put into `block` after it was sharded. sharded: the result of `shard_places`."""
-    block._bmt.add(*sharded, Replay(block))
-    slice_loads(block, sharded[1])
+    buffers, slots = sharded
+    block._bmt.buffers += buffers
+    block._bmt.slots += slots
+    block._bmt.replay = Replay(block)
+    slice_loads(block, slots)
 
 
 @functools.cache
@@ -86,3 +103,20 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 
     extended = extend_class(CheckpointBlock, cls, {"forward": forward})
     return extended
+
+
+def weak_method(method: Callable) -> Callable:
+    """Return a function that calls the bound `method` without keeping its object alive; any other callable as it is.
+
+    For what an object stores of its own methods: a cycle would keep a dropped model until the next garbage collection.
+    """
+    if not inspect.ismethod(method):
+        return method
+    function, owner = method.__func__, weakref.ref(method.__self__)
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(owner(), *args, **kwargs)
+
+    call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]
+    return call

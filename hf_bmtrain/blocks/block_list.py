@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,7 +35,7 @@ class TransformerBlockList(torch.nn.ModuleList):
         """Link every block to its neighbours in the list."""
         blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
-            block._bmt.next, following._bmt.previous = following._bmt, block._bmt
+            block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
         """Return the last block's hidden state, or a tuple if there are several.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..recompute.auto import AutoCheckpoint
-from ..recompute.policy import UseCheckpoint
+from ..recompute.planner import AutoCheckpoint
 from ..recompute.replay import Replay
 from ..runtime.schedule import Schedule
 from ..sharding.buffer import ShardedBuffer
@@ -18,6 +20,7 @@ from ..sharding.slots import Slot
 from .autograd import enter_backward, leave_backward, uncached_autocast
 
 
+@dataclass(eq=False, repr=False)
 class BlockState:
     """A CheckpointBlock's buffers, the slots that show them, and its neighbours in execution order.
 
@@ -32,40 +35,24 @@ class BlockState:
     is not reduced yet), and not from the presence of gradients, because these are the same on every rank.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        buffers: list[ShardedBuffer],
-        slots: list[Slot],
-        replay: Replay,
-        zero_level: int,
-    ) -> None:
-        self.schedule, self.buffers, self.slots, self.replay = schedule, buffers, slots, replay
-        self.zero_level = zero_level
-        self.policy: bool | AutoCheckpoint = True
-        self.previous: BlockState | None = None
-        self.next: BlockState | None = None
-        self.own_forward: Callable | None = None
-        self.compiled = False
-        self.pending = 0
-        self._open = False  # the wholes are shown in the slots
-        self._entered = False
-
-    def add(self, buffers: list[ShardedBuffer], slots: list[Slot], replay: Replay) -> None:
-        """Add the buffers and slots of parameters that were put into the layer after it was sharded."""
-        self.buffers += buffers
-        self.slots += slots
-        self.replay = replay
-
-    @property
-    def use_checkpoint(self) -> UseCheckpoint:
-        """The `use_checkpoint` argument that `policy` stands for."""
-        return self.policy if isinstance(self.policy, bool) else "auto"
+    schedule: Schedule
+    buffers: list[ShardedBuffer]
+    slots: list[Slot]
+    replay: Replay
+    zero_level: int
+    policy: bool | AutoCheckpoint = True
+    previous: weakref.ref[BlockState] | None = None
+    next: weakref.ref[BlockState] | None = None
+    own_forward: Callable | None = None
+    compiled: bool = False
+    pending: int = field(default=0, init=False)
+    _open: bool = field(default=False, init=False)  # the wholes are shown in the slots
+    _entered: bool = field(default=False, init=False)
 
     @property
     def keeps_no_cache(self) -> bool:
         """True if training forwards must not fill a key-value cache."""
-        return bool(self.use_checkpoint) or self.compiled
+        return self.policy is not False or self.compiled
 
     @property
     def _recorder(self) -> AutoCheckpoint | None:
@@ -77,24 +64,27 @@ class BlockState:
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the layer's own forward on whole parameters."""
         layer_forward = self.own_forward or layer_forward
-        if self.schedule.in_backward and self._is_recomputed():
-            return self._recompute_for_others(layer_forward, args, kwargs)
+        if self.schedule.in_backward:
+            recorded = self.schedule.was_recorded(self)
+            if recorded or (recorded is None and self.pending):
+                return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
         training, policy = torch.is_grad_enabled(), self.policy
         if training and not isinstance(policy, bool):
             policy = policy.recomputes(args, kwargs, self.pending)
         differentiable = False
         try:
-            self._show_wholes(self.next)
+            self._show_wholes(self.next and self.next())
             if training:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()
                     buffer.gradient.free_if_unused()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs, bool(policy))
             else:
-                with uncached_autocast(), self.schedule.inside():
-                    outputs = layer_forward(*args, **kwargs)
-            self._check_unwritten()
+                with uncached_autocast():
+                    outputs = self._inside(layer_forward, *args, **kwargs)
+            for buffer in self.buffers:
+                buffer.check_unwritten()
         finally:
             self._show_slices()
             if not differentiable:
@@ -107,7 +97,7 @@ class BlockState:
         self, layer_forward: Callable, args: tuple, kwargs: dict, recompute: bool
     ) -> tuple[Any, bool]:
         """Return the outputs, between the boundaries of the block's backward, and whether they are differentiable."""
-        args, kwargs, inputs = leave_backward(self, args, kwargs)
+        args, kwargs, inputs = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
         with uncached_autocast():
             if recompute:
@@ -119,7 +109,8 @@ class BlockState:
                 "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
                 "write `x = x + y` for `x += y` at the start of its forward."
             )
-        outputs, differentiable = enter_backward(self, [buffer.version for buffer in self.buffers], outputs)
+        shown = [buffer.version for buffer in self.buffers]
+        outputs, differentiable = enter_backward(self.before_backward, shown, outputs)
         self.pending += differentiable
         if differentiable:
             self.schedule.record(self)
@@ -132,28 +123,22 @@ class BlockState:
         def run(*args, **kwargs):
             nonlocal again
             recorder = self._recorder
-            if again:
-                if recorder is not None:
-                    recorder.mark(recomputed=True)
-                with self.replay.restore(snapshot, args, kwargs) as (args, kwargs):
-                    return self._recompute(layer_forward, args, kwargs)
-            again = True
-            if recorder is None:
-                return self._inside(layer_forward, *args, **kwargs)
-            with recorder.count_saved(args, kwargs, self.pending):
+            if not again:
+                again = True
+                with nullcontext() if recorder is None else recorder.count_saved(args, kwargs, self.pending):
+                    return self._inside(layer_forward, *args, **kwargs)
+            if not self._open:
+                raise RuntimeError(
+                    "Backward entered a sharded block without passing its output: the loss reads an activation from "
+                    "inside the block (a hook, a stored attribute). Return that activation from the block's forward."
+                )
+            if recorder is not None:
+                recorder.planner.mark(recomputed=True)
+            with self.replay.restore(snapshot, args, kwargs) as (args, kwargs):
                 return self._inside(layer_forward, *args, **kwargs)
 
         with self.replay.record(args, kwargs) as snapshot:
             return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
-
-    def _recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the layer's own forward inside a backward, which has opened the block and will close it."""
-        if not self._open:
-            raise RuntimeError(
-                "Backward entered a sharded block without passing its output: the loss reads an activation from "
-                "inside the block (a hook, a stored attribute). Return that activation from the block's forward."
-            )
-        return self._inside(layer_forward, *args, **kwargs)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
         with self.schedule.inside():
@@ -161,13 +146,8 @@ class BlockState:
 
     # -- recomputation by a checkpoint around the block ---------------------------------------------------------
 
-    def _is_recomputed(self) -> bool:
-        """Return whether a call during a backward repeats one that autograd has recorded."""
-        recorded = self.schedule.was_recorded(self)
-        return self.pending > 0 if recorded is None else recorded
-
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the forward again for a checkpoint around this block, which may come before the block's own backward.
+        """Run a recorded forward again for a checkpoint around this block, perhaps before the block's own backward.
 
         Autograd must save what it saved in the first forward, so the block's own checkpoint is there again.
         """
@@ -210,24 +190,20 @@ class BlockState:
         for buffer in self.buffers:
             buffer.release()
 
-    def _check_unwritten(self) -> None:
-        for buffer in self.buffers:
-            buffer.check_unwritten()
-
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
         """Open the block. token: the buffers' versions in forward, which must be the present ones."""
         self.schedule.join_backward(self)
         if (recorder := self._recorder) is not None:
-            recorder.mark(recomputed=False)
+            recorder.planner.mark(recomputed=False)
         if token != [buffer.version for buffer in self.buffers]:
             raise RuntimeError(
                 "The weights of a block changed between its forward and its backward (an optimizer step or a load "
                 "came between them); its gradients would be wrong. Run forward again."
             )
         self._entered = True
-        ahead = self.previous
+        ahead = self.previous and self.previous()
         self._show_wholes(ahead if ahead is not None and ahead.pending > 0 else None)
         self.schedule.make_room()
 

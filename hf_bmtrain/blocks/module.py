@@ -65,7 +65,7 @@ class DistributedModule(ShardedModule):
                 forward_pass.release()
                 raise
         if torch.is_grad_enabled():
-            outputs, differentiable = enter_backward(forward_pass, forward_pass.end(), outputs)
+            outputs, differentiable = enter_backward(forward_pass.before_backward, forward_pass.end(), outputs)
             if differentiable:
                 return outputs
         forward_pass.release()
@@ -102,20 +102,9 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
 
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
-    forward = cls.forward
-
-    # A signature that tools read (Trainer drops the columns that forward does not name) must stay the model's.
-    @functools.wraps(forward)
-    def same_forward(self, *args, **kwargs):
-        return forward(self, *args, **kwargs)
-
-    methods = {"forward": same_forward, **{name: _part(getattr(cls, name)) for name in _parts(cls)}}
-    return extend_class(DistributedModule, cls, methods)
-
-
-def _parts(cls: type) -> list[str]:
-    """Return the methods that are called instead of the module, for a part of its forward (forward_features)."""
-    return [name for name in dir(cls) if name.startswith("forward_") and inspect.isfunction(getattr(cls, name))]
+    # These methods are called instead of the module, for a part of its forward (forward_features).
+    parts = [name for name in dir(cls) if name.startswith("forward_") and inspect.isfunction(getattr(cls, name))]
+    return extend_class(DistributedModule, cls, {name: _part(getattr(cls, name)) for name in parts})
 
 
 def _part(method: Callable) -> Callable:

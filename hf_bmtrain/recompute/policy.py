@@ -10,11 +10,10 @@ import torch
 
 from ..ops.torch_internals import top_saved_tensors_hooks
 from ..runtime.world import World
-from .auto import AutoCheckpoint, Block
 from .memory import DeviceMemory
-from .planner import Planner
+from .planner import AutoCheckpoint, Block, Planner
 
-_log = logging.getLogger("hf_bmtrain")
+_log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 UseCheckpoint = bool | Literal["auto"]
 
 
@@ -29,7 +28,7 @@ def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> 
         raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
     schedule = world.schedule
     if schedule.planner is None and world.device.type == "cpu":
-        _log_cpu()
+        _log_once("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")
         return False
     if top_saved_tensors_hooks is None:
         raise RuntimeError(
@@ -41,8 +40,3 @@ def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> 
     elif schedule.planner.outlived:
         schedule.planner = Planner(world, schedule.planner.memory)
     return AutoCheckpoint(schedule.planner, block)
-
-
-@functools.cache
-def _log_cpu() -> None:
-    _log.info("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")

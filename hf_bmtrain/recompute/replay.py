@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,17 +11,16 @@ from typing import Any
 
 import torch
 
-Buffers = dict[tuple[torch.nn.Module, str], torch.Tensor]
-
 
 @dataclass
 class Snapshot:
     """The state at the beginning of one forward.
 
-    buffers: values of the buffers that the forward changed. caches: copies of its caches by position or keyword.
+    buffers: values of the buffers that the forward changed, by number. caches: copies of its caches by position or
+    keyword.
     """
 
-    buffers: Buffers
+    buffers: dict[int, torch.Tensor]
     caches: dict[int | str, Any]
 
 
@@ -33,9 +33,9 @@ class Replay:
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer = layer
-        self._places = [(module, name) for module in layer.modules() for name in module._buffers]
-        self._changing: dict[bool, set[tuple[torch.nn.Module, str]]] = {}
+        self._layer = weakref.proxy(layer)  # the layer owns this object
+        self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
+        self._changing: dict[bool, set[int]] = {}  # numbers of places
 
     @contextmanager
     def record(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Snapshot]:
@@ -46,25 +46,25 @@ class Replay:
         """
         training = self._layer.training
         known = self._changing.get(training)
-        before = {place: self._buffer(place) for place in self._places}
-        before = {place: buffer for place, buffer in before.items() if buffer is not None}
-        versions = {place: _version(buffer) for place, buffer in before.items()}
-        copies = {place: buffer.clone() for place, buffer in before.items() if known is None or place in known}
+        before = {n: buffer for n, buffer in enumerate(self._present()) if buffer is not None}
+        versions = {n: _version(buffer) for n, buffer in before.items()}
+        copies = {n: buffer.clone() for n, buffer in before.items() if known is None or n in known}
         named = [*enumerate(args), *kwargs.items()]
         snapshot = Snapshot(copies, {key: _copy_cache(value) for key, value in named if _is_cache(value)})
         yield snapshot
-        changed = {p for p, b in before.items() if self._buffer(p) is not b or _version(b) != versions[p]}
+        after = self._present()
+        changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
         if known is None:  # batch norm writes without incrementing the version
-            changed |= {p for p, b in before.items() if not torch.equal(b, copies[p])}
+            changed |= {n for n, b in before.items() if not torch.equal(b, copies[n])}
         if changed - copies.keys():
+            names = sorted(self._places[n][1] for n in changed - copies.keys())
             raise RuntimeError(
-                f"The layer changed its buffers {sorted(name for _, name in changed - copies.keys())} in this forward "
-                "and not in its first one, so they cannot be put back for its recomputation. Wrap the model with "
-                "use_checkpoint=False."
+                f"The layer changed its buffers {names} in this forward and not in its first one, so they cannot be "
+                "put back for its recomputation. Wrap the model with use_checkpoint=False."
             )
         if known is None:
             self._changing[training] = changed
-            snapshot.buffers = {place: copies[place] for place in changed}
+            snapshot.buffers = {n: copies[n] for n in changed}
 
     @contextmanager
     def restore(
@@ -74,20 +74,21 @@ class Replay:
 
         Inside the context the layer's buffers are copies of the snapshot's; at its end the present ones are restored.
         """
-        present = {place: self._buffer(place) for place in snapshot.buffers}
+        present = self._present()
         caches = {key: _copy_cache(cache) for key, cache in snapshot.caches.items()}
         args = tuple(caches.pop(position, value) for position, value in enumerate(args))
-        for (module, name), value in snapshot.buffers.items():
-            module._buffers[name] = value.clone()
+        for n, value in snapshot.buffers.items():
+            buffers, name = self._places[n]
+            buffers[name] = value.clone()
         try:
             yield args, kwargs | caches  # pyright: ignore[reportReturnType]
         finally:
-            for (module, name), buffer in present.items():
-                module._buffers[name] = buffer
+            for n in snapshot.buffers:
+                buffers, name = self._places[n]
+                buffers[name] = present[n]
 
-    def _buffer(self, place: tuple[torch.nn.Module, str]) -> torch.Tensor | None:
-        module, name = place
-        return module._buffers.get(name)
+    def _present(self) -> list[torch.Tensor | None]:
+        return [buffers.get(name) for buffers, name in self._places]
 
 
 def _version(tensor: torch.Tensor) -> int:

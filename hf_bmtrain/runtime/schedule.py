@@ -99,9 +99,6 @@ class ForwardPass:
         for reader, unwatched in self.readers.items():
             reader.prepare_backward(unwatched)
 
-    def after_backward(self) -> None:
-        raise AssertionError("an outermost forward has no boundary at its inputs")
-
 
 class _Inside:
     """Counts how deep the running code is inside layers' forwards."""

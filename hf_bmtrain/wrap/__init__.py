@@ -4,8 +4,6 @@ It knows models by their structure alone: ModuleLists, parameters, and methods t
 imports no Hugging Face library and knows nothing of optimizers.
 
 * *chain*: blocks in the order in which they are expected to run.
-* *place*: a module, a name, and the parameter that the module holds under that name.
-* *outside*: not inside any block. Parameters outside blocks are gathered when a forward reads them.
 * *shared*: used by two blocks, or by a block and a module outside; sharded outside.
 * *guard*: the check of a wrapped model before each training forward.
 """

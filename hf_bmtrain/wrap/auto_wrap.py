@@ -16,16 +16,9 @@ from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Place, find_places, shard_places
 from .check import admit, admit_parameters, holds_additions
-from .compile import compile_blocks
 from .find import Chain, choose_chains
 from .outside import place_buffers, places_outside, shard_outside, shared_parameters
-from .patches import (
-    follow_accelerator,
-    install_guard,
-    keep_cache_out,
-    keep_ranks_together,
-    route_recomputation,
-)
+from .patches import follow_accelerator, install_guard, keep_cache_out, keep_ranks_together, route_recomputation
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -77,7 +70,8 @@ def auto_wrap(
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
     route_recomputation(model, layers)
     if compile:
-        compile_blocks(layers, "inductor" if compile is True else compile)  # pyright: ignore[reportArgumentType]
+        for block in layers:
+            block.compile(backend="inductor" if compile is True else compile)
     _finish(model, world, model.modules(), layers)
     follow_accelerator(model, world.device)
     install_guard(model, world)

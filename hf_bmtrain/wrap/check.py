@@ -33,27 +33,23 @@ def admit(model: torch.nn.Module) -> None:
 def admit_parameters(model: torch.nn.Module) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded, naming the first one."""
     for name, parameter in model.named_parameters():
-        _admit_parameter(name, parameter)
-
-
-def _admit_parameter(name: str, parameter: torch.nn.Parameter) -> None:
-    if isinstance(parameter, torch.nn.UninitializedParameter):
-        raise ValueError(f"auto_wrap: '{name}' has no shape yet (a lazy layer): run one forward before wrapping.")
-    if parameter.is_meta:
-        raise ValueError(
-            f"auto_wrap: '{name}' is on the meta device and has no values. Load or initialise the model on CPU before "
-            "wrapping."
-        )
-    if type(parameter.data) is not torch.Tensor and not isinstance(parameter, DistributedParameter):
-        raise ValueError(
-            f"auto_wrap: '{name}' holds a {type(parameter.data).__name__}, whose elements cannot be cut into flat "
-            "shards (DTensor, quantized weights): load the model in an ordinary dtype, not parallelised."
-        )
-    if type(parameter) not in (torch.nn.Parameter, DistributedParameter):
-        raise ValueError(
-            f"auto_wrap: '{name}' is a {type(parameter).__name__}, a Parameter with a behaviour of its own that would "
-            "be lost (quantized weights, say): load the model in an ordinary dtype."
-        )
+        if isinstance(parameter, torch.nn.UninitializedParameter):
+            raise ValueError(f"auto_wrap: '{name}' has no shape yet (a lazy layer): run one forward before wrapping.")
+        if parameter.is_meta:
+            raise ValueError(
+                f"auto_wrap: '{name}' is on the meta device and has no values. Load or initialise the model on CPU "
+                "before wrapping."
+            )
+        if type(parameter.data) is not torch.Tensor and not isinstance(parameter, DistributedParameter):
+            raise ValueError(
+                f"auto_wrap: '{name}' holds a {type(parameter.data).__name__}, whose elements cannot be cut into flat "
+                "shards (DTensor, quantized weights): load the model in an ordinary dtype, not parallelised."
+            )
+        if type(parameter) not in (torch.nn.Parameter, DistributedParameter):
+            raise ValueError(
+                f"auto_wrap: '{name}' is a {type(parameter).__name__}, a Parameter with a behaviour of its own that "
+                "would be lost (quantized weights, say): load the model in an ordinary dtype."
+            )
 
 
 def holds_additions(model: torch.nn.Module) -> bool:

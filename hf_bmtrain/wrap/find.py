@@ -8,23 +8,16 @@ import torch
 
 Chain = list[torch.nn.Module]
 """Blocks in execution order."""
+_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """Return the outermost ModuleLists whose items hold parameters, searching inside lists of lists."""
-    found: list[torch.nn.ModuleList] = []
-
-    def visit(module: torch.nn.Module) -> None:
-        if isinstance(module, torch.nn.ModuleList):
-            items = [item for item in module if any(True for _ in item.parameters())]
-            if items and not any(isinstance(item, torch.nn.ModuleList) for item in items):
-                found.append(module)
-                return
-        for child in module.children():
-            visit(child)
-
-    visit(model)
-    return list(dict.fromkeys(found))
+    if isinstance(model, torch.nn.ModuleList):
+        items = [item for item in model if any(True for _ in item.parameters())]
+        if items and not any(isinstance(item, torch.nn.ModuleList) for item in items):
+            return [model]
+    return list(dict.fromkeys(found for child in model.children() for found in find_block_lists(child)))
 
 
 def choose_chains(
@@ -39,14 +32,12 @@ def choose_chains(
     if blocks is None:
         lists = find_block_lists(model)
         return [list(dict.fromkeys(found)) for found in lists], lists
-    if isinstance(blocks, torch.nn.Module) and not isinstance(blocks, (torch.nn.ModuleList, torch.nn.Sequential)):
+    if isinstance(blocks, torch.nn.Module) and not isinstance(blocks, _LISTS):
         raise ValueError(f"blocks= takes modules of the model in a list, not one {type(blocks).__name__}.")
     asked = [blocks] if isinstance(blocks, torch.nn.Module) else list(blocks)
     lists = [item for item in asked if isinstance(item, torch.nn.ModuleList)]
-    chains = [
-        list(dict.fromkeys(item)) for item in asked if isinstance(item, (torch.nn.ModuleList, torch.nn.Sequential))
-    ]
-    single = [item for item in asked if not isinstance(item, (torch.nn.ModuleList, torch.nn.Sequential))]
+    chains = [list(dict.fromkeys(item)) for item in asked if isinstance(item, _LISTS)]
+    single = [item for item in asked if not isinstance(item, _LISTS)]
     chains += [list(dict.fromkeys(single))] if single else []
     _check_asked(model, [block for chain in chains for block in chain])
     return chains, lists

@@ -35,12 +35,11 @@ def places_outside(
 
 def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
     """Shard the parameters of `places`; make their modules, and those `outside`, DistributedModules. Collective."""
-    small = [place for place in places if place[2].numel() < OWN_BUFFER_NUMEL]
-    large: dict[int, list[Place]] = {}
+    groups: dict[int, list[Place]] = {0: []}  # 0: the small parameters, which come first
     for place in places:
-        if place[2].numel() >= OWN_BUFFER_NUMEL:
-            large.setdefault(id(place[2]), []).append(place)
-    for group in (small, *large.values()):
+        large = place[2].numel() >= OWN_BUFFER_NUMEL
+        groups.setdefault(id(place[2]) if large else 0, []).append(place)
+    for group in groups.values():
         shard_places(world, group, world.schedule.outside)
     for module in [*outside, *(module for module, _, _ in places)]:
         if not isinstance(module, torch.nn.ModuleList) or find_places([module]):

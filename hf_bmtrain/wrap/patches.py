@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
@@ -14,46 +14,51 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..blocks.base import RefuseDataParallel
+from ..blocks.block import weak_method
+from ..blocks.block_state import BlockState
 from ..ops.torch_internals import pytree
 from ..runtime.launcher import check_accelerator, mixed_precision
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
+_log_once = functools.cache(_log.log)
 _SHARDED = {DistributedParameter, type(None)}
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def route_recomputation(model: torch.nn.Module, blocks: list[Any]) -> None:
+def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
     """Turn off Hugging Face's gradient checkpointing.
 
     Later calls to `gradient_checkpointing_enable()` (Trainer makes one) and `_disable()` switch the blocks' instead.
     """
+    states = weakref.WeakSet(block._bmt for block in blocks)  # weak: a patched module may be inside a block
     for module in model.modules():
         for word in ("activation", "gradient"):  # the second is the older name
             disable = getattr(module, f"{word}_checkpointing_disable", None)
             if callable(disable):
                 if word == "activation" or not hasattr(module, "activation_checkpointing_disable"):
                     disable()
-                setattr(module, f"{word}_checkpointing_enable", functools.partial(_set_recompute, blocks, True))
-                setattr(module, f"{word}_checkpointing_disable", functools.partial(_set_recompute, blocks, False))
+                setattr(module, f"{word}_checkpointing_enable", functools.partial(_set_recompute, states, True))
+                setattr(module, f"{word}_checkpointing_disable", functools.partial(_set_recompute, states, False))
 
 
-def _set_recompute(blocks: list[Any], on: bool, *args, **kwargs) -> None:
+def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwargs) -> None:
     """Switch the blocks' recomputation on or off. The options, which are torch.utils.checkpoint's, are ignored."""
-    _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(blocks))
-    for block in blocks:
-        block._bmt.policy = on
+    _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(states))
+    for state in states:
+        state.policy = on
 
 
-def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Sequence[Any]) -> None:
+def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
     """Turn `use_cache` off in training forwards.
 
     A recomputed forward would append to the key-value cache twice, and a compiled layer would have its own graph.
     """
+    states = weakref.WeakSet(block._bmt for block in blocks)
 
     def without_cache(module, args, kwargs):
-        if torch.is_grad_enabled() and any(block._bmt.keeps_no_cache for block in blocks):
+        if torch.is_grad_enabled() and any(state.keeps_no_cache for state in states):
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
 
@@ -83,7 +88,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
         if callable(generate):
             synced = inspect.signature(generate).parameters.get("synced_gpus")
             if synced is not None and synced.default is False:
-                module.generate = functools.partial(generate, synced_gpus=True)  # pyright: ignore
+                module.generate = functools.partial(weak_method(generate), synced_gpus=True)  # pyright: ignore
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
@@ -93,14 +98,17 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     half-precision outputs are converted to float32, and fp16 on the CPU, where it has no loss scale, becomes float32,
     with a warning.
     """
-    forward = model.forward
+    forward = weak_method(model.forward)
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
 
     @functools.wraps(forward)
     def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
         precision = mixed_precision()
         if precision == "fp16" and device.type == "cpu":
-            _warn_about_float32()
+            _log_once(
+                logging.WARNING,
+                "mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.",
+            )
             precision = "no"
         if precision == "no":
             return forward(*args, **kwargs)
@@ -109,30 +117,17 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
                 f"mixed_precision='{precision}' is not supported by a sharded model: use 'bf16', 'fp16' or 'no'."
             )
         if weights == {_HALF[precision]}:
-            _log_casts(precision)
+            _log_once(
+                logging.INFO,
+                "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in "
+                "float32, which takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 "
+                "does; our optimizers keep float32 masters either way.", precision, precision,
+            )  # fmt: skip
         with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
             outputs = forward(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, _widen, outputs)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF.values() else t, outputs)
 
     model.forward = forward_in_mixed_precision
-
-
-@functools.cache
-def _log_casts(precision: str) -> None:
-    _log.info(
-        "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in float32, which "
-        "takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 does; our optimizers "
-        "keep float32 masters either way.", precision, precision,
-    )  # fmt: skip
-
-
-@functools.cache
-def _warn_about_float32() -> None:
-    _log.warning("mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.")
-
-
-def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def install_guard(model: torch.nn.Module, world: World) -> None:
@@ -161,11 +156,9 @@ class Guard:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._walked = False
-        self._parameters: list[dict[str, Any]] = []  # of the modules that have their own
+        self._parameters: list[dict[str, Any]] = []  # of every module
         self._modules: list[dict[str, Any]] = []
-        self._tree: list[torch.nn.Module | None] = []  # their values
-        self._empty: list[dict[str, Any]] = []  # the modules' other dicts of both kinds
+        self._tree: list[torch.nn.Module | None] | None = None  # their values at the last walk
 
     def __call__(self, model: torch.nn.Module, args: tuple) -> None:
         if not torch.is_grad_enabled():
@@ -173,17 +166,8 @@ class Guard:
         if DistributedDataParallel._active_ddp_module is not None:
             iter(RefuseDataParallel())
         check_accelerator(self._ranks)
-        if not self._as_walked():
+        if _values(self._modules) != self._tree or not set(map(type, _values(self._parameters))) <= _SHARDED:
             self._walk(model)
-
-    def _as_walked(self) -> bool:
-        """Return whether the tree of modules is that of the last walk, and its parameters are slices."""
-        if not self._walked or any(self._empty):
-            return False
-        tree = _values(self._modules)
-        if len(tree) != len(self._tree) or not all(map(operator.is_, tree, self._tree)):
-            return False
-        return set(map(type, _values(self._parameters))) <= _SHARDED
 
     def _walk(self, model: torch.nn.Module) -> None:
         for name, module in model.named_modules():
@@ -195,11 +179,9 @@ class Guard:
                         "ranks. Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
                         "auto_wrap, and leave out FSDP, which replaces them all."
                     )
-        dicts = [[module._parameters for module in model.modules()], [module._modules for module in model.modules()]]
-        self._parameters, self._modules = ([each for each in kind if each] for kind in dicts)
-        self._empty = [each for kind in dicts for each in kind if not each]
+        self._parameters = [module._parameters for module in model.modules()]
+        self._modules = [module._modules for module in model.modules()]
         self._tree = _values(self._modules)
-        self._walked = True
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

@@ -69,7 +69,7 @@ def assert_replaced(before, after, x):
 def test_outputs(shape):
     owner, x = Owner(), leaf()
     before = shape(x, torch.zeros(3))
-    after, differentiable = enter_backward(owner, "token", before)
+    after, differentiable = enter_backward(owner.before_backward, "token", before)
     assert differentiable
     assert_replaced(before, after, x)
     next(tensor for _, tensor in tensors(after) if tensor.requires_grad).sum().backward()
@@ -83,7 +83,7 @@ def test_inputs(shape, by_keyword):
     owner, x = Owner(), leaf()
     before, rest = shape(x, torch.zeros(3)), [torch.zeros(1)]
     args, kwargs, inputs = leave_backward(
-        owner, *(((rest,), {"it": before}) if by_keyword else ((before,), {"it": rest}))
+        owner.after_backward, *(((rest,), {"it": before}) if by_keyword else ((before,), {"it": rest}))
     )
     after, same = (kwargs["it"], args[0]) if by_keyword else (args[0], kwargs["it"])
     assert same is rest, "a layer may fill a list that it is given"
@@ -95,7 +95,7 @@ def test_inputs(shape, by_keyword):
 
 def test_two_in_order():
     owner, x, y = Owner(), leaf(), leaf()
-    args, kwargs, inputs = leave_backward(owner, (x, [y]), {"again": x})
+    args, kwargs, inputs = leave_backward(owner.after_backward, (x, [y]), {"again": x})
     assert [args[0], args[1][0], kwargs["again"]] == list(inputs)
     (args[0] + 2 * args[1][0] + 4 * kwargs["again"]).sum().backward()
     assert (x.grad[0], y.grad[0]) == (5, 2)
@@ -104,21 +104,21 @@ def test_two_in_order():
 
 def test_without_a_differentiable_tensor():
     given = (torch.zeros(2), 3), {"cache": object()}
-    args, kwargs, inputs = leave_backward(Owner(), *given)
+    args, kwargs, inputs = leave_backward(Owner().after_backward, *given)
     assert (args, kwargs, list(inputs)) == (*given, [])
-    assert enter_backward(Owner(), None, given[0]) == (given[0], False)
+    assert enter_backward(Owner().before_backward, None, given[0]) == (given[0], False)
 
 
 @pytest.mark.parametrize("wrap", [lambda o: o, lambda o: (torch.zeros(1), o), lambda o: {"o": Pair(o, None)}])
 def test_what_cannot_be_opened_is_refused(wrap):
     with pytest.raises(RuntimeError, match="returned a Opaque"):
-        enter_backward(Owner(), None, wrap(Opaque(leaf())))
-    enter_backward(Owner(), None, wrap(Opaque(torch.zeros(1))))
+        enter_backward(Owner().before_backward, None, wrap(Opaque(leaf())))
+    enter_backward(Owner().before_backward, None, wrap(Opaque(torch.zeros(1))))
 
 
 def test_transforms_of_functorch_are_refused():
     def through(x):
-        (x,), _, _ = leave_backward(Owner(), (x,), {})
+        (x,), _, _ = leave_backward(Owner().after_backward, (x,), {})
         return x.sum()
 
     with pytest.raises(RuntimeError, match="setup_context"):

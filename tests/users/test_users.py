@@ -56,13 +56,13 @@ def checkpointing_asked_for_later(use_checkpoint):
     """Trainer calls gradient_checkpointing_enable after the model was wrapped."""
     model, twin = bmt.auto_wrap(build("llama"), use_checkpoint=use_checkpoint).train(), build("llama").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert all(state_of(layer).use_checkpoint for layer in model.model.layers)
+    assert all(state_of(layer).policy for layer in model.model.layers)
     size = bmt.world_size()
     model(**batch("llama", bmt.rank())).loss.backward()
     torch.stack([twin(**batch("llama", r)).loss for r in range(size)]).mean().backward()
     check_gradients(model, twin)
     model.gradient_checkpointing_disable()
-    assert not any(state_of(layer).use_checkpoint for layer in model.model.layers)
+    assert not any(state_of(layer).policy for layer in model.model.layers)
 
 
 class Custom(nn.Module):

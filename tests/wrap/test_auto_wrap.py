@@ -147,7 +147,7 @@ def named_blocks():
         return model
 
     model = check(seeded(Sequence), lambda m: [m[1], m[2]], ["1", "2"])
-    assert state_of(model[1]).next is state_of(model[2])
+    assert state_of(model[1]).next() is state_of(model[2])
     check(seeded(Tower), lambda m: m.layers, ["layers.0", "layers.1", "layers.2"])
     check(seeded(Tower), lambda m: [m.head, m.layers[1]], ["layers.1", "head"])
     check(seeded(Stages), lambda m: [m.stages[0], m.stages[1]], ["stages.0.0", "stages.0.1", "stages.1.0"])

@@ -126,15 +126,17 @@ class Packing:
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Pack the remaining gradients in one launch, zero what has none, and return `flat`."""
-        for index in self._packed:
-            if (again := gradients[index]) is not None:
-                self._views[index].add_(again)
-        rest = [pair for index, pair in enumerate(zip(self._views, gradients)) if index not in self._packed]
-        views = [view for view, gradient in rest if gradient is not None] + self._gaps
-        sources = [gradient for _, gradient in rest if gradient is not None] + self._zeros
-        missing = [view for view, gradient in rest if gradient is None]
-        if views:
-            foreach_copy_(views, sources)
+        views, sources, missing = self._views, [gradient for gradient in gradients if gradient is not None], []
+        if self._packed or len(sources) < len(views):
+            for index in self._packed:
+                if (again := gradients[index]) is not None:
+                    views[index].add_(again)
+            rest = [pair for index, pair in enumerate(zip(views, gradients)) if index not in self._packed]
+            views = [view for view, gradient in rest if gradient is not None]
+            sources = [gradient for _, gradient in rest if gradient is not None]
+            missing = [view for view, gradient in rest if gradient is None]
+        if views or self._gaps:
+            foreach_copy_([*views, *self._gaps], [*sources, *self._zeros])
         if missing:
             foreach_zero_(missing)
         self._packed.clear()

@@ -194,10 +194,12 @@ class ShardedBuffer:
         The change would be lost with the full buffer, or stay on the one rank that stores the parameter completely.
         copies: Parameters over the same memory that were written. Wholes that were cast are restored.
         """
-        dtype = self.shard.dtype
-        if any(whole.dtype is not dtype for whole in self.wholes):
-            self._refuse_cast()
-        written = [*copies, *[whole for whole in self.wholes if whole._version]]
+        dtype, written = self.shard.dtype, [*copies]
+        for whole in self.wholes:
+            if whole.dtype is not dtype:
+                self._refuse_cast()
+            if whole._version:
+                written.append(whole)
         if written and self._full is not None:
             raise RuntimeError(
                 f"The forward modified a sharded parameter in place (shapes {[tuple(whole.shape) for whole in written]}"

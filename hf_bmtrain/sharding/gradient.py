@@ -39,6 +39,7 @@ class GradientBuffer:
         self.slices: list[weakref.ref[Any]] = []
         self._pieces = [layout.piece(index, communicator.rank) for index in range(len(wholes))]
         self.requires_grad = [whole.requires_grad for whole in wholes]
+        self._wholes_require_grad = list(self.requires_grad)
         self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
         self._flight: Flight | None = None  # from `send` to `receive`
         self._squares: torch.Tensor | None = None
@@ -62,9 +63,10 @@ class GradientBuffer:
 
     def follow_requires_grad(self) -> None:
         """Make the wholes require gradients as their slices do, which may have changed since the last forward."""
-        for whole, required in zip(self._wholes, self.requires_grad):
-            if whole.requires_grad != required:
+        if self.requires_grad != self._wholes_require_grad:
+            for whole, required in zip(self._wholes, self.requires_grad):
                 whole.requires_grad_(required)
+            self._wholes_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
         """Drop the shard if no slice has a `.grad`, so that its memory is free during the next forward."""
@@ -74,7 +76,11 @@ class GradientBuffer:
 
     @property
     def _unused(self) -> bool:
-        return all(gradient is None for gradient in self._gradients)
+        for reference in self.slices:
+            slice_ = reference()
+            if slice_ is not None and slice_.grad is not None:
+                return False
+        return True
 
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
@@ -139,7 +145,10 @@ class GradientBuffer:
     @property
     def intact(self) -> bool:
         """True if every slice's `.grad` is still the view of `shard` that was handed out."""
-        return all(mine is None or mine is handed for mine, handed in zip(self._gradients, self._handed))
+        for mine, handed in zip(self._gradients, self._handed):
+            if mine is not None and mine is not handed:
+                return False
+        return True
 
     @property
     def _unwritten(self) -> bool:

@@ -70,7 +70,7 @@ class ThreadStream:
     def follow(self) -> None:
         pass  # what the current stream has, it has done
 
-    def mark(self) -> Happened:
+    def record_event(self) -> Happened:
         happened = Happened()
         self.run(happened.event.set)
         return happened

@@ -2,7 +2,4 @@
 
 They extend the classes of users' modules in place. They know buffers, slots, the schedule and the recomputation policy,
 and nothing of models, optimizers or Hugging Face.
-
-* *block list*: blocks in execution order, each linked to its neighbours for prefetching.
-* *open*: with the wholes in the block's slots.
 """

@@ -2,7 +2,4 @@
 
 Each operation is a contract (shapes, dtypes, aliasing), a reference in torch and a CUDA launch; the public function
 chooses between them by `tensor.is_cuda`. Nothing here knows ranks, parameters, modules or optimizers.
-
-* *launch*: compile a kernel of `kernels/*.cu` by CuPy, once, and start it on the current stream.
-* *reference*: the same arithmetic in torch, used on the CPU and as the kernel's test.
 """

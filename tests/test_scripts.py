@@ -39,7 +39,10 @@ def test_the_search_path_is_that_of_pytest(pytestconfig):
     ]
 
 
-@pytest.mark.parametrize("words", [("parity", "--help"), ("programs", "--ranks", "2", "--seeds", "0:1")])
+@pytest.mark.parametrize(
+    "words",
+    [("parity", "--help"), pytest.param(("programs", "--ranks", "2", "--seeds", "0:1"), marks=pytest.mark.full)],
+)
 def test_a_script_runs_from_anywhere(tmp_path, words):
     done = run(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

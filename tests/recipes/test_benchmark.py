@@ -34,6 +34,7 @@ def several(tmp_path_factory):
     return run(TWO_RANKS, BENCHMARK, *TINY, *options), folder
 
 
+@pytest.mark.full
 def test_engines_learn_alike(several):
     """All in one process group. An optimizer without effect would be off by 0.05."""
     done, folder = several

@@ -82,6 +82,7 @@ def test_an_output_that_cannot_be_written_is_told_before_training(small, tmp_pat
     assert done.stdout == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_trains_and_is_saved_as_such(small, plain, dtype):
     ours = train(small, dtype, PYTHON, RECIPE, "--dropout", 0, "--batch-size", 16, f"--{dtype}")

@@ -100,6 +100,7 @@ def test_the_passage_alone_tells_little(questions):
     assert accuracy_of_a_bag_of_words(lambda x: x.passage, questions) == pytest.approx(0.625, abs=0.05)
 
 
+@pytest.mark.full
 def test_equal_seeds_give_equal_questions_and_vocabularies_in_every_process(questions):
     code = (
         "import zlib; from boolq.questions import reading_questions; from boolq.small_bert import train_tokenizer; "

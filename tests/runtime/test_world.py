@@ -141,6 +141,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_a_rank_leaves_without_one_that_never_comes():
     stays = launch(STAYS, 2)
     stays[0].communicate(timeout=120)

@@ -35,5 +35,6 @@ def test_a_recompilation_is_seen(world):
     world(1)(a_recompilation_raises)
 
 
+@pytest.mark.full
 def test_the_whole_model(world):
     world(2)(the_whole_model)

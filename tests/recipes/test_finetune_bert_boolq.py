@@ -73,6 +73,7 @@ def test_a_mistake_is_one_line_and_status_2(small, launcher, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_an_output_that_cannot_be_written_is_told_before_training(small, tmp_path):
     (tmp_path / "file").touch()
     model, data, output = small / "model", small / "data", tmp_path / "file" / "folder"

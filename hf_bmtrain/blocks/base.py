@@ -34,6 +34,11 @@ class ShardedModule(torch.nn.Module):
     _is_accelerate_prepared = True
     _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # An extended class is none of the user's, whose classes may register or count their subclasses.
+        if "_extends" not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
+
     def _slots(self) -> Sequence[Slot]:
         """Return the slots of the sharded parameters that this module gathers."""
         raise NotImplementedError
@@ -57,6 +62,12 @@ class ShardedModule(torch.nn.Module):
             f"A sharded {type(self).__name__} cannot be deep-copied: copy the model before it is wrapped."
         )
 
+    def __reduce_ex__(self, protocol) -> NoReturn:
+        raise RuntimeError(
+            f"A sharded {type(self).__name__} cannot be pickled: torch.save(model) would save one rank's shards. Save "
+            "its weights: bmt.save(model, file) or model.save_pretrained(folder), on all ranks."
+        )
+
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise RuntimeError(
             "torch.nn.DataParallel around a model that hf_bmtrain has sharded: it copies modules, and slices cannot "
@@ -70,5 +81,5 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
 
     Create one per `cls`, not one per module: torch.compile compiles once per class.
     """
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls)(cls.__name__, (base, cls), {**names, **methods})

@@ -17,7 +17,8 @@ class ResizableStorage:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self._poison = poison
+        numbers = dtype.is_floating_point or dtype.is_complex
+        self._poison = (float("nan") if numbers else 77) if poison else None  # integers have no NaN
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:
@@ -25,15 +26,15 @@ class ResizableStorage:
         if not self.allocated:
             self._storage.resize_(self._nbytes)
             self.allocated = True
-            if self._poison:
-                self.tensor.fill_(float("nan"))
+            if self._poison is not None:
+                self.tensor.fill_(self._poison)
         return self.tensor
 
     def free(self) -> None:
         """Return the memory to the allocator, on the current stream."""
         if self.allocated and self._nbytes:
-            if self._poison:
-                self.tensor.fill_(float("nan"))
+            if self._poison is not None:
+                self.tensor.fill_(self._poison)
             self._storage.resize_(0)
             self.allocated = False
 

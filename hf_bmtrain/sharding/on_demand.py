@@ -77,13 +77,17 @@ class OnDemandGather:
         return whole
 
     def _readable(self, index: int) -> torch.nn.Parameter:
-        whole = torch.nn.Parameter(self._buffer.wholes[index].data)
+        weights = self._buffer.wholes[index].data
+        whole = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
+        if not whole.requires_grad:
+            return whole  # torch admits no hook
         owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
 
         def collect(whole: torch.nn.Parameter) -> None:
             gather, gradient = owner(), whole.grad
             whole.grad = None
-            if gather is not None and gradient is not None:  # otherwise the model was dropped
+            # The model may have been dropped. What was read may have no part in the loss: then there is no gradient.
+            if gather is not None and gradient is not None:
                 gather.collect(index, gradient)
                 gather._release_if_unneeded()
 

@@ -8,6 +8,8 @@ from ..blocks.block import CheckpointBlock
 from ..blocks.module import DistributedModule
 from ..sharding.parameter import DistributedParameter
 
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
 
 def admit(model: torch.nn.Module) -> None:
     """Raise ValueError, with the reason, if `model` cannot be wrapped."""
@@ -32,6 +34,12 @@ def admit(model: torch.nn.Module) -> None:
 
 def admit_parameters(model: torch.nn.Module) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded, naming the first one."""
+    for name, module in model.named_modules():
+        if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"auto_wrap: '{name}' makes sparse gradients (sparse=True), which cannot be averaged in flat buffers: "
+                "set its attribute `sparse` to False. The gradient then has a row for every entry of the table."
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, torch.nn.UninitializedParameter):
             raise ValueError(f"auto_wrap: '{name}' has no shape yet (a lazy layer): run one forward before wrapping.")

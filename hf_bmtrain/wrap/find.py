@@ -12,8 +12,11 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """Return the outermost ModuleLists whose items hold parameters, searching inside lists of lists."""
-    if isinstance(model, torch.nn.ModuleList):
+    """Return the outermost ModuleLists whose items hold parameters, searching inside lists of lists.
+
+    A list that holds None (modules between layers, some of them left out) is none of blocks.
+    """
+    if isinstance(model, torch.nn.ModuleList) and all(item is not None for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]
         if items and not any(isinstance(item, torch.nn.ModuleList) for item in items):
             return [model]

@@ -57,15 +57,19 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) ->
     """
     states = weakref.WeakSet(block._bmt for block in blocks)
 
-    def without_cache(module, args, kwargs):
+    def without_cache(position, module, args, kwargs):
         if torch.is_grad_enabled() and any(state.keeps_no_cache for state in states):
+            if position < len(args):
+                return (*args[:position], False, *args[position + 1 :]), kwargs
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
 
     for module in modules:
         if hasattr(getattr(module, "config", None), "use_cache"):
-            if "use_cache" in inspect.signature(module.forward).parameters:
-                module.register_forward_pre_hook(without_cache, with_kwargs=True)
+            names = list(inspect.signature(module.forward).parameters)
+            if "use_cache" in names:
+                hook = functools.partial(without_cache, names.index("use_cache"))
+                module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:

@@ -1,0 +1,132 @@
+"""Models that do something unusual: trained as in plain torch, or refused by name."""
+
+import io
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_bmtrain as bmt
+from tiny_models import VOCABULARY
+from twins import WIDTH, Layer, Tower, check_twins, ids
+
+
+def plain_loss(model, step, rank):
+    return model(ids(step, rank))
+
+
+class Registered:
+    """Counts its subclasses, which must have a key."""
+
+    keys: dict[str, type] = {}
+
+    def __init_subclass__(cls, key=None, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if key is None or key in Registered.keys:
+            raise TypeError(f"a subclass with key {key!r}")
+        Registered.keys[key] = cls
+
+
+class RegisteredLayer(Layer, Registered, key="layer"):
+    pass
+
+
+class RegisteredTower(Tower, Registered, key="tower"):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([RegisteredLayer() for _ in range(3)])
+
+
+def registered_subclasses():
+    """Extending a class is no subclassing of the user's."""
+    model = check_twins(RegisteredTower, plain_loss)
+    assert isinstance(model.layers[0], bmt.CheckpointBlock)
+    assert Registered.keys == {"layer": RegisteredLayer, "tower": RegisteredTower}
+
+    class Later(RegisteredTower, key="later"):
+        pass
+
+    assert Registered.keys.pop("later") is Later
+
+
+class NumberedTower(Tower):
+    """Holds integers as a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = nn.Parameter(torch.arange(1, 8), requires_grad=False)
+
+    def forward(self, *args):
+        return super().forward(*args) * self.numbers.sum()
+
+
+def integer_parameters():
+    model = check_twins(NumberedTower, plain_loss)
+    assert model.numbers.gather().tolist() == list(range(1, 8))
+
+
+class GappedTower(Tower):
+    """Its second list has modules between layers, and None where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.between = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), None])
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer, between in zip(self.layers, self.between):
+            x = layer(x)
+            x = x if between is None else between(x)
+        return self.head(x).square().mean()
+
+
+def list_with_none():
+    model = check_twins(GappedTower, plain_loss)
+    assert isinstance(model.layers[0], bmt.CheckpointBlock)
+    assert not isinstance(model.between[0], bmt.CheckpointBlock)
+
+
+def cache_by_position():
+    """T5Gemma gives `use_cache` to its layers by position."""
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "dropout_rate": 0.0,
+        "attention_dropout": 0.0,
+    }  # fmt: skip
+
+    def make():
+        torch.manual_seed(0)
+        config = transformers.T5GemmaConfig(encoder=dict(sizes), decoder=dict(sizes), vocab_size=VOCABULARY)
+        return transformers.T5GemmaForConditionalGeneration(config).train()
+
+    def loss(model, step, rank):
+        rows = ids(step, rank)
+        return model(input_ids=rows, decoder_input_ids=rows, labels=rows).loss
+
+    check_twins(make, loss)
+
+
+def sparse_gradients():
+    tower = Tower()
+    tower.embedding.sparse = True
+    with pytest.raises(ValueError, match="'embedding' makes sparse gradients .* set its attribute `sparse` to False"):
+        bmt.auto_wrap(tower)
+    assert not isinstance(tower.layers[0], bmt.CheckpointBlock)
+
+
+def pickled_models():
+    for wrapped in (bmt.auto_wrap(Tower()), nn.Sequential(bmt.CheckpointBlock(Layer()))):
+        with pytest.raises(RuntimeError, match="cannot be pickled.* bmt.save"):
+            torch.save(wrapped, io.BytesIO())
+
+
+CASES = [
+    registered_subclasses, integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [1, 2])
+def test_unusual_models(world, size, case):
+    world(size)(case)

@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hf_bmtrain as bmt
 from tiny_models import batch, build
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
 
 def left_of(prepare, family):
     """Names of the modules, parameters and shards that outlive a model and its optimizer after a training step."""
@@ -59,8 +61,9 @@ def test_wrapped(world, size, family, use_checkpoint):
     world(size)(wrapped_is_freed, family, {"use_checkpoint": use_checkpoint})
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="older compilers of torch leave what they traced in a cycle")
 def test_compiled(world):
-    """Of other layers, such as BERT's, torch's compiler leaves what it traced in a cycle of its own."""
+    """Of other layers, such as BERT's, newer ones do as well."""
     world(1)(wrapped_is_freed, "llama", {"compile": "aot_eager"})
 
 

@@ -116,7 +116,10 @@ def weak_method(method: Callable) -> Callable:
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(owner(), *args, **kwargs)
+        alive = owner()
+        if alive is None:
+            raise RuntimeError(f"the object of this {function.__name__}() was dropped: keep a reference to the model.")
+        return function(alive, *args, **kwargs)
 
     call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]
     return call

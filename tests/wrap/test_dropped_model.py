@@ -67,5 +67,15 @@ def test_compiled(world):
     world(1)(wrapped_is_freed, "llama", {"compile": "aot_eager"})
 
 
+def kept_forward():
+    forward = bmt.auto_wrap(build("llama")).forward
+    with pytest.raises(RuntimeError, match="was dropped: keep a reference to the model"):
+        forward(**batch("llama", 0))
+
+
+def test_a_forward_alone_does_not_keep_its_model(world):
+    world(1)(kept_forward)
+
+
 def test_wrapped_with_copies_between_ranks(peers):
     peers(2)(wrapped_is_freed, "llama", {})

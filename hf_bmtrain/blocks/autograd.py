@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..ops.torch_internals import functorch_transforms_active, pytree
+from ..runtime.schedule import refuse_double_backward
 
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 """Types of values that hold no tensors."""
@@ -31,11 +32,7 @@ class _EnterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights "
-                "are gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
-            )
+        refuse_double_backward()
         ctx.before(ctx.token)
         return None, None, *gradients
 

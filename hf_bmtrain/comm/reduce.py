@@ -161,8 +161,8 @@ class CollectingReducer:
             return gradients
         complete = list(gradients)
         for index, gradient in self._collected.items():
-            assert complete[index] is None, "read in and outside of blocks"
-            complete[index] = gradient
+            other = complete[index]  # that of the block itself, if the parameter is read outside of it as well
+            complete[index] = gradient if other is None else other + gradient
         self._collected.clear()
         return complete
 

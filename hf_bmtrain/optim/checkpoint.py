@@ -13,6 +13,7 @@ from ..runtime.launcher import accelerator_is_running
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
+from ..sharding.slice_tensor import SliceTensor
 
 States = dict[Any, dict[str, Any]]
 """The "state" of an optimizer's state dict: by the number of the parameter, its values by name."""
@@ -109,8 +110,10 @@ class WholeState:
 
 def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
     """Return this rank's part of `value` if it is whole, otherwise `value`. Raises ValueError if it fits neither."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape == parameter.shape:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
+    if value.shape == parameter.shape:
+        return SliceTensor.of(value, parameter.placement)
     if value.numel() == parameter.full_shape.numel():
         return parameter.take(value.reshape(parameter.full_shape)).clone()
     if value.numel() == 1:
@@ -173,7 +176,7 @@ def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[li
             if not isinstance(parameter, DistributedParameter):
                 others[key][name] = _copy(value)
                 continue
-            fits = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == parameter.shape
+            fits = isinstance(value, torch.Tensor) and len(value.shape) == 1 and value.shape == parameter.shape
             mine[name, key] = fits, parameter.numel(), None if fits and value.numel() != 1 else _copy(value)
     everyone = world.gather_objects(mine)
     if any(other.keys() != mine.keys() for other in everyone):

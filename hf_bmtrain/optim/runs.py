@@ -75,7 +75,7 @@ class Run:
         for parameter in self.parameters:
             assert parameter.grad is not None
             start = self.begin(parameter)
-            flat[start : start + parameter.numel()] = parameter.grad
+            flat[start : start + parameter.numel()] = _values(parameter.grad)
         return flat
 
 
@@ -105,7 +105,7 @@ def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
 
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
     """Return the `.grad` of each parameter, which must have one, and its version, for `is_unchanged`."""
-    with WithoutTorchFunction():  # read a GradSlice's version like that of any tensor
+    with WithoutTorchFunction():  # read a slice's version like that of any tensor
         return {parameter: (parameter.grad, parameter.grad._version) for parameter in parameters}
 
 
@@ -195,7 +195,7 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     A master and exp_avg_sq assembled from residuals are new and in host memory: on the device they would take 8 bytes
     more per element. All other tensors are the optimizer's own.
     """
-    weights = parameter.detach().view(-1)
+    weights = _values(parameter)
     if "residual" in held:
         master, exp_avg_sq = Master(weights, held["residual"], held["exp_avg_sq"]).read(torch.device("cpu"))
         return {"step": held["step"], "exp_avg": held["exp_avg"], "exp_avg_sq": exp_avg_sq, "master": master}
@@ -211,6 +211,7 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
     float32 master becomes a residual, the weights are written: with their own bits, unless the loaded state is of other
     weights.
     """
+    earlier = {name: _values(value) if value.shape else value for name, value in earlier.items()}
     if not ("residual" in earlier and "residual" in views):
         earlier = shown(parameter, earlier, loaded)
     for name, view in views.items():
@@ -218,4 +219,9 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
             view.copy_(earlier[name].reshape(view.shape))
     stored = views.get("residual", views.get("master"))
     if stored is not None and "master" in earlier:
-        Master(parameter.detach().view(-1), stored, views["exp_avg_sq"]).write(earlier["master"])
+        Master(_values(parameter), stored, views["exp_avg_sq"]).write(earlier["master"])
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a slice or of an ordinary tensor, an ordinary 1-D view."""
+    return tensor.detach().as_subclass(torch.Tensor).reshape(-1)

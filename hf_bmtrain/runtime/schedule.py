@@ -288,6 +288,10 @@ class Schedule:
         """
         self._receive(self.blocks.ahead)
 
+    def receive_all(self) -> None:
+        """Receive all gradients that are in flight."""
+        self._receive(ahead=0)
+
     def send(self, gradients: list[Gradient]) -> None:
         """Start averaging `gradients` over the ranks. They are received together."""
         self.make_room()
@@ -304,3 +308,12 @@ class Schedule:
             for gradient in self._in_flight[0]:
                 gradient.receive()
             self._in_flight.popleft()
+
+
+def refuse_double_backward() -> None:
+    """Raise RuntimeError in a backward that autograd records."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights "
+            "are gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
+        )

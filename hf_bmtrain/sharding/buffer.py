@@ -18,6 +18,7 @@ from ..ops.torch_internals import make_subclass
 from ..runtime.schedule import Schedule
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
+from .placement import Placement
 
 
 class ShardedBuffer:
@@ -52,14 +53,15 @@ class ShardedBuffer:
         self.rank, size = self._communicator.rank, self._communicator.size
         alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         self.layout = Layout.build([p.numel() for p in parameters], size, alignment)
-        self.pieces = [self.layout.piece(index, self.rank) for index in range(len(parameters))]
+        self.placements = [Placement(self.layout, i, p.shape, schedule.reduce) for i, p in enumerate(parameters)]
+        self.pieces = [placement.piece for placement in self.placements]
         self._cut = self.layout.cut_ranges(self.rank)
         self.update = PendingUpdate(self._gather)
         self.shard = self._gather.allocate(self.layout.shard_numel, dtype, device, self.update.wait)
         self._full = None if size == 1 else ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
-        self.gradient = GradientBuffer(schedule.reduce, reducer, self.layout, self.wholes, self.shard)
+        self.gradient = GradientBuffer(self.placements, reducer, self.wholes, self.shard)
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)
@@ -93,7 +95,8 @@ class ShardedBuffer:
         for index, (parameter, piece) in enumerate(zip(parameters, self.pieces)):
             view = self.shard[piece.shard_start : piece.shard_stop]
             made = make_subclass(cls, view, parameter.requires_grad)
-            made.buffer, made.index, made.on_demand, made._gradient_hooks = self, index, None, OrderedDict()
+            made.buffer, made.index, made.placement = self, index, self.placements[index]
+            made.on_demand, made._gradient_hooks = None, OrderedDict()
             made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
             slices.append(made)
         self.gradient.slices = [weakref.ref(made) for made in slices]
@@ -166,10 +169,6 @@ class ShardedBuffer:
     def prepare_write(self) -> None:
         """Wait until no rank reads the shard, before it is written outside an optimizer's step. Collective."""
         self._gather.quiesce()
-
-    def gather_piecewise(self, index: int, values: torch.Tensor) -> torch.Tensor:
-        """Return whole tensor `index` made of every rank's `values`, which are laid out like its slices. Collective."""
-        return self.gather_like_slices({index: values})[index].clone()
 
     def gather_like_slices(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Assemble whole tensors from every rank's `values`, laid out like the slices of their indices. Collective.

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..comm.collectives import Communicator
-from ..comm.layout import Layout
 from ..comm.reduce import Flight, Reducer
 from ..ops.grad_norm import Segments
 from ..ops.torch_internals import WithoutTorchFunction
-from .grad_slice import GradSlice, SegmentNorms
+from .norms import SegmentNorms
+from .placement import Placement
+from .slice_tensor import SliceTensor
 
 
 class GradientBuffer:
@@ -28,16 +28,15 @@ class GradientBuffer:
 
     def __init__(
         self,
-        communicator: Communicator,
+        placements: Sequence[Placement],
         reducer: Reducer,
-        layout: Layout,
         wholes: list[torch.nn.Parameter],
         like: torch.Tensor,
     ) -> None:
-        """like: the shard of the parameters, whose shape, dtype and device the gradient's shard has."""
-        self._communicator, self._reducer, self._wholes, self._like = communicator, reducer, wholes, like
+        """placements: of the wholes. like: the shard of the parameters, whose shape, dtype and device the gradient's shard has."""
+        self._placements, self._reducer, self._wholes, self._like = placements, reducer, wholes, like
         self.slices: list[weakref.ref[Any]] = []
-        self._pieces = [layout.piece(index, communicator.rank) for index in range(len(wholes))]
+        self._pieces = [placement.piece for placement in placements]
         self.requires_grad = [whole.requires_grad for whole in wholes]
         self._wholes_require_grad = list(self.requires_grad)
         self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
@@ -46,7 +45,8 @@ class GradientBuffer:
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # the running sum
         self._handed: list[torch.Tensor | None] = [None] * len(wholes)
-        sizes = layout.shard_sizes(communicator.rank)
+        self._communicator = placements[0].communicator
+        sizes = placements[0].layout.shard_sizes(self._communicator.rank)
         present = [position for position, size in enumerate(sizes) if size or position % 2]  # gaps that are not empty
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
@@ -76,10 +76,11 @@ class GradientBuffer:
 
     @property
     def _unused(self) -> bool:
-        for reference in self.slices:
-            slice_ = reference()
-            if slice_ is not None and slice_.grad is not None:
-                return False
+        with WithoutTorchFunction():
+            for reference in self.slices:
+                slice_ = reference()
+                if slice_ is not None and slice_.grad is not None:
+                    return False
         return True
 
     @property
@@ -176,21 +177,22 @@ class GradientBuffer:
         if self._total is None or not self._unwritten:
             wide = torch.promote_types(self.shard.dtype, torch.float32)
             self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
-        for gradient, piece, handed in zip(self._gradients, self._pieces, self._handed):
-            if gradient is handed and gradient is not None:
-                continue
-            target = self._total[piece.shard_start : piece.shard_stop]
-            target.zero_() if gradient is None else target.copy_(gradient)
+        with WithoutTorchFunction():
+            for gradient, piece, handed in zip(self._gradients, self._pieces, self._handed):
+                if gradient is handed and gradient is not None:
+                    continue
+                target = self._total[piece.shard_start : piece.shard_stop]
+                target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self) -> None:
         assert self.shard is not None
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         self._version = self.shard._version
-        communicator, norms = self._communicator, None
+        norms = None
         if self._segments is not None:
-            norms = SegmentNorms(self.shard, self._segments, communicator, self._squares)
+            norms = SegmentNorms(self.shard, self._segments, self._communicator, self._squares)
         parts = self.shard.split_with_sizes(self._sizes)
-        required, handed, hooked = self.requires_grad, self._handed, []
+        required, handed, placements, hooked = self.requires_grad, self._handed, self._placements, []
         with WithoutTorchFunction():
             for index, reference in enumerate(self.slices):
                 slice_ = reference()
@@ -198,7 +200,7 @@ class GradientBuffer:
                     continue
                 if required[index] and (handed[index] is None or slice_.grad is not handed[index]):
                     part = parts[self._parts[index]]
-                    GradSlice.become(part, communicator, norms, index)
+                    SliceTensor.become(part, placements[index], norms, index)
                     handed[index] = slice_.grad = part
                 if slice_._gradient_hooks:
                     hooked.append(slice_)

@@ -97,6 +97,8 @@ class OnDemandGather:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Take over the gradient of parameter `index` in the running backward."""
         self._schedule.join_backward(self)
+        if self._buffer.gradient.in_flight:  # that of a block, whose parameter is read outside of it as well
+            self._schedule.receive_all()
         self._buffer.gradient.collect(index, gradient)
 
     def check_unwritten(self) -> None:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..runtime.schedule import refuse_double_backward
 from ..runtime.world import current_world
 from .buffer import ShardedBuffer
 from .on_demand import OnDemandGather
+from .slice_tensor import Sliced, SliceTensor
 
 
-class DistributedParameter(torch.nn.Parameter):
+class DistributedParameter(Sliced, torch.nn.Parameter):
     """This rank's 1-D slice of a parameter. `model.parameters()` yields slices, and optimizers update them.
 
     `DistributedParameter(data)` shards `data` (any shape, rank 0's values) over all ranks, as in BMTrain. Collective.
@@ -30,6 +32,7 @@ class DistributedParameter(torch.nn.Parameter):
     None (also under `torch.autograd.grad` with respect to inputs alone).
     """
 
+    is_parameter = True
     buffer: ShardedBuffer
     on_demand: OnDemandGather | None
     index: int
@@ -60,11 +63,6 @@ class DistributedParameter(torch.nn.Parameter):
         return self.buffer.wholes[self.index]
 
     @property
-    def full_shape(self) -> torch.Size:
-        """The shape of the whole parameter."""
-        return self.whole.shape
-
-    @property
     def ds_shape(self) -> torch.Size:
         """`full_shape`, under the name that PEFT reads."""
         return self.full_shape
@@ -85,34 +83,30 @@ class DistributedParameter(torch.nn.Parameter):
     def detach_(self) -> DistributedParameter:
         return self.requires_grad_(False)
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The slice as a plain tensor. Writes to it count as writes to the weights."""
+    def settle(self) -> None:
         self.buffer.update.wait()
-        return self.detach()
 
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        """Copy `values` into the shard. Raises RuntimeError unless shape, dtype and device are those of the slice."""
-        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
-            raise RuntimeError(
-                f"`.data` of a sharded parameter can only be set to what fits its slice ({tuple(self.shape)}, "
-                f"{self.dtype}, {self.device}), not {tuple(values.shape)}, {values.dtype}, {values.device}. Cast "
-                "before auto_wrap; to write a whole tensor use parameter.copy_(parameter.take(whole))."
-            )
-        with torch.no_grad():
-            self.copy_(values)
-
-    def gather(self) -> torch.Tensor:
-        """Return the whole parameter, a new detached tensor of `full_shape` on this device. Collective."""
+    def read_whole(self) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            schedule = current_world().schedule
+            if schedule.in_forward and not schedule.in_backward:
+                schedule.add_reader(OnDemandGather.of(self, schedule))
+            return _ReadWhole.apply(self)
         with self.buffer.whole_now():
             return self.whole.detach().clone()
 
+    def gather(self) -> torch.Tensor:
+        """Return the whole parameter, a new tensor of `full_shape` on this device. Collective.
+
+        Where autograd records, it is differentiable: its gradient is averaged over the ranks into `.grad`.
+        """
+        return self.read_whole()
+
     def gather_gradient(self) -> torch.Tensor | None:
         """Return the whole gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
-        return None if self.grad is None else self.buffer.gather_piecewise(self.index, self.grad)
+        return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
+    def take(self, whole: torch.Tensor) -> SliceTensor:
         """Return this rank's part of a `whole` tensor of `full_shape`, as a 1-D view. Not collective.
 
         Raises ValueError for another shape.
@@ -120,17 +114,13 @@ class DistributedParameter(torch.nn.Parameter):
         if whole.shape != self.full_shape:
             raise ValueError(f"expected a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}")
         self.buffer.update.wait()  # the part is about to be written
-        place = self.buffer.pieces[self.index]
-        return whole.reshape(-1)[place.tensor_start : place.tensor_stop]
+        return SliceTensor.of(self.placement.cut(whole), self.placement)
 
     def register_post_accumulate_grad_hook(self, hook):
         """Call `hook(parameter)` after the gradient, averaged over all ranks, was added to `.grad`."""
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
         return handle
-
-    def __reduce_ex__(self, protocol):
-        return self.data.clone().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return (
@@ -140,26 +130,35 @@ class DistributedParameter(torch.nn.Parameter):
 
     # -- refused ------------------------------------------------------------------------------------------------
 
-    def _refuse_product(self, *args):
-        raise RuntimeError(
-            f"A matrix product with a slice of a parameter of shape {tuple(self.full_shape)}: rank {self.buffer.rank} "
-            f"holds {self.numel()} of its elements in a row. Do it on whole parameters: before auto_wrap, with "
-            "parameter.gather(), or, where they are to change, `with bmt.gathered(model, modify=True): "
-            "model.merge_adapter()`, after which model.unload() takes the adapters out."
-        )
-
-    matmul = mm = mv = addmm = t = transpose = _refuse_product  # pyright: ignore[reportAssignmentType]
-    # An adapter's B @ A, a number for square layers, would be merged.
-    __matmul__ = __rmatmul__ = _refuse_product  # pyright: ignore[reportAssignmentType]
-    T = mT = property(_refuse_product)  # pyright: ignore[reportAssignmentType]
-
     def register_hook(self, hook):
         raise RuntimeError(
             "A tensor hook on a sharded parameter would never fire: its gradient arrives from the reduction, not "
             "from autograd. Use register_post_accumulate_grad_hook, which sees the averaged gradient in `.grad`."
         )
 
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(
+            f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled: this rank holds {self.numel()} "
+            "of its elements. Save bmt.save(model, file), model.state_dict() or parameter.gather(), on all ranks."
+        )
+
     def __deepcopy__(self, memo):
         raise RuntimeError(
             "A sharded model cannot be deep-copied: copy the model before auto_wrap, or load state_dict() into another."
         )
+
+
+class _ReadWhole(torch.autograd.Function):
+    """A whole copy of a parameter, whose gradient is averaged over the ranks."""
+
+    @staticmethod
+    def forward(ctx, parameter: DistributedParameter) -> torch.Tensor:
+        ctx.parameter = parameter
+        with parameter.buffer.whole_now():
+            return parameter.whole.detach().clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> None:
+        refuse_double_backward()
+        schedule = current_world().schedule
+        OnDemandGather.of(ctx.parameter, schedule).collect(ctx.parameter.index, gradient)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ..ops.torch_internals import no_torch_function
+from .slice_tensor import Sliced
 from .slots import Slot, find_slots
 
 
@@ -70,12 +70,6 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     return destination.plain()
 
 
-class _Part(torch.Tensor):
-    """This rank's part of an entry of a state dict that is being loaded."""
-
-    __torch_function__ = no_torch_function
-
-
 def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:
     """Replace the whole tensors of `state_dict` that belong to `slots` by this rank's part, to be loaded in place.
 
@@ -85,7 +79,7 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
         buffer.prepare_write()
     for slot in slots:
         key = prefix + slot.name
-        if key not in state_dict or isinstance(state_dict[key], _Part):
+        if key not in state_dict or isinstance(state_dict[key], Sliced):
             continue
         if metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
@@ -93,11 +87,10 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
                 "which copies into them."
             )
         try:
-            part = slot.piece.take(state_dict[key])
+            state_dict[key] = slot.piece.take(state_dict[key])
         except ValueError as error:
             errors.append(f"{key}: {error}. Is this the state dict of another model?")
-            part = slot.piece.detach()
-        state_dict[key] = part.as_subclass(_Part)
+            state_dict[key] = slot.piece.detach()
 
 
 def slice_loads(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:

@@ -39,7 +39,7 @@ def by_hand(as_list):
     torch.manual_seed(bmt.rank())  # ranks that draw differently agree on rank 0's values
     model = HandModel(as_list)
     bmt.init_parameters(model)
-    weights = [parameter.gather().requires_grad_() for parameter in model.parameters()]
+    weights = [parameter.gather().detach().requires_grad_() for parameter in model.parameters()]
     assert all(0 < weight.std() < 0.3 for weight in weights[1:])
     assert not torch.equal(weights[1], weights[2])
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(bmt.rank()))

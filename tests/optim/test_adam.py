@@ -225,7 +225,7 @@ def stochastic_state(dtype):
         optimizer.step()
     moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
     assert all(m.dtype == torch.bfloat16 for m in moments)
-    whole = [p.buffer.gather_piecewise(p.index, m) for p, m in zip(model.parameters(), moments)]
+    whole = [p.placement.gather(m) for p, m in zip(model.parameters(), moments)]
     return [t.float().numpy() for t in [*model.state_dict().values(), *whole]]
 
 

@@ -21,7 +21,7 @@ WAYS = {
 def plain_delta(parameter, master, state, gradient, group):
     """δ of one parameter, whole, in float64, from the state before the step."""
     (beta1, beta2), t = group["betas"], float(state["step"]) + 1 if state else 1.0
-    m, v = (parameter.buffer.gather_piecewise(parameter.index, state[n]).double() if state else torch.zeros(()).double()
+    m, v = (parameter.placement.gather(state[n]).double() if state else torch.zeros(()).double()
             for n in ("exp_avg", "exp_avg_sq"))  # fmt: skip
     m, v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient**2
     return (m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"]) + group["weight_decay"] * master).view(-1)
@@ -52,8 +52,8 @@ def recorded(way, dtype):
                     if parameter.grad is None:
                         continue
                     state = saved["state"].get(key, {})
-                    held = state["master"] if "master" in state else parameter.detach()
-                    master = parameter.buffer.gather_piecewise(parameter.index, held).double()
+                    held = state["master"] if "master" in state else parameter.detach().as_subclass(torch.Tensor)
+                    master = parameter.placement.gather(held).double()
                     gradient = parameter.gather_gradient().double() * scale
                     expected.append(plain_delta(parameter, master, state, gradient, group))
             trainee.manager.step()

@@ -1,0 +1,54 @@
+"""Norms of gradients over all ranks, measured together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..comm.collectives import Communicator
+from ..ops.grad_norm import Segments, segmented_squared_norm
+
+
+class SegmentNorms:
+    """The 2-norms over all ranks of the segments of a flat shard, by one pass and one all-reduce for all of them.
+
+    They are cached until the shard's version counter changes; kernels that write the shard through raw pointers
+    increment it. All ranks write and ask alike, so all of them measure again, or none.
+
+    shard: (n,) float32, float16 or bfloat16. segments: of the shard; elements between the end of a segment and the next
+    one are zero. squares: this rank's part of the segments' squares, (k,) float64, if the present shard has been
+    measured already.
+    """
+
+    def __init__(
+        self, shard: torch.Tensor, segments: Segments, communicator: Communicator, squares: torch.Tensor | None = None
+    ) -> None:
+        self._shard, self._segments, self.communicator = shard, segments, communicator
+        self._norms: Sequence[torch.Tensor] = ()
+        self._version = -1
+        self._squares, self._measured = squares, shard._version
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return the norm of segment `index`, a new scalar of the shard's dtype. Collective if it must be measured."""
+        measure([self])
+        return self._norms[index].clone()
+
+    def local_squares(self) -> torch.Tensor:
+        """Return this rank's part of the squared norms, (k,) float64."""
+        if self._squares is not None and self._measured == self._shard._version:
+            return self._squares
+        return segmented_squared_norm(self._shard, self._segments)
+
+
+def measure(norms: Iterable[SegmentNorms]) -> None:
+    """Measure the stale ones again, by one all-reduce. Collective."""
+    stale = [each for each in norms if each._version != each._shard._version]
+    if not stale:
+        return
+    parts = [each.local_squares() for each in stale]
+    squares = torch.cat(parts)
+    stale[0].communicator.all_reduce(squares).wait()
+    for each, part in zip(stale, squares.split([len(part) for part in parts])):
+        each._norms = part.sqrt().to(each._shard.dtype).unbind()
+        each._version = each._shard._version

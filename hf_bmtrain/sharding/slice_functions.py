@@ -1,0 +1,80 @@
+"""Which of torch's functions do to every element the same, and can be applied to slices as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SYMBOLS = {
+    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "floordiv": "floor_divide",
+    "mod": "remainder", "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+}  # fmt: skip
+_OPERATORS = {
+    **{f"__{symbol}__": name for symbol, name in _SYMBOLS.items()},
+    **{f"__r{symbol}__": name for symbol, name in _SYMBOLS.items()},
+    **{f"__i{symbol}__": f"{name}_" for symbol, name in _SYMBOLS.items()},
+    **{f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge", "abs", "neg", "pos", "invert")},
+}
+
+ELEMENT_WISE = frozenset(
+    """
+    add sub rsub mul div divide true_divide floor_divide remainder fmod pow float_power addcmul addcdiv lerp
+    abs absolute neg negative positive pos invert sign sgn reciprocal sqrt rsqrt square exp exp2 expm1
+    log log2 log10 log1p sin cos tan tanh asin acos atan sinh cosh asinh acosh atanh atan2 sigmoid relu erf erfc
+    ceil floor round trunc frac clamp clip clamp_min clamp_max maximum minimum fmax fmin hypot copysign nan_to_num
+    eq ne lt le gt ge isnan isinf isfinite isposinf isneginf signbit
+    logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
+    where masked_fill copy fill zero clone contiguous conj real imag
+    """.split()
+)
+"""Functions whose tensors are all operands, broadcast against each other. With a trailing `_` they write the first."""
+
+CONVERSIONS = frozenset(
+    "to float double half bfloat16 int long short bool cpu cuda type type_as pin_memory".split()
+)
+"""Functions whose first tensor alone is an operand."""
+
+LIKE = frozenset("detach alias zeros_like ones_like empty_like full_like".split())
+"""Functions that autograd never records: they return slices of slices in either mode."""
+
+RANDOM = frozenset(
+    """
+    rand_like randn_like randint_like
+    normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_
+    """.split()
+)
+"""Functions that draw every element alike, whatever the values are."""
+
+VIEWS = frozenset("view reshape flatten ravel squeeze unsqueeze unflatten view_as reshape_as".split())
+"""Functions that give contiguous elements another shape, in the same order."""
+
+_METADATA = frozenset(
+    """
+    size numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed
+    is_conj is_neg is_inference is_pinned is_shared is_same_size is_set_to is_distributed is_coalesced has_names
+    element_size get_device data_ptr storage untyped_storage storage_type result_type can_cast is_tensor is_storage
+    new_empty new_zeros new_ones new_full new_tensor new new_empty_strided sym_numel sym_size
+    requires_grad_ detach_ retain_grad register_hook register_post_accumulate_grad_hook backward grad record_stream
+    as_subclass _make_subclass _is_view share_memory_ __repr__ __format__ __hash__ __len__ __dir__ __reduce_ex__
+    __deepcopy__ __setstate__ _typed_storage
+    """.split()
+)
+_TENSORS_BEHIND_ATTRIBUTES = frozenset("T mT H mH real imag".split())
+
+DIMENSIONS = frozenset("dim ndim ndimension".split())
+"""The number of dimensions is the whole's, because recipes choose by it (no weight decay for vectors)."""
+
+
+def name_of(function: Any) -> str:
+    """Return the name by which the tables list `function`; operators and `_foreach_` are those of their function."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return function.__self__.__name__  # an attribute
+    return _OPERATORS.get(name, name).removeprefix("_foreach_")
+
+
+def reads_metadata(function: Any, name: str) -> bool:
+    """Return whether `function` uses no element: it reads or sets what belongs to the tensor itself."""
+    kind = getattr(function, "__name__", "")
+    if kind == "__get__":
+        return name not in _TENSORS_BEHIND_ATTRIBUTES
+    return kind in ("__set__", "__delete__") or name in _METADATA

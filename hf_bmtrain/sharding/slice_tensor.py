@@ -1,0 +1,505 @@
+"""The rule by which torch's functions act on slices.
+
+* Where autograd records, a parameter is whole: a function of it gathers it, and its gradient is averaged over the
+  ranks like any other.
+* Under `no_grad` it is this rank's slice in element-wise functions, and so are gradients, `.data` and the optimizer's
+  state at any time. The result is a slice again. A whole operand, or one that broadcasts to the whole shape, is cut.
+* Any other function of slices runs on whole tensors, on every rank: what it returns is whole, and what it writes is
+  written back. Sums, means, norms and the like gather one number instead.
+
+All but the element-wise ones are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ..comm.storage import shares_storage
+from ..ops.torch_internals import WithoutTorchFunction, amp_found_inf_and_unscale_, foreach_norm
+from ..runtime.world import current_world
+from .norms import SegmentNorms, measure
+from .placement import Placement
+from .slice_functions import CONVERSIONS, DIMENSIONS, ELEMENT_WISE, LIKE, RANDOM, VIEWS, name_of, reads_metadata
+
+
+class Sliced:
+    """The base of tensors that hold this rank's 1-D part of a whole tensor.
+
+    placement: where the part is in the whole. is_parameter: autograd records what is computed from it.
+    """
+
+    placement: Placement
+    is_parameter: ClassVar[bool] = False
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return self.placement.shape
+
+    @property
+    def data(self) -> SliceTensor:
+        """The slice without its history. Writes to it count as writes to this tensor."""
+        return self.detach()  # pyright: ignore[reportAttributeAccessIssue]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Copy `values` into the slice. Raises RuntimeError unless shape, dtype and device are its own or the whole's."""
+        me: Any = self
+        shapes = me.shape, me.full_shape
+        if values.shape not in shapes or (values.dtype, values.device) != (me.dtype, me.device):
+            raise RuntimeError(
+                f"`.data` of a slice can only be set to what fits it ({tuple(me.shape)}, or {tuple(me.full_shape)} as "
+                f"a whole, {me.dtype}, {me.device}), not {tuple(values.shape)}, {values.dtype}, {values.device}: cast "
+                "before auto_wrap."
+            )
+        with torch.no_grad():
+            me.copy_(values)
+
+    def settle(self) -> None:
+        """Make the current stream wait until the values are there."""
+
+    def read_whole(self) -> torch.Tensor:
+        """Return the whole tensor in new memory, recorded by autograd if this is a parameter. Collective."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name in DIMENSIONS:
+            return len(args[0].full_shape)
+        if reads_metadata(func, name) or (name == "type" and len(args) + len(kwargs) == 1):
+            with WithoutTorchFunction():
+                return func(*args, **kwargs)
+        return _Call(func, name, args, kwargs).run()
+
+
+class SliceTensor(Sliced, torch.Tensor):
+    """This rank's 1-D part of a gradient, of optimizer state, or of what arithmetic makes of slices.
+
+    In element-wise operations it behaves as a plain tensor does, and the result is a SliceTensor again; see the module
+    for any other. Its norm is that of the whole and its found-inf flag that of any rank, so
+    `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and what Trainer and Accelerate build on them are right
+    without changes. `.as_subclass(torch.Tensor)` is the part as a plain tensor. It is pickled as one.
+    """
+
+    segment: tuple[SegmentNorms, int] | None = None
+
+    @classmethod
+    def of(cls, part: torch.Tensor, placement: Placement) -> SliceTensor:
+        """Return `part` (n,) as a slice that shares its memory and version."""
+        made = part.as_subclass(cls)
+        made.placement = placement
+        return made
+
+    @classmethod
+    def become(cls, part: Any, placement: Placement, norms: SegmentNorms | None, index: int) -> None:
+        """Turn `part` (n,), a view with no other reference, into a slice without making a second tensor.
+
+        norms: measure the flat gradient of which `part` is segment `index`.
+        """
+        part.__class__ = cls
+        part.placement, part.segment = placement, None if norms is None else (norms, index)
+
+    def read_whole(self) -> torch.Tensor:
+        with WithoutTorchFunction():
+            if self.requires_grad:
+                raise RuntimeError(
+                    f"A slice of a tensor of shape {tuple(self.full_shape)} that requires a gradient of its own "
+                    "cannot be gathered by autograd: make the leaf from parameter.gather()."
+                )
+            return self.placement.gather(self.as_subclass(torch.Tensor))
+
+    def detach_(self) -> SliceTensor:
+        return self  # it has no history
+
+    def __deepcopy__(self, memo) -> SliceTensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        part = repr(self.as_subclass(torch.Tensor))
+        return f"SliceTensor(full_shape={tuple(self.full_shape)}, rank={self.placement.communicator.rank}, {part})"
+
+
+class WholeCopy(torch.Tensor):
+    """A view of a whole copy of a slice. It can be read; writing to it raises RuntimeError, since it would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, Sliced) for kind in types):
+            return NotImplemented  # theirs treats this one as a plain tensor
+        kwargs = kwargs or {}
+        with WithoutTorchFunction():
+            copies = [each for each in _tensors_in((args, kwargs)) if isinstance(each, WholeCopy)]
+            versions = [each._version for each in copies]
+            result = func(*args, **kwargs)
+            if versions != [each._version for each in copies]:
+                raise RuntimeError(
+                    f"{name_of(func)} writes to a view of a sharded parameter, of shape {tuple(copies[0].shape)}, "
+                    "which is a copy: the change would be lost. Write to the parameter itself (parameter[rows] = "
+                    "values), or do it under `with bmt.gathered(model, modify=True):`."
+                )
+            return _map(lambda each: _read_only(each, copies), result)
+
+
+def _read_only(value: Any, copies: Sequence[torch.Tensor]) -> Any:
+    """Return a view of one of `copies` as a WholeCopy, and other tensors as they are."""
+    if hasattr(value, "setflags"):  # a NumPy array
+        value.setflags(write=False)
+    elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):
+        return value.as_subclass(WholeCopy)
+    return value
+
+
+class _Call:
+    """One call of a function of torch with slices among its arguments.
+
+    whole: a parameter, or another operand, is recorded by autograd.
+    """
+
+    def __init__(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
+        with WithoutTorchFunction():
+            self.tensors = list(_tensors_in((args, kwargs)))
+            self.slices: list[Any] = [each for each in self.tensors if isinstance(each, Sliced)]
+            self.whole = torch.is_grad_enabled() and any(
+                each.is_parameter if isinstance(each, Sliced) else each.requires_grad for each in self.tensors
+            )
+            self.in_place = name.endswith("_") and not name.startswith("__")
+            self.base = name[:-1] if self.in_place else name
+        self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
+
+    def run(self) -> Any:
+        collective = _COLLECTIVE.get(self.func)
+        if collective is not None and not self.whole:
+            with WithoutTorchFunction():
+                result = collective(*self.args, **self.kwargs)
+            if result is not NotImplemented:
+                return result
+        first = self.args[0] if self.args else None
+        mine = isinstance(first, Sliced)
+        if "out" in self.kwargs:
+            return self._on_wholes()
+        if self.name in LIKE and mine:
+            return self._local(first)
+        if self.base in CONVERSIONS and not mine:
+            with WithoutTorchFunction():
+                return self.func(*self.args, **self.kwargs)
+        if self.name in RANDOM and mine:
+            return self._draw(first)
+        if self.many:
+            return self._on_many()
+        if self.base in ELEMENT_WISE and (not self.whole or (self.in_place and mine)):
+            return self._element_wise()
+        if not self.whole and mine and self.base in CONVERSIONS:
+            return self._local(first)
+        if not self.whole and mine and self.base in VIEWS and not any(isinstance(a, torch.dtype) for a in self.args):
+            return self._view(first)
+        return self._on_wholes()
+
+    # -- slices ---------------------------------------------------------------------------------------------------
+
+    def _local(self, first: Any) -> Any:
+        """Apply the function to this rank's part, with a slice as the result."""
+        first.settle()
+        with WithoutTorchFunction():
+            result = self.func(*self.args, **self.kwargs)
+            return result if result is first else SliceTensor.of(result.detach(), first.placement)
+
+    def _view(self, first: Any) -> Any:
+        def stand_in(value: Any) -> Any:
+            shape = value.full_shape if isinstance(value, Sliced) else value.shape
+            return torch.empty(shape, device="meta")
+
+        with WithoutTorchFunction():
+            shape = self.func(*_map(stand_in, self.args), **_map(stand_in, self.kwargs)).shape
+            first.settle()
+            return SliceTensor.of(first.detach(), first.placement.with_shape(shape))
+
+    def _draw(self, first: Any) -> Any:
+        """Draw the whole tensor's random elements, as one process would, and keep this rank's."""
+        with WithoutTorchFunction():
+            if self.in_place and self.whole and first.requires_grad:
+                return self.func(*self.args, **self.kwargs)  # torch refuses to write to a leaf
+            whole = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
+            part = first.placement.cut(self.func(whole, *self.args[1:], **self.kwargs))
+            if not self.in_place:
+                return SliceTensor.of(part.clone(), first.placement)
+            first.settle()
+            with torch.no_grad():
+                first.copy_(part)
+            return first
+
+    def _element_wise(self) -> Any:
+        with WithoutTorchFunction():
+            like = self.slices[0]
+            operands = {id(each): _operand(each, like) for each in self.tensors}
+            if any(each is None for each in operands.values()):
+                return self._on_wholes()
+            written = self.args[0]
+            if self.in_place and not isinstance(written, Sliced) and written.shape != like.shape:
+                _refuse_whole_target(self.name, written, like)
+            for each in self.slices:
+                each.settle()
+            replace = lambda each: operands[id(each)]  # noqa: E731
+            args, kwargs = _map(replace, self.args), _map(replace, self.kwargs)
+            if self.in_place:
+                return self._write(written, args, kwargs)
+            result = self.func(*args, **kwargs)
+            single = [each.shape for each in self.tensors if not isinstance(each, Sliced) and each.numel() == 1]
+            shape = torch.broadcast_shapes(like.full_shape, *single) if single else like.full_shape
+            placement = like.placement if shape == like.full_shape else like.placement.with_shape(shape)
+            return SliceTensor.of(result, placement)
+
+    def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Apply an in-place function to slices: writes have no history, but torch refuses to write to a leaf."""
+        with torch.set_grad_enabled(self.whole and isinstance(written, Sliced) and written.requires_grad):
+            self.func(*args, **kwargs)
+        return written
+
+    def _on_many(self) -> Any:
+        """Apply an operation on lists of tensors, such as `torch._foreach_add_`, position by position to slices."""
+        if self.whole and not self.in_place:
+            return self._on_wholes()
+        with WithoutTorchFunction():
+            lists = [value for value in self.args if isinstance(value, (list, tuple)) and value]
+            aligned = [self._aligned(members) for members in zip(*lists)]
+            if self.name not in ("norm", "max") and not any(each is None for each in aligned):
+                columns = iter(zip(*aligned))
+                args = [
+                    [*next(columns)] if isinstance(value, (list, tuple)) and value else value for value in self.args
+                ]
+                for each in self.slices:
+                    each.settle()
+                with torch.set_grad_enabled(self.whole):
+                    result = self.func(*args, **self.kwargs)
+                return self._many_results(lists, result)
+        return self._on_wholes()
+
+    def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
+        """Return the operands at one position of the lists, None if they need whole tensors."""
+        like: Any = next((each for each in members if isinstance(each, Sliced)), None)
+        if like is None:
+            return members
+        operands = [_operand(each, like) if isinstance(each, torch.Tensor) else each for each in members]
+        if self.in_place and not isinstance(members[0], Sliced) and members[0].shape != like.shape:
+            _refuse_whole_target(self.name, members[0], like)
+        return None if any(each is None for each in operands) else operands
+
+    def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
+        if not isinstance(result, (list, tuple)):
+            return result
+        if self.in_place:
+            return lists[0]
+        likes = [next((each for each in members if isinstance(each, Sliced)), None) for members in zip(*lists)]
+        return [part if like is None else SliceTensor.of(part, like.placement) for part, like in zip(result, likes)]
+
+    # -- whole tensors --------------------------------------------------------------------------------------------
+
+    def _on_wholes(self) -> Any:
+        """Run the function on whole copies on every rank, and write back what it has written to them. Collective."""
+        unique = {id(each): each for each in self.slices}
+        assemble_outside(f"{self.name} of a sharded tensor")
+        with torch.inference_mode(False), torch.set_grad_enabled(self.whole):
+            wholes = {key: each.read_whole() for key, each in unique.items()}
+        versions = {key: whole._version for key, whole in wholes.items()}
+        replace = lambda each: wholes.get(id(each), each)  # noqa: E731
+        result = self.func(*_map(replace, self.args), **_map(replace, self.kwargs))
+        written = {id(whole): unique[key] for key, whole in wholes.items() if whole._version != versions[key]}
+        for key, whole in wholes.items():
+            if id(whole) in written:
+                self._write_back(unique[key], whole)
+        copies = [*wholes.values()]
+        return _map(lambda each: written.get(id(each), _read_only(each, copies)), result)
+
+    def _write_back(self, target: Any, whole: torch.Tensor) -> None:
+        with WithoutTorchFunction():
+            if self.whole and target.requires_grad:
+                raise RuntimeError(
+                    f"{self.name}: a sharded parameter that requires grad is being written in place while autograd "
+                    "records: use torch.no_grad()."
+                )
+            if whole.shape != target.full_shape or whole.dtype != target.dtype:
+                raise RuntimeError(
+                    f"{self.name} of a sharded tensor changes its shape {tuple(target.full_shape)} or its dtype "
+                    f"{target.dtype}, which are fixed by auto_wrap: resize and cast before it."
+                )
+            target.settle()
+            with torch.no_grad():
+                target.copy_(target.placement.cut(whole))
+
+
+def assemble_outside(occasion: str) -> None:
+    """Wait for every rank, and name those that do not come, unless a forward or backward runs."""
+    world = current_world()
+    if world.size > 1 and not (world.schedule.in_forward or world.schedule.in_backward):
+        world.assemble(occasion)
+
+
+def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
+    """Return what of `value` an element-wise function of the slice `like` uses; None if it has to be gathered.
+
+    A tensor that broadcasts with the whole shape is whole, otherwise one with as many elements as the slice is laid out
+    like it. Raises ValueError if it may be either.
+    """
+    if isinstance(value, Sliced):
+        return value if value.placement.matches(like.placement) else None
+    if value.numel() == 1:
+        return value
+    shape = like.full_shape
+    try:
+        result = torch.broadcast_shapes(value.shape, shape)
+    except RuntimeError:
+        return value if value.shape == like.shape else None
+    if value.shape == like.shape and value.shape != shape:
+        raise ValueError(
+            f"A tensor of shape {tuple(value.shape)} meets a slice of a parameter of shape {tuple(shape)}: it may be "
+            f"this rank's {value.numel()} elements, or a whole tensor to be broadcast. Make the former by "
+            "torch.zeros_like(parameter) or parameter.take(whole), and .expand() the latter to the whole shape."
+        )
+    return like.placement.cut(value.expand(shape)) if result == shape else None
+
+
+def _refuse_whole_target(name: str, target: torch.Tensor, like: Any) -> None:
+    raise RuntimeError(
+        f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "
+        f"{tuple(like.full_shape)} to an ordinary tensor of shape {tuple(target.shape)}. Use parameter.gather() for the "
+        "whole values, or keep such tensors as slices: parameter.detach().clone()."
+    )
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list, dict)):
+            yield from _tensors_in(value)
+
+
+def _map(function: Callable[[Any], Any], values: Any) -> Any:
+    """Return nested tuples, lists and dicts with every tensor and NumPy array in them replaced by `function` of it."""
+    if isinstance(values, torch.Tensor) or hasattr(values, "setflags"):
+        return function(values)
+    if type(values) in (tuple, list, torch.Size):
+        return type(values)([_map(function, each) for each in values])
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*[_map(function, each) for each in values])
+    if isinstance(values, tuple):  # torch.return_types, of a function of one tensor
+        return type(values)([_map(function, each) for each in values])
+    if isinstance(values, dict):
+        return {key: _map(function, each) for key, each in values.items()}
+    return values
+
+
+# -- one number over all ranks ------------------------------------------------------------------------------------
+
+
+def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
+    """Return the `order`-norm over all ranks of every piece; 0 for one that is empty on all of them.
+
+    2-norms of gradients as the backward left them come from SegmentNorms; the others take one all-reduce.
+    """
+    order = float(order)
+    if order <= 0:
+        raise ValueError(f"the norm of a gradient slice needs an order above 0 or inf, not {order}")
+    segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
+    measure(dict.fromkeys(segment[0] for segment in segments if segment is not None))
+    others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
+    return [next(others) if segment is None else segment[0][segment[1]] for segment in segments]
+
+
+def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
+    if not pieces:
+        return []
+    wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
+    total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)
+    for norm, piece in zip(total, pieces):
+        piece.settle()
+        if piece.numel():
+            torch.linalg.vector_norm(piece, order, dtype=wide, out=norm)
+    infinite = order == float("inf")
+    total = total if infinite else total.pow_(order)
+    pieces[0].placement.communicator.all_reduce(total, maximum=infinite).wait()
+    total = total if infinite else total.pow_(1.0 / order)
+    return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
+
+
+def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None, p=None, out=None):
+    order = ord if p is None else p
+    order = 2 if order is None or order == "fro" else order
+    if dim is not None or keepdim or isinstance(order, str) or not isinstance(x, Sliced):
+        return NotImplemented
+    (norm,) = _norms([x], order)
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _linalg_norm(x, ord=None, dim=None, keepdim=False, *, out=None, dtype=None):
+    of_vector = len(x.full_shape) == 1 or ord is None
+    return NotImplemented if not of_vector else _vector_norm(x, ord, dim, keepdim, dtype=dtype)
+
+
+def _foreach_norm(pieces, ord=2, dtype=None):
+    slices = iter(_norms([piece for piece in pieces if isinstance(piece, Sliced)], ord))
+    return [next(slices) if isinstance(p, Sliced) else torch.linalg.vector_norm(p, ord) for p in pieces]
+
+
+def _sum(x, dim=None, keepdim=False, *, dtype=None, out=None):
+    if dim is not None or keepdim or not isinstance(x, Sliced):
+        return NotImplemented
+    wanted = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
+    if wanted.is_complex:
+        return NotImplemented
+    return _add_up(x, x, wanted)
+
+
+def _mean(x, dim=None, keepdim=False, *, dtype=None, out=None):
+    wanted = dtype or x.dtype
+    if dim is not None or keepdim or not isinstance(x, Sliced) or not wanted.is_floating_point:
+        return NotImplemented
+    return (_add_up(x, x, torch.promote_types(wanted, torch.float32)) / x.placement.numel).to(wanted)
+
+
+def _dot(x, y):
+    slices = isinstance(x, Sliced) and isinstance(y, Sliced) and x.placement.matches(y.placement)
+    if not slices or len(x.full_shape) != 1 or not x.dtype.is_floating_point:
+        return NotImplemented
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _add_up(x, x.to(wide) * y.to(wide), x.dtype)
+
+
+def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of every rank's `part`, computed in float32 at least."""
+    x.settle()
+    total = part.sum(dtype=torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
+    total = total.as_subclass(torch.Tensor)
+    x.placement.communicator.all_reduce(total).wait()
+    return total.to(dtype)
+
+
+def _non_finite_check(pieces, found_inf, inv_scale):
+    amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
+    torch.autograd.graph.increment_version(pieces)  # the operation does not count its writes itself
+    slices = [piece for piece in pieces if isinstance(piece, Sliced)]
+    slices[0].placement.communicator.all_reduce(found_inf, maximum=True).wait()
+
+
+_COLLECTIVE: dict[Callable, Callable] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.norm: _linalg_norm,
+    torch.norm: _vector_norm,
+    torch.Tensor.norm: _vector_norm,
+    foreach_norm: _foreach_norm,
+    torch.sum: _sum,
+    torch.Tensor.sum: _sum,
+    torch.mean: _mean,
+    torch.Tensor.mean: _mean,
+    torch.dot: _dot,
+    torch.Tensor.dot: _dot,
+    amp_found_inf_and_unscale_: _non_finite_check,
+}

@@ -9,7 +9,7 @@ import torch
 
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..ops.residual import Master
-from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown
+from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -105,7 +105,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         # Neighbouring slices with gradients are updated together, as long as they have taken equally many steps.
-        self._arrange([[p for p in group["params"] if p.grad is not None] for group in self.param_groups])
+        self._arrange([with_gradients(group["params"]) for group in self.param_groups])
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:

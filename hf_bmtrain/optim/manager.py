@@ -16,7 +16,7 @@ from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
 from .checkpoint import load_state, save_state
-from .runs import Run, gradient_versions, is_unchanged, neighbours
+from .runs import Run, gradient_versions, is_unchanged, neighbours, with_gradients
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -122,7 +122,7 @@ class OptimManager:
         (formatting it waits for the device). scale: an argument of BMTrain's, ignored. Collective.
         Raises RuntimeError after `update_in_backward`, which has used the gradients.
         """
-        parameters = [p for group in param_groups for p in group["params"] if p.grad is not None]
+        parameters = with_gradients(p for group in param_groups for p in group["params"])
         chosen = set(parameters)
         own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
         if any(_updated_in_backward(optimizer) and not chosen.isdisjoint(own[optimizer]) for optimizer in own):
@@ -142,7 +142,7 @@ class OptimManager:
             if chosen.issuperset(members):
                 self._clips[optimizer] = factor
                 in_updates.update(members)
-        rest = [p.grad for p in parameters if p not in in_updates]
+        rest = [p.grad for p in parameters if p not in in_updates and p.grad is not None]
         if rest:
             foreach_mul_(rest, factor)
         return norm
@@ -279,7 +279,7 @@ class OptimManager:
 
 
 def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return with_gradients(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:

@@ -79,6 +79,12 @@ class Run:
         return flat
 
 
+def with_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return the parameters that have a `.grad`."""
+    with WithoutTorchFunction():  # each attribute of a slice looks for overrides otherwise
+        return [parameter for parameter in parameters if parameter.grad is not None]
+
+
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:

@@ -33,7 +33,7 @@ class GradientBuffer:
         wholes: list[torch.nn.Parameter],
         like: torch.Tensor,
     ) -> None:
-        """placements: of the wholes. like: the shard of the parameters, whose shape, dtype and device the gradient's shard has."""
+        """placements: of the wholes. like: the parameters' shard, whose shape, dtype and device the gradient's has."""
         self._placements, self._reducer, self._wholes, self._like = placements, reducer, wholes, like
         self.slices: list[weakref.ref[Any]] = []
         self._pieces = [placement.piece for placement in placements]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 _SYMBOLS = {
     "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "floordiv": "floor_divide",
@@ -28,9 +32,7 @@ ELEMENT_WISE = frozenset(
 )
 """Functions whose tensors are all operands, broadcast against each other. With a trailing `_` they write the first."""
 
-CONVERSIONS = frozenset(
-    "to float double half bfloat16 int long short bool cpu cuda type type_as pin_memory".split()
-)
+CONVERSIONS = frozenset("to float double half bfloat16 int long short bool cpu cuda type type_as pin_memory".split())
 """Functions whose first tensor alone is an operand."""
 
 LIKE = frozenset("detach alias zeros_like ones_like empty_like full_like".split())
@@ -47,12 +49,12 @@ RANDOM = frozenset(
 VIEWS = frozenset("view reshape flatten ravel squeeze unsqueeze unflatten view_as reshape_as".split())
 """Functions that give contiguous elements another shape, in the same order."""
 
-_METADATA = frozenset(
+_WITHOUT_ELEMENTS = frozenset(
     """
-    size numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed
-    is_conj is_neg is_inference is_pinned is_shared is_same_size is_set_to is_distributed is_coalesced has_names
+    numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed
+    is_conj is_neg is_inference is_pinned is_shared is_same_size is_set_to is_distributed is_coalesced
     element_size get_device data_ptr storage untyped_storage storage_type result_type can_cast is_tensor is_storage
-    new_empty new_zeros new_ones new_full new_tensor new new_empty_strided sym_numel sym_size
+    new_empty new_zeros new_ones new_full new_tensor new new_empty_strided
     requires_grad_ detach_ retain_grad register_hook register_post_accumulate_grad_hook backward grad record_stream
     as_subclass _make_subclass _is_view share_memory_ __repr__ __format__ __hash__ __len__ __dir__ __reduce_ex__
     __deepcopy__ __setstate__ _typed_storage
@@ -61,7 +63,7 @@ _METADATA = frozenset(
 _TENSORS_BEHIND_ATTRIBUTES = frozenset("T mT H mH real imag".split())
 
 DIMENSIONS = frozenset("dim ndim ndimension".split())
-"""The number of dimensions is the whole's, because recipes choose by it (no weight decay for vectors)."""
+"""Return the number of the whole's dimensions, because recipes choose by it (no weight decay for vectors)."""
 
 
 def name_of(function: Any) -> str:
@@ -72,9 +74,23 @@ def name_of(function: Any) -> str:
     return _OPERATORS.get(name, name).removeprefix("_foreach_")
 
 
-def reads_metadata(function: Any, name: str) -> bool:
-    """Return whether `function` uses no element: it reads or sets what belongs to the tensor itself."""
-    kind = getattr(function, "__name__", "")
-    if kind == "__get__":
-        return name not in _TENSORS_BEHIND_ATTRIBUTES
-    return kind in ("__set__", "__delete__") or name in _METADATA
+def _find_attributes() -> Iterator[Any]:
+    """Yield the functions behind the attributes of tensors that are no tensors of their elements, such as `.grad`."""
+    for base in torch.Tensor.__mro__:
+        for name, value in vars(base).items():
+            if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | DIMENSIONS:
+                yield from (value.__get__, value.__set__, value.__delete__)
+
+
+METADATA = frozenset(
+    [
+        *_find_attributes(),
+        *(
+            getattr(owner, name)
+            for owner in (torch.Tensor, torch, torch.autograd)
+            for name in _WITHOUT_ELEMENTS
+            if hasattr(owner, name)
+        ),
+    ]
+)
+"""Functions that use no element: they read or set what belongs to the tensor itself."""

@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 import torch
 
 from ..comm.storage import shares_storage
-from ..ops.torch_internals import WithoutTorchFunction, amp_found_inf_and_unscale_, foreach_norm
+from ..ops.torch_internals import WithoutTorchFunction
 from ..runtime.world import current_world
-from .norms import SegmentNorms, measure
+from .norms import SegmentNorms
 from .placement import Placement
-from .slice_functions import CONVERSIONS, DIMENSIONS, ELEMENT_WISE, LIKE, RANDOM, VIEWS, name_of, reads_metadata
+from .slice_functions import CONVERSIONS, DIMENSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, VIEWS, name_of
+from .slice_reductions import REDUCTIONS
 
 
 class Sliced:
@@ -46,7 +47,7 @@ class Sliced:
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Copy `values` into the slice. Raises RuntimeError unless shape, dtype and device are its own or the whole's."""
+        """Copy `values`, a slice or whole, into the slice. Raises RuntimeError if shape, dtype or device differ."""
         me: Any = self
         shapes = me.shape, me.full_shape
         if values.shape not in shapes or (values.dtype, values.device) != (me.dtype, me.device):
@@ -68,12 +69,16 @@ class Sliced:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in METADATA:
+            with WithoutTorchFunction():
+                return func(*args, **kwargs)
         name = name_of(func)
         if name in DIMENSIONS:
             return len(args[0].full_shape)
-        if reads_metadata(func, name) or (name == "type" and len(args) + len(kwargs) == 1):
-            with WithoutTorchFunction():
-                return func(*args, **kwargs)
+        if name == "size":
+            return _size(*args, **kwargs)
+        if name == "type" and len(args) + len(kwargs) == 1:
+            return args[0].as_subclass(torch.Tensor).type()
         return _Call(func, name, args, kwargs).run()
 
 
@@ -168,15 +173,14 @@ class _Call:
         with WithoutTorchFunction():
             self.tensors = list(_tensors_in((args, kwargs)))
             self.slices: list[Any] = [each for each in self.tensors if isinstance(each, Sliced)]
-            self.whole = torch.is_grad_enabled() and any(
-                each.is_parameter if isinstance(each, Sliced) else each.requires_grad for each in self.tensors
-            )
+            recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
+            self.whole = recorded and torch.is_grad_enabled()
             self.in_place = name.endswith("_") and not name.startswith("__")
             self.base = name[:-1] if self.in_place else name
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
     def run(self) -> Any:
-        collective = _COLLECTIVE.get(self.func)
+        collective = REDUCTIONS.get(self.func)
         if collective is not None and not self.whole:
             with WithoutTorchFunction():
                 result = collective(*self.args, **self.kwargs)
@@ -287,7 +291,9 @@ class _Call:
         like: Any = next((each for each in members if isinstance(each, Sliced)), None)
         if like is None:
             return members
-        operands = [_operand(each, like) if isinstance(each, torch.Tensor) else each for each in members]
+        operands = [
+            each if each is like or not isinstance(each, torch.Tensor) else _operand(each, like) for each in members
+        ]
         if self.in_place and not isinstance(members[0], Sliced) and members[0].shape != like.shape:
             _refuse_whole_target(self.name, members[0], like)
         return None if any(each is None for each in operands) else operands
@@ -342,6 +348,18 @@ def assemble_outside(occasion: str) -> None:
         world.assemble(occasion)
 
 
+def _size(tensor: Any, dim: int | None = None) -> Any:
+    """Return the size of a slice, which has one dimension."""
+    if dim is not None and len(tensor.full_shape) != 1:
+        raise RuntimeError(
+            f"size({dim}) of a slice of a tensor of shape {tuple(tensor.full_shape)}: use parameter.full_shape, or "
+            f"`with bmt.gathered(parameter, modify=True) as (whole,):` to initialise it. The slice has "
+            f"{tensor.numel()} elements."
+        )
+    with WithoutTorchFunction():
+        return tensor.size() if dim is None else tensor.size(dim)
+
+
 def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     """Return what of `value` an element-wise function of the slice `like` uses; None if it has to be gathered.
 
@@ -349,7 +367,8 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     like it. Raises ValueError if it may be either.
     """
     if isinstance(value, Sliced):
-        return value if value.placement.matches(like.placement) else None
+        alike = value.placement is like.placement or value.placement.matches(like.placement)
+        return value if alike else None
     if value.numel() == 1:
         return value
     shape = like.full_shape
@@ -369,8 +388,8 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
 def _refuse_whole_target(name: str, target: torch.Tensor, like: Any) -> None:
     raise RuntimeError(
         f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "
-        f"{tuple(like.full_shape)} to an ordinary tensor of shape {tuple(target.shape)}. Use parameter.gather() for the "
-        "whole values, or keep such tensors as slices: parameter.detach().clone()."
+        f"{tuple(like.full_shape)} to an ordinary tensor of shape {tuple(target.shape)}. Use parameter.gather() for "
+        "the whole values, or keep such tensors as slices: parameter.detach().clone()."
     )
 
 
@@ -395,111 +414,3 @@ def _map(function: Callable[[Any], Any], values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _map(function, each) for key, each in values.items()}
     return values
-
-
-# -- one number over all ranks ------------------------------------------------------------------------------------
-
-
-def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
-    """Return the `order`-norm over all ranks of every piece; 0 for one that is empty on all of them.
-
-    2-norms of gradients as the backward left them come from SegmentNorms; the others take one all-reduce.
-    """
-    order = float(order)
-    if order <= 0:
-        raise ValueError(f"the norm of a gradient slice needs an order above 0 or inf, not {order}")
-    segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
-    measure(dict.fromkeys(segment[0] for segment in segments if segment is not None))
-    others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
-    return [next(others) if segment is None else segment[0][segment[1]] for segment in segments]
-
-
-def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
-    if not pieces:
-        return []
-    wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
-    total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)
-    for norm, piece in zip(total, pieces):
-        piece.settle()
-        if piece.numel():
-            torch.linalg.vector_norm(piece, order, dtype=wide, out=norm)
-    infinite = order == float("inf")
-    total = total if infinite else total.pow_(order)
-    pieces[0].placement.communicator.all_reduce(total, maximum=infinite).wait()
-    total = total if infinite else total.pow_(1.0 / order)
-    return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
-
-
-def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None, p=None, out=None):
-    order = ord if p is None else p
-    order = 2 if order is None or order == "fro" else order
-    if dim is not None or keepdim or isinstance(order, str) or not isinstance(x, Sliced):
-        return NotImplemented
-    (norm,) = _norms([x], order)
-    return norm if dtype is None else norm.to(dtype)
-
-
-def _linalg_norm(x, ord=None, dim=None, keepdim=False, *, out=None, dtype=None):
-    of_vector = len(x.full_shape) == 1 or ord is None
-    return NotImplemented if not of_vector else _vector_norm(x, ord, dim, keepdim, dtype=dtype)
-
-
-def _foreach_norm(pieces, ord=2, dtype=None):
-    slices = iter(_norms([piece for piece in pieces if isinstance(piece, Sliced)], ord))
-    return [next(slices) if isinstance(p, Sliced) else torch.linalg.vector_norm(p, ord) for p in pieces]
-
-
-def _sum(x, dim=None, keepdim=False, *, dtype=None, out=None):
-    if dim is not None or keepdim or not isinstance(x, Sliced):
-        return NotImplemented
-    wanted = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
-    if wanted.is_complex:
-        return NotImplemented
-    return _add_up(x, x, wanted)
-
-
-def _mean(x, dim=None, keepdim=False, *, dtype=None, out=None):
-    wanted = dtype or x.dtype
-    if dim is not None or keepdim or not isinstance(x, Sliced) or not wanted.is_floating_point:
-        return NotImplemented
-    return (_add_up(x, x, torch.promote_types(wanted, torch.float32)) / x.placement.numel).to(wanted)
-
-
-def _dot(x, y):
-    slices = isinstance(x, Sliced) and isinstance(y, Sliced) and x.placement.matches(y.placement)
-    if not slices or len(x.full_shape) != 1 or not x.dtype.is_floating_point:
-        return NotImplemented
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return _add_up(x, x.to(wide) * y.to(wide), x.dtype)
-
-
-def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of every rank's `part`, computed in float32 at least."""
-    x.settle()
-    total = part.sum(dtype=torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
-    total = total.as_subclass(torch.Tensor)
-    x.placement.communicator.all_reduce(total).wait()
-    return total.to(dtype)
-
-
-def _non_finite_check(pieces, found_inf, inv_scale):
-    amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(pieces)  # the operation does not count its writes itself
-    slices = [piece for piece in pieces if isinstance(piece, Sliced)]
-    slices[0].placement.communicator.all_reduce(found_inf, maximum=True).wait()
-
-
-_COLLECTIVE: dict[Callable, Callable] = {
-    torch.linalg.vector_norm: _vector_norm,
-    torch.linalg.norm: _linalg_norm,
-    torch.norm: _vector_norm,
-    torch.Tensor.norm: _vector_norm,
-    foreach_norm: _foreach_norm,
-    torch.sum: _sum,
-    torch.Tensor.sum: _sum,
-    torch.mean: _mean,
-    torch.Tensor.mean: _mean,
-    torch.dot: _dot,
-    torch.Tensor.dot: _dot,
-    amp_found_inf_and_unscale_: _non_finite_check,
-}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -54,13 +55,16 @@ def _in_place(x, function):
     return x
 
 
+@functools.cache
 def functions() -> dict[str, Callable[[Any], Any]]:
     """The functions by name; `x` is a matrix, and most of them take a vector or a scalar as well."""
     table: dict[str, Callable[[Any], Any]] = {}
-    for name in """abs neg sign sgn sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin
+    for (
+        name
+    ) in """abs neg sign sgn sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sinh cosh asin
         atan asinh sigmoid relu erf erfc ceil floor round trunc frac reciprocal isnan isinf isfinite logical_not signbit
         nan_to_num sum mean prod max min amax amin argmax argmin any all norm std var median logsumexp count_nonzero
-        numel clone detach contiguous double half bfloat16 float long bool cpu tolist t unique nonzero cumsum cumprod
+        clone detach contiguous double half bfloat16 float long bool cpu tolist t unique nonzero cumsum cumprod
         sort softmax log_softmax flatten ravel squeeze logcumsumexp diff aminmax isneginf argsort positive
         """.split():
         by_dimension = {"cumsum", "cumprod", "softmax", "log_softmax", "logsumexp", "logcumsumexp"}
@@ -88,79 +92,162 @@ def functions() -> dict[str, Callable[[Any], Any]]:
         else:
             table[name] = lambda x, name=name: getattr(torch, name)(x)
     table |= {
-        "x + 1": lambda x: x + 1, "1 - x": lambda x: 1 - x, "2 / x": lambda x: 2 / x, "2 ** x": lambda x: 2**x,
-        "x // 0.3": lambda x: x // 0.3, "x % 0.3": lambda x: x % 0.3, "-x": lambda x: -x, "x > 0.5": lambda x: x > 0.5,
-        "x == x": lambda x: x == x, "abs(x)": lambda x: abs(x), "len(x)": lambda x: len(x + 0 * x) if 0 else None,
-        "clamp": lambda x: x.clamp(0.2, 0.8), "lerp": lambda x: x.lerp(_like(x), 0.3), "full_like": lambda x:
-        torch.full_like(x, 3.0), "addcmul": lambda x: torch.addcmul(x, x, x, value=0.1), "addcdiv": lambda x:
-        torch.addcdiv(x, x, _like(x)), "where": lambda x: torch.where(x > 0.5, x, 0.0), "masked_fill": lambda x:
-        x.masked_fill(x > 0.5, 0.0), "x * mask": lambda x: x * (_like(x) > 1.2), "to(float64)": lambda x:
-        x.to(torch.float64), "type_as": lambda x: x.type_as(OTHER.double()), "plain.to(x)": lambda x: OTHER.double().to(x),
-        "isclose": lambda x: torch.isclose(x, x), "allclose": lambda x: torch.allclose(x, x), "equal": lambda x:
-        torch.equal(x, x),
-        "norm(1)": lambda x: x.norm(1), "norm(inf)": lambda x: x.norm(float("inf")), "norm(dim=0)": lambda x:
-        x.norm(dim=0), "vector_norm": lambda x: torch.linalg.vector_norm(x), "vector_norm(dim=-1)": lambda x:
-        torch.linalg.vector_norm(x, dim=-1), "matrix_norm": lambda x: torch.linalg.matrix_norm(x), "linalg.norm(2)":
-        lambda x: torch.linalg.norm(x, 2), "torch.norm": lambda x: torch.norm(x), "nuclear": lambda x:
-        torch.linalg.norm(x, "nuc"), "sum(0)": lambda x: x.sum(0), "sum(-1)": lambda x: x.sum(-1), "mean(0)": lambda x:
-        x.mean(0), "max(0)": lambda x: x.max(0), "var_mean": lambda x: torch.var_mean(x), "quantile": lambda x:
-        torch.quantile(x, 0.5), "topk": lambda x: x.flatten().topk(3), "kthvalue": lambda x: x.kthvalue(1), "histc":
-        lambda x: torch.histc(x.detach(), 4), "dot": lambda x: torch.dot(x.reshape(-1), x.reshape(-1)), "trace": lambda x:
-        torch.trace(x), "item of sum": lambda x: x.sum().item(), "item": lambda x: x.item(), "float(x.mean())": lambda x:
-        float(x.mean()), "float(x)": lambda x: float(x), "bool of any": lambda x: bool((x > 9).any()), "numpy": lambda x:
-        torch.from_numpy(x.detach().numpy().copy()), "(x**2).sum().sqrt()": lambda x: (x**2).sum().sqrt(),
-        "x[3]": lambda x: x[3] * 1, "x[:2]": lambda x: x[:2] * 1, "x[..., 0]": lambda x: x[..., 0] * 1, "x[index]":
-        lambda x: x[INDEX % len(_like(x))], "x[mask]": lambda x: x[_like(x) > 1.2], "take": lambda x: torch.take(x, INDEX % 8),
-        "gather": lambda x: torch.gather(x, 0, torch.zeros(1, COLUMNS, dtype=torch.long)), "index_select": lambda x:
-        x.index_select(0, INDEX % 8), "masked_select": lambda x: x.masked_select(_like(x) > 1.2), "narrow": lambda x:
-        x.narrow(0, 1, 2) * 1, "select": lambda x: x.select(0, 1) * 1, "chunk": lambda x: [y * 1 for y in x.chunk(2)],
-        "split": lambda x: [y * 1 for y in x.split(5)], "unbind": lambda x: [y * 1 for y in x.unbind(0)], "list(x)":
-        lambda x: [y * 1 for y in x.unbind()], "view(-1)": lambda x: x.view(-1), "view(4, -1)": lambda x: x.view(4, -1),
-        "reshape(-1, 2)": lambda x: x.reshape(-1, 2), "unsqueeze(0)": lambda x: x.unsqueeze(0), "transpose": lambda x:
-        x.transpose(0, -1) * 1, "x.T": lambda x: x.T * 1, "x.mT": lambda x: x.mT * 1, "permute": lambda x:
-        x.permute(*range(_like(x).dim())[::-1]) * 1, "expand": lambda x: x.expand(2, *_like(x).shape) * 1, "repeat": lambda x:
-        x.repeat(2, 1), "tile": lambda x: x.tile(2), "roll": lambda x: x.roll(1), "flip": lambda x: x.flip(0), "tril":
-        lambda x: x.tril(), "triu": lambda x: torch.triu(x), "diag": lambda x: torch.diag(x), "cat": lambda x:
-        torch.cat([x, x]), "stack": lambda x: torch.stack([x, x]), "pad": lambda x: F.pad(x, (1, 1)), "rot90": lambda x:
-        torch.rot90(x), "movedim": lambda x: x.movedim(0, -1) * 1, "view_as": lambda x: x.view_as(_like(x)), "unfold":
-        lambda x: x.unfold(0, 2, 1) * 1, "diagonal": lambda x: x.diagonal() * 1, "swapaxes": lambda x: x.swapaxes(0, -1) * 1,
-        "x @ x.T": lambda x: x @ x.T, "x @ row": lambda x: x @ ROW, "mm": lambda x: torch.mm(x, OTHER.T), "mv": lambda x:
-        x.mv(ROW), "matmul(input, x.T)": lambda x: torch.matmul(INPUT, x.T), "input @ x.T": lambda x: INPUT @ x.T, "outer":
-        lambda x: torch.outer(x, x), "addmm": lambda x: torch.addmm(torch.zeros(ROWS, ROWS), x, OTHER.T), "einsum": lambda x:
-        torch.einsum("ij,kj->ik", x, OTHER), "tensordot": lambda x: torch.tensordot(x, OTHER, 2), "bmm": lambda x:
-        torch.bmm(x[None], OTHER.T[None]), "svdvals": lambda x: torch.linalg.svdvals(x), "qr": lambda x:
-        torch.linalg.qr(x), "kron": lambda x: torch.kron(x, torch.ones(2)), "cosine_similarity": lambda x:
-        F.cosine_similarity(x, ROW, dim=-1), "normalize": lambda x: F.normalize(x, dim=-1), "F.linear": lambda x:
-        F.linear(INPUT, x), "F.embedding": lambda x: F.embedding(INDEX, x), "F.mse_loss": lambda x: F.mse_loss(x, _like(x)),
-        "F.softmax": lambda x: F.softmax(x, -1), "F.layer_norm": lambda x: F.layer_norm(INPUT, (COLUMNS,), x), "F.gelu":
-        lambda x: F.gelu(x), "F.dropout(p=0)": lambda x: F.dropout(x, 0.0), "F.cross_entropy": lambda x:
-        F.cross_entropy(x, torch.arange(ROWS) % COLUMNS), "F.conv1d": lambda x: F.conv1d(INPUT.T[None], x[None, :3].mT * 1),
-        "cdist": lambda x: torch.cdist(x, OTHER), "parameters_to_vector": lambda x:
-        torch.nn.utils.parameters_to_vector([x, x]), "input + x": lambda x: INPUT + x, "x * input": lambda x: x * INPUT,
-        "_foreach_add": lambda x: torch._foreach_add([x, x], 1.0), "_foreach_mul": lambda x: torch._foreach_mul([x], [x]),
-        "_foreach_norm": lambda x: torch._foreach_norm([x, x]), "_foreach_add_": lambda x:
-        _in_place(x, lambda y: torch._foreach_add_([y], [_like(y)], alpha=0.1)), "_foreach_lerp_": lambda x:
-        _in_place(x, lambda y: torch._foreach_lerp_([y], [_like(y)], 0.1)), "_foreach_abs": lambda x: torch._foreach_abs([x]),
-        "x[3] = 0": lambda x: _set(x, 3, 0.0), "x[:2] = row": lambda x: _set(x, slice(2), ROW), "x[index] = 1": lambda x:
-        _set(x, INDEX % len(_like(x)), 1.0), "x[mask] = 0": lambda x: _set(x, _like(x) > 1.2, 0.0), "index_fill_": lambda x:
-        _in_place(x, lambda y: y.index_fill_(0, INDEX % 8, 2.0)), "index_add_": lambda x:
-        _in_place(x, lambda y: y.index_add_(0, INDEX, INPUT)), "scatter_": lambda x:
-        _in_place(x, lambda y: y.scatter_(0, torch.zeros(1, COLUMNS, dtype=torch.long), 5.0)), "masked_fill_": lambda x:
-        _in_place(x, lambda y: y.masked_fill_(_like(y) > 1.2, 0.0)), "fill_diagonal_": lambda x:
-        _in_place(x, lambda y: y.fill_diagonal_(1.0)), "clamp_": lambda x: _in_place(x, lambda y: y.clamp_(0.2, 0.5)),
-        "x += 1": lambda x: _in_place(x, lambda y: y.__iadd__(1)), "cumsum_": lambda x: _in_place(x, lambda y: y.cumsum_(0)),
-        "renorm_": lambda x: _in_place(x, lambda y: y.renorm_(2, 0, 0.5)), "transpose_": lambda x: x.clone().transpose_(0, -1),
-        "resize_": lambda x: _in_place(x, lambda y: y.resize_(3)), "t_": lambda x: _in_place(x, lambda y: y.t_()),
-        "x[3].zero_()": lambda x: _in_place(x, lambda y: y[3].zero_()), "x.view(-1)[0] = 1": lambda x:
-        _in_place(x, lambda y: _set(y.view(-1), 0, 1.0)), "x.T.mul_(2)": lambda x: _in_place(x, lambda y: y.T.mul_(2)),
-        "init.kaiming_uniform_": lambda x: _in_place(x, nn.init.kaiming_uniform_), "init.constant_": lambda x:
-        _in_place(x, lambda y: nn.init.constant_(y, 2.0)), "init.xavier_normal_": lambda x: _in_place(x, nn.init.xavier_normal_),
-        "init.orthogonal_": lambda x: _in_place(x, nn.init.orthogonal_), "init.trunc_normal_": lambda x:
-        _in_place(x, nn.init.trunc_normal_), "init.eye_": lambda x: _in_place(x, nn.init.eye_), "out=": lambda x:
-        torch.add(x, 1.0, out=torch.zeros_like(_like(x))), "plain.add_(x)": lambda x: _like(x).clone().add_(x),
-        "plain.copy_(x)": lambda x: torch.zeros_like(_like(x)).copy_(x), "plain.lerp_(x)": lambda x: _like(x).clone().lerp_(x, 0.5),
-    }  # fmt: skip
-    del table["len(x)"]
+        "x + 1": lambda x: x + 1,
+        "1 - x": lambda x: 1 - x,
+        "2 / x": lambda x: 2 / x,
+        "2 ** x": lambda x: 2**x,
+        "x // 0.3": lambda x: x // 0.3,
+        "x % 0.3": lambda x: x % 0.3,
+        "-x": lambda x: -x,
+        "x > 0.5": lambda x: x > 0.5,
+        "x == x": lambda x: x == x,
+        "abs(x)": lambda x: abs(x),
+        "clamp": lambda x: x.clamp(0.2, 0.8),
+        "lerp": lambda x: x.lerp(_like(x), 0.3),
+        "full_like": lambda x: torch.full_like(x, 3.0),
+        "addcmul": lambda x: torch.addcmul(x, x, x, value=0.1),
+        "addcdiv": lambda x: torch.addcdiv(x, x, _like(x)),
+        "where": lambda x: torch.where(x > 0.5, x, 0.0),
+        "masked_fill": lambda x: x.masked_fill(x > 0.5, 0.0),
+        "x * mask": lambda x: x * (_like(x) > 1.2),
+        "to(float64)": lambda x: x.to(torch.float64),
+        "type_as": lambda x: x.type_as(OTHER.double()),
+        "plain.to(x)": lambda x: OTHER.double().to(x),
+        "isclose": lambda x: torch.isclose(x, x),
+        "allclose": lambda x: torch.allclose(x, x),
+        "equal": lambda x: torch.equal(x, x),
+        "norm(1)": lambda x: x.norm(1),
+        "norm(inf)": lambda x: x.norm(float("inf")),
+        "norm(dim=0)": lambda x: x.norm(dim=0),
+        "vector_norm": lambda x: torch.linalg.vector_norm(x),
+        "vector_norm(dim=-1)": lambda x: torch.linalg.vector_norm(x, dim=-1),
+        "matrix_norm": lambda x: torch.linalg.matrix_norm(x),
+        "linalg.norm(2)": lambda x: torch.linalg.norm(x, 2),
+        "torch.norm": lambda x: torch.norm(x),
+        "nuclear": lambda x: torch.linalg.norm(x, "nuc"),
+        "sum(0)": lambda x: x.sum(0),
+        "sum(-1)": lambda x: x.sum(-1),
+        "mean(0)": lambda x: x.mean(0),
+        "max(0)": lambda x: x.max(0),
+        "var_mean": lambda x: torch.var_mean(x),
+        "quantile": lambda x: torch.quantile(x, 0.5),
+        "topk": lambda x: x.flatten().topk(3),
+        "kthvalue": lambda x: x.kthvalue(1),
+        "histc": lambda x: torch.histc(x.detach(), 4),
+        "dot": lambda x: torch.dot(x.reshape(-1), x.reshape(-1)),
+        "trace": lambda x: torch.trace(x),
+        "item of sum": lambda x: x.sum().item(),
+        "item": lambda x: x.item(),
+        "float(x.mean())": lambda x: float(x.mean()),
+        "float(x)": lambda x: float(x),
+        "bool of any": lambda x: bool((x > 9).any()),
+        "numpy": lambda x: torch.from_numpy(x.detach().numpy().copy()),
+        "(x**2).sum().sqrt()": lambda x: (x**2).sum().sqrt(),
+        "x[3]": lambda x: x[3] * 1,
+        "x[:2]": lambda x: x[:2] * 1,
+        "x[..., 0]": lambda x: x[..., 0] * 1,
+        "x[index]": lambda x: x[INDEX % len(_like(x))],
+        "x[mask]": lambda x: x[_like(x) > 1.2],
+        "take": lambda x: torch.take(x, INDEX % 8),
+        "gather": lambda x: torch.gather(x, 0, torch.zeros(1, COLUMNS, dtype=torch.long)),
+        "index_select": lambda x: x.index_select(0, INDEX % 8),
+        "masked_select": lambda x: x.masked_select(_like(x) > 1.2),
+        "narrow": lambda x: x.narrow(0, 1, 2) * 1,
+        "select": lambda x: x.select(0, 1) * 1,
+        "chunk": lambda x: [y * 1 for y in x.chunk(2)],
+        "split": lambda x: [y * 1 for y in x.split(5)],
+        "unbind": lambda x: [y * 1 for y in x.unbind(0)],
+        "list(x)": lambda x: [y * 1 for y in x.unbind()],
+        "view(-1)": lambda x: x.view(-1),
+        "view(4, -1)": lambda x: x.view(4, -1),
+        "reshape(-1, 2)": lambda x: x.reshape(-1, 2),
+        "unsqueeze(0)": lambda x: x.unsqueeze(0),
+        "transpose": lambda x: x.transpose(0, -1) * 1,
+        "x.T": lambda x: x.T * 1,
+        "x.mT": lambda x: x.mT * 1,
+        "permute": lambda x: x.permute(*range(_like(x).dim())[::-1]) * 1,
+        "expand": lambda x: x.expand(2, *_like(x).shape) * 1,
+        "repeat": lambda x: x.repeat(2, 1),
+        "tile": lambda x: x.tile(2),
+        "roll": lambda x: x.roll(1),
+        "flip": lambda x: x.flip(0),
+        "tril": lambda x: x.tril(),
+        "triu": lambda x: torch.triu(x),
+        "diag": lambda x: torch.diag(x),
+        "cat": lambda x: torch.cat([x, x]),
+        "stack": lambda x: torch.stack([x, x]),
+        "pad": lambda x: F.pad(x, (1, 1)),
+        "rot90": lambda x: torch.rot90(x),
+        "movedim": lambda x: x.movedim(0, -1) * 1,
+        "view_as": lambda x: x.view_as(_like(x)),
+        "unfold": lambda x: x.unfold(0, 2, 1) * 1,
+        "diagonal": lambda x: x.diagonal() * 1,
+        "swapaxes": lambda x: x.swapaxes(0, -1) * 1,
+        "x @ x.T": lambda x: x @ x.T,
+        "x @ row": lambda x: x @ ROW,
+        "mm": lambda x: torch.mm(x, OTHER.T),
+        "mv": lambda x: x.mv(ROW),
+        "matmul(input, x.T)": lambda x: torch.matmul(INPUT, x.T),
+        "input @ x.T": lambda x: INPUT @ x.T,
+        "outer": lambda x: torch.outer(x, x),
+        "addmm": lambda x: torch.addmm(torch.zeros(ROWS, ROWS), x, OTHER.T),
+        "einsum": lambda x: torch.einsum("ij,kj->ik", x, OTHER),
+        "tensordot": lambda x: torch.tensordot(x, OTHER, 2),
+        "bmm": lambda x: torch.bmm(x[None], OTHER.T[None]),
+        "svdvals": lambda x: torch.linalg.svdvals(x),
+        "qr": lambda x: torch.linalg.qr(x),
+        "kron": lambda x: torch.kron(x, torch.ones(2)),
+        "cosine_similarity": lambda x: F.cosine_similarity(x, ROW, dim=-1),
+        "normalize": lambda x: F.normalize(x, dim=-1),
+        "F.linear": lambda x: F.linear(INPUT, x),
+        "F.embedding": lambda x: F.embedding(INDEX, x),
+        "F.mse_loss": lambda x: F.mse_loss(x, _like(x)),
+        "F.softmax": lambda x: F.softmax(x, -1),
+        "F.layer_norm": lambda x: F.layer_norm(INPUT, (COLUMNS,), x),
+        "F.gelu": lambda x: F.gelu(x),
+        "F.dropout(p=0)": lambda x: F.dropout(x, 0.0),
+        "F.cross_entropy": lambda x: F.cross_entropy(x, torch.arange(ROWS) % COLUMNS),
+        "F.conv1d": lambda x: F.conv1d(INPUT.T[None], x[None, :3].mT * 1),
+        "cdist": lambda x: torch.cdist(x, OTHER),
+        "parameters_to_vector": lambda x: torch.nn.utils.parameters_to_vector([x, x]),
+        "input + x": lambda x: INPUT + x,
+        "x * input": lambda x: x * INPUT,
+        "_foreach_add": lambda x: torch._foreach_add([x, x], 1.0),
+        "_foreach_mul": lambda x: torch._foreach_mul([x], [x]),
+        "_foreach_norm": lambda x: torch._foreach_norm([x, x]),
+        "_foreach_add_": lambda x: _in_place(x, lambda y: torch._foreach_add_([y], [_like(y)], alpha=0.1)),
+        "_foreach_lerp_": lambda x: _in_place(x, lambda y: torch._foreach_lerp_([y], [_like(y)], 0.1)),
+        "_foreach_abs": lambda x: torch._foreach_abs([x]),
+        "x[3] = 0": lambda x: _set(x, 3, 0.0),
+        "x[:2] = row": lambda x: _set(x, slice(2), ROW),
+        "x[index] = 1": lambda x: _set(x, INDEX % len(_like(x)), 1.0),
+        "x[mask] = 0": lambda x: _set(x, _like(x) > 1.2, 0.0),
+        "index_fill_": lambda x: _in_place(x, lambda y: y.index_fill_(0, INDEX % 8, 2.0)),
+        "index_add_": lambda x: _in_place(x, lambda y: y.index_add_(0, INDEX, INPUT)),
+        "scatter_": lambda x: _in_place(x, lambda y: y.scatter_(0, torch.zeros(1, COLUMNS, dtype=torch.long), 5.0)),
+        "masked_fill_": lambda x: _in_place(x, lambda y: y.masked_fill_(_like(y) > 1.2, 0.0)),
+        "fill_diagonal_": lambda x: _in_place(x, lambda y: y.fill_diagonal_(1.0)),
+        "clamp_": lambda x: _in_place(x, lambda y: y.clamp_(0.2, 0.5)),
+        "x += 1": lambda x: _in_place(x, lambda y: y.__iadd__(1)),
+        "cumsum_": lambda x: _in_place(x, lambda y: y.cumsum_(0)),
+        "renorm_": lambda x: _in_place(x, lambda y: y.renorm_(2, 0, 0.5)),
+        "transpose_": lambda x: x.clone().transpose_(0, -1),
+        "resize_": lambda x: _in_place(x, lambda y: y.resize_(3)),
+        "t_": lambda x: _in_place(x, lambda y: y.t_()),
+        "x[3].zero_()": lambda x: _in_place(x, lambda y: y[3].zero_()),
+        "x.view(-1)[0] = 1": lambda x: _in_place(x, lambda y: _set(y.view(-1), 0, 1.0)),
+        "x.T.mul_(2)": lambda x: _in_place(x, lambda y: y.T.mul_(2)),
+        "init.kaiming_uniform_": lambda x: _in_place(x, nn.init.kaiming_uniform_),
+        "init.constant_": lambda x: _in_place(x, lambda y: nn.init.constant_(y, 2.0)),
+        "init.xavier_normal_": lambda x: _in_place(x, nn.init.xavier_normal_),
+        "init.orthogonal_": lambda x: _in_place(x, nn.init.orthogonal_),
+        "init.trunc_normal_": lambda x: _in_place(x, nn.init.trunc_normal_),
+        "init.eye_": lambda x: _in_place(x, nn.init.eye_),
+        "out=": lambda x: torch.add(x, 1.0, out=torch.zeros_like(_like(x))),
+        "plain.add_(x)": lambda x: _like(x).clone().add_(x),
+        "plain.copy_(x)": lambda x: torch.zeros_like(_like(x)).copy_(x),
+        "plain.lerp_(x)": lambda x: _like(x).clone().lerp_(x, 0.5),
+    }
     return table
 
 
@@ -214,14 +301,13 @@ def _try(function: Callable, model: nn.Module, name: str, context: str) -> tuple
     return result, [_whole(parameter.data), gradient], error or ""
 
 
-def outcomes(only: str = "") -> dict[tuple[str, str, str], str]:
-    """Return what came of every function, parameter and context on this rank."""
+def outcomes(labels: list[str]) -> dict[tuple[str, str, str], str]:
+    """Return what came of these functions, with every parameter and in every context, on this rank."""
     table = {}
     model = bmt.auto_wrap(Holder())
     start = {name: parameter.detach().clone() for name, parameter in Holder().named_parameters()}
-    for label, function in functions().items():
-        if only and only != label:
-            continue
+    for label in labels:
+        function = functions()[label]
         for name in start:
             for context in CONTEXTS:
                 plain = Holder()  # a function may have changed a shape
@@ -230,7 +316,8 @@ def outcomes(only: str = "") -> dict[tuple[str, str, str], str]:
                     with torch.no_grad():
                         for key, value in each.named_parameters():
                             value.copy_(start[key])
-                    each(INPUT).backward()
+                    if context == "gradient":
+                        each(INPUT).backward()
                 expected, effect, error = _try(function, plain, name, context)
                 mine, my_effect, my_error = _try(function, model, name, context)
                 if error:
@@ -263,7 +350,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the label of one function")
     options = parser.parse_args()
     ranks = Ranks(options.ranks)
-    tables = ranks(outcomes, options.only)
+    labels = [options.only] if options.only else [*functions()]
+    tables: list[dict[tuple[str, str, str], str]] = [{} for _ in range(options.ranks)]
+    for begin in range(0, len(labels), 40):
+        for table, part in zip(tables, ranks(outcomes, labels[begin : begin + 40])):
+            table |= part
     ranks.stop()
     table = tables[0]
     print(f"{'function':24} {'parameter':8}" + "".join(f"{context:>12}" for context in CONTEXTS))
@@ -273,4 +364,4 @@ def main() -> None:
     problems = [problem for each in tables for problem in judge(each)]
     counts = collections.Counter(outcome.split(":")[0] for outcome in table.values())
     print(*problems, sep="\n")
-    print(f"{len(functions())} functions on {options.ranks} ranks: {dict(counts)}, {len(problems)} problems")
+    print(f"{len(labels)} functions on {options.ranks} ranks: {dict(counts)}, {len(problems)} problems")

@@ -1,0 +1,125 @@
+"""Norms, sums and the like of slices: one number over all ranks, without gathering the elements.
+
+Each function has the arguments of torch's. It returns NotImplemented where the result is more than a number, and whole
+tensors are needed. Collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..ops.torch_internals import amp_found_inf_and_unscale_, foreach_norm
+from .norms import measure
+
+
+def _is_slice(value: Any) -> bool:
+    return getattr(value, "placement", None) is not None
+
+
+def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
+    """Return the `order`-norm over all ranks of every piece; 0 for one that is empty on all of them.
+
+    2-norms of gradients as the backward left them come from SegmentNorms; the others take one all-reduce.
+    """
+    order = float(order)
+    if order <= 0:
+        raise ValueError(f"the norm of a gradient slice needs an order above 0 or inf, not {order}")
+    segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
+    measure(dict.fromkeys(segment[0] for segment in segments if segment is not None))
+    others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
+    return [next(others) if segment is None else segment[0][segment[1]] for segment in segments]
+
+
+def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
+    if not pieces:
+        return []
+    wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
+    total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)
+    for norm, piece in zip(total, pieces):
+        piece.settle()
+        if piece.numel():
+            torch.linalg.vector_norm(piece, order, dtype=wide, out=norm)
+    infinite = order == float("inf")
+    total = total if infinite else total.pow_(order)
+    pieces[0].placement.communicator.all_reduce(total, maximum=infinite).wait()
+    total = total if infinite else total.pow_(1.0 / order)
+    return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
+
+
+def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p=None, out=None):
+    order = ord if p is None else p
+    order = 2 if order is None or order == "fro" else order
+    if dim is not None or keepdim or isinstance(order, str) or not _is_slice(x):
+        return NotImplemented
+    (norm,) = _norms([x], order)
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _linalg_norm(x: Any, ord: Any = None, dim=None, keepdim=False, *, out=None, dtype=None):
+    if ord is not None and len(x.full_shape) != 1:
+        return NotImplemented  # of a matrix
+    return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
+
+
+def _foreach_norm(pieces, ord=2, dtype=None):
+    slices = iter(_norms([piece for piece in pieces if _is_slice(piece)], ord))
+    return [next(slices) if _is_slice(p) else torch.linalg.vector_norm(p, ord) for p in pieces]
+
+
+def _sum(x: Any, dim=None, keepdim=False, *, dtype=None, out=None):
+    if dim is not None or keepdim or not _is_slice(x):
+        return NotImplemented
+    wanted = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
+    if wanted.is_complex:
+        return NotImplemented
+    return _add_up(x, x, wanted)
+
+
+def _mean(x: Any, dim=None, keepdim=False, *, dtype=None, out=None):
+    wanted = dtype or x.dtype
+    if dim is not None or keepdim or not _is_slice(x) or not wanted.is_floating_point:
+        return NotImplemented
+    return (_add_up(x, x, torch.promote_types(wanted, torch.float32)) / x.placement.numel).to(wanted)
+
+
+def _dot(x: Any, y: Any):
+    slices = _is_slice(x) and _is_slice(y) and x.placement.matches(y.placement)
+    if not slices or len(x.full_shape) != 1 or not x.dtype.is_floating_point:
+        return NotImplemented
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _add_up(x, x.to(wide) * y.to(wide), x.dtype)
+
+
+def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of every rank's `part`, computed in float32 at least."""
+    x.settle()
+    total = part.sum(dtype=torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
+    total = total.as_subclass(torch.Tensor)
+    x.placement.communicator.all_reduce(total).wait()
+    return total.to(dtype)
+
+
+def _non_finite_check(pieces, found_inf, inv_scale):
+    amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
+    torch.autograd.graph.increment_version(pieces)  # the operation does not count its writes itself
+    slices = [piece for piece in pieces if _is_slice(piece)]
+    slices[0].placement.communicator.all_reduce(found_inf, maximum=True).wait()
+
+
+REDUCTIONS: dict[Callable, Callable] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.norm: _linalg_norm,
+    torch.norm: _vector_norm,
+    torch.Tensor.norm: _vector_norm,
+    foreach_norm: _foreach_norm,
+    torch.sum: _sum,
+    torch.Tensor.sum: _sum,
+    torch.mean: _mean,
+    torch.Tensor.mean: _mean,
+    torch.dot: _dot,
+    torch.Tensor.dot: _dot,
+    amp_found_inf_and_unscale_: _non_finite_check,
+}

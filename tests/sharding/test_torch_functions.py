@@ -1,0 +1,25 @@
+"""The rule for functions of slices, one by one: `torch_functions.py` prints the table."""
+
+import warnings
+
+import pytest
+import torch_functions
+
+PARTS = 8
+LABELS = [*torch_functions.functions()]
+
+
+def these_functions(labels):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # plain torch's, about scalars
+        table = torch_functions.outcomes(labels)
+    assert not (problems := torch_functions.judge(table)), "\n".join(problems)
+    outcomes = [outcome.split(":")[0] for outcome in table.values()]
+    assert outcomes.count("right") >= 0.6 * len(outcomes)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_functions(world, size, part):
+    assert len(LABELS) >= 300
+    world(size)(these_functions, LABELS[part::PARTS])

@@ -263,7 +263,8 @@ class _Call:
 
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Apply an in-place function to slices: writes have no history, but torch refuses to write to a leaf."""
-        with torch.set_grad_enabled(self.whole and isinstance(written, Sliced) and written.requires_grad):
+        leaf = any(written is each and each.requires_grad for each in self.slices)
+        with torch.set_grad_enabled(self.whole and leaf):
             self.func(*args, **kwargs)
         return written
 

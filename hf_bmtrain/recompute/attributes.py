@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_not, itemgetter
 from typing import Any
@@ -23,28 +23,38 @@ class Attributes:
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        self._modules: list[tuple[weakref.ref[torch.nn.Module], Callable[[dict], tuple], int, dict[str, Any]]] = []
+        modules = list(layer.modules())
+        self._layer = weakref.ref(modules[0])  # the layer owns this object, and its dict of attributes
+        # All attributes (None: of the layer), and copies of the modules' own.
+        self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
+        self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
         children = []
-        for module in layer.modules():
+        for module in modules:
             if module._modules:
                 children.append(module._modules)
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
-                own = _own(module)
-                getter = itemgetter("training", "_modules", *own)  # a tuple, since there are two at least
-                # Weak: the layer owns this object.
-                self._modules.append((weakref.ref(module), getter, len(vars(module)), own))
-        self._inside = Contents([*children, *(value for *_, own in self._modules for value in own.values())])
+                own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
+                names = [*own, "training", "_modules"]  # a getter of two names or more returns a tuple
+                self._modules.append((attributes, own))
+                self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
+        self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])
         containers = self._inside.containers
         self._dicts = [each for each in containers if isinstance(each, dict)]
         self._rows = [each for each in containers if not isinstance(each, dict)]
         self._values = self._read()
 
-    def _read(self) -> list[Any]:
-        """Return all values. Raises KeyError if an attribute is gone."""
+    def _read(self) -> list[Any] | None:
+        """Return all values, None if attributes have come or gone."""
         values: list[Any] = []
-        for reference, getter, _, _ in self._modules:
-            values += getter(vars(reference()))
+        try:
+            for attributes, getter, count in self._getters:
+                present = vars(self._layer()) if attributes is None else attributes
+                if len(present) != count:
+                    return None
+                values += getter(present)
+        except KeyError:
+            return None
         if self._dicts:
             values += chain.from_iterable(self._dicts)
             values += chain.from_iterable(map(dict.values, self._dicts))
@@ -54,36 +64,32 @@ class Attributes:
 
     def is_present(self) -> bool:
         """Return whether nothing has changed since."""
-        for reference, _, count, _ in self._modules:
-            if len(vars(reference())) != count:
-                return False
-        try:
-            values = self._read()
-        except KeyError:
-            return False
-        return len(values) == len(self._values) and not any(map(is_not, values, self._values))
+        known, values = self._values, self._read()
+        assert known is not None
+        return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
     def put_back(self) -> Callable[[], None]:
         """Make the attributes and containers as they were. Returns a function that undoes it."""
-        present = [(reference, _own(reference())) for reference, *_ in self._modules]
-        for reference, _, _, own in self._modules:
-            _replace(reference(), own)
+        present = []
+        for attributes, own in self._modules:
+            changed = vars(self._layer()) if attributes is None else attributes
+            present.append((changed, _own(changed)))
+            _replace(changed, own)
         inside = self._inside.put_back()
 
         def undo() -> None:
             inside.put_back()
-            for reference, own in present:
-                _replace(reference(), own)
+            for attributes, own in present:
+                _replace(attributes, own)
 
         return undo
 
 
-def _own(module: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _STANDARD}
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in _STANDARD}
 
 
-def _replace(module: Any, own: dict[str, Any]) -> None:
-    attributes = vars(module)
-    for name in _own(module).keys() - own.keys():
+def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
+    for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)

@@ -122,14 +122,15 @@ class Contents:
 
     def _find(self, values: Iterable[Any]) -> None:
         for value in values:
-            if type(value) in ATOMS or isinstance(value, torch.Tensor):
+            kind = type(value)
+            if kind in ATOMS or kind is torch.Tensor:
                 continue
-            for container in containers_of(value):
+            if isinstance(value, tuple):
+                self._find(value)
+            for container in () if kind is tuple else containers_of(value):
                 if id(container) not in self._copies:
                     self._copies[id(container)] = container, _copy(container)
                     self._find(_items(container))
-            if isinstance(value, tuple):
-                self._find(value)
 
     def __bool__(self) -> bool:
         return bool(self._copies)

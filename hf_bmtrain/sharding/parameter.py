@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..ops.torch_internals import no_torch_function
 from ..runtime.world import current_world
+from .backward_inputs import backward_to, refuse_grad
 from .buffer import ShardedBuffer
 from .on_demand import OnDemandGather
 
@@ -53,6 +55,14 @@ class DistributedParameter(torch.nn.Parameter):
         (piece,) = buffer.make_slices(cls, [whole])
         piece.init_method, piece.group = init_method, group
         return piece
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.autograd.backward:
+            return backward_to(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            return refuse_grad()
+        return no_torch_function(func, types, args, kwargs or {})
 
     @property
     def whole(self) -> torch.nn.Parameter:

@@ -180,7 +180,15 @@ class BlockState:
                 buffer.gather()
         for buffer in self.buffers:
             buffer.wait()
-        for parameters, name, whole, _ in self.slots:
+        for parameters, name, whole, slice_ in self.slots:
+            shown = parameters.get(name)
+            if shown is not slice_ and shown is not whole:
+                raise RuntimeError(
+                    f"'{name}' of a block was replaced by a {type(shown).__name__} after it was sharded (by "
+                    "torch.func.functional_call, or assigned), and the block would compute with its own. Use a copy "
+                    "of the model made before auto_wrap, or write other values under `with bmt.gathered(model, "
+                    "modify=True):`."
+                )
             parameters[name] = whole
         self._open = True
 

@@ -165,7 +165,7 @@ def _leave_containers(
     """`leave_backward` for any arguments."""
     values = (*args, *kwargs.values())
     found = list(dict.fromkeys(tensors_in(values, set(), [])))
-    guarded = _apply(_LeaveBackward, after, *found) if found else ()
+    guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if found else ()
     table, seen = {id(tensor): behind for tensor, behind in zip(found, guarded)}, set[int]()
     args = exchange(args, table, seen)
     kwargs = {key: exchange(value, table, seen) for key, value in kwargs.items()}

@@ -181,7 +181,7 @@ class BlockState:
         for buffer in self.buffers:
             buffer.wait()
         for parameters, name, whole, slice_ in self.slots:
-            shown = parameters.get(name)
+            shown = parameters[name] if name in parameters else None
             if shown is not slice_ and shown is not whole:
                 raise RuntimeError(
                     f"'{name}' of a block was replaced by a {type(shown).__name__} after it was sharded (by "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_not, itemgetter
 from typing import Any
@@ -22,8 +22,8 @@ class Attributes:
     Modules of torch itself change none, and are left out unless they have hooks.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
-        modules = list(layer.modules())
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        """modules: the layer and those in it."""
         self._layer = weakref.ref(modules[0])  # the layer owns this object, and its dict of attributes
         # All attributes (None: of the layer), and copies of the modules' own.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []

@@ -90,8 +90,9 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
         if id(container) in seen or isinstance(container, set):
             continue
         seen.add(id(container))
-        base: Any = next(kind for kind in (dict, list, deque) if isinstance(container, kind))
-        for key, item in list(container.items() if base is dict else enumerate(container)):
+        mapping = isinstance(container, dict)
+        base: Any = dict if mapping else list if isinstance(container, list) else deque
+        for key, item in list(container.items() if mapping else enumerate(container)):
             new = exchange(item, table, seen)
             if new is not item:
                 base.__setitem__(container, key, new)

@@ -43,7 +43,7 @@ class Replay:
 
     def _present_attributes(self) -> Attributes:
         if self._attributes is None or not self._attributes.is_present():
-            self._attributes = Attributes(self._layer)
+            self._attributes = Attributes(list(self._layer.modules()))
         return self._attributes
 
     @contextmanager

@@ -76,10 +76,11 @@ class GradientBuffer:
 
     @property
     def _unused(self) -> bool:
-        for reference in self.slices:
-            slice_ = reference()
-            if slice_ is not None and slice_.grad is not None:
-                return False
+        with WithoutTorchFunction():
+            for reference in self.slices:
+                slice_ = reference()
+                if slice_ is not None and slice_.grad is not None:
+                    return False
         return True
 
     @property

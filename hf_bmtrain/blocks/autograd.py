@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from ..ops.torch_internals import functorch_transforms_active, pytree
+from ..ops.torch_internals import functorch_transforms_active
+from ..recompute.contents import ATOMS, exchange, tensors_in
 from ..runtime.schedule import refuse_double_backward
-
-_ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
-"""Types of values that hold no tensors."""
 
 
 class _EnterBackward(torch.autograd.Function):
@@ -60,84 +58,140 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def enter_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
-    """Return `outputs` (any pytree) with its differentiable tensors behind the boundary, and True if there are any.
+class Containers:
+    """The mutable containers (lists, dicts, objects) among the arguments of layers, which the layers may modify.
 
-    before: called with `token` before the layers' backward. Raises RuntimeError if an object that pytree cannot open
-    holds differentiable tensors.
+    During the forward their tensors are behind the boundary of `leave_backward`.
+    """
+
+    def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
+        """guarded: the `inputs` behind the boundary."""
+        self._values, self._inputs = values, {id(tensor) for tensor in inputs}
+        self._originals = {id(tensor): original for tensor, original in zip(guarded, inputs)}
+        self._guarded = guarded  # ids are those of living objects
+
+    def put_back(self) -> None:
+        """Put the original tensors into the containers again, at the end of the forward."""
+        seen: set[int] = set()
+        for value in self._values:
+            exchange(value, self._originals, seen)
+
+    def added(self, seen: set[int], strange: list[Any]) -> list[torch.Tensor]:
+        """Return the differentiable tensors that the layers put into the containers. For the rest see `tensors_in`."""
+        return [t for t in tensors_in(self._values, seen, strange) if id(t) not in self._inputs]
+
+    def exchange(self, table: dict[int, torch.Tensor], seen: set[int]) -> None:
+        for value in self._values:
+            exchange(value, table, seen)
+
+
+def enter_backward(
+    before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None = None
+) -> tuple[Any, bool]:
+    """Return `outputs` with their differentiable tensors behind the boundary, and True if there are any.
+
+    before: called with `token` before the layers' backward. filled: containers that the layers may have added tensors
+    to, which count as outputs. Lists, dicts and objects are modified in place. Raises RuntimeError if an object that
+    cannot be searched holds differentiable tensors.
     """
     found: list[torch.Tensor] = []
-    strange: list[Any] = []
-    _find((outputs,), found, strange)
-    for leaf in strange:
-        attributes = getattr(leaf, "__dict__", {}).values()
-        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in attributes):
-            raise RuntimeError(
-                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
-                "found. Return tensors, tuples, dicts or a transformers ModelOutput, or register the class with "
-                "torch.export.register_dataclass."
-            )
+    opened: list[Any] = []
+    _find((outputs,), found, opened)
+    if opened or filled is not None:
+        return _enter_containers(before, token, outputs, filled)
     if not found:
         return outputs, False
     return _replace(outputs, iter(_apply(_EnterBackward, before, token, *found))), True
 
 
-def leave_backward(after: Callable[[], None], args: tuple, kwargs: dict) -> tuple[tuple, dict, Sequence[torch.Tensor]]:
-    """Return `args` and `kwargs` (pytrees) behind the boundary, and the differentiable tensors in them.
+def _enter_containers(
+    before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None
+) -> tuple[Any, bool]:
+    """`enter_backward` for any outputs."""
+    seen: set[int] = set()
+    strange: list[Any] = []
+    found = [] if filled is None else filled.added(seen, [])
+    found += tensors_in((outputs,), seen, strange)
+    for leaf in strange:
+        names = [name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ())]
+        if any(getattr(getattr(leaf, name, None), "requires_grad", False) for name in names):
+            raise RuntimeError(
+                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
+                "found, because it has __slots__. Return tensors, tuples, dicts, dataclasses without slots, or a "
+                "transformers ModelOutput."
+            )
+    if not found:
+        return outputs, False
+    unique = list(dict.fromkeys(found))
+    entered = _apply(_EnterBackward, before, token, *unique)
+    table, seen = {id(tensor): behind for tensor, behind in zip(unique, entered)}, set()
+    if filled is not None:
+        filled.exchange(table, seen)
+    return exchange(outputs, table, seen), True
 
-    after: called when the gradients of all these tensors exist; never, if there are none.
+
+def leave_backward(
+    after: Callable[[], None], args: tuple, kwargs: dict
+) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers | None]:
+    """Return `args` and `kwargs` behind the boundary, the differentiable tensors in them, and the containers in them.
+
+    after: called when the gradients of all these tensors exist; never, if there are none. Containers are not copied:
+    their tensors are replaced in place, until `put_back`. None if there are no containers.
     """
     found: list[torch.Tensor] = []
-    _find(args, found, [])
+    opened: list[Any] = []
+    _find(args, found, opened)
     in_args = len(found)
-    _find(kwargs.values(), found, [])
+    _find(kwargs.values(), found, opened)
+    if opened:
+        return _leave_containers(after, args, kwargs)
     if not found:
-        return args, kwargs, found
+        return args, kwargs, found, None
     guarded = _apply(_LeaveBackward, after, *found)
     ahead = iter(guarded)
     if in_args:
         args = _replace(args, ahead)
     if len(found) > in_args:
-        kwargs = _replace(kwargs, ahead)
-    return args, kwargs, guarded
+        kwargs = {key: _replace(value, ahead) for key, value in kwargs.items()}
+    return args, kwargs, guarded, None
 
 
-def _find(values: Iterable[Any], found: list[torch.Tensor], strange: list[Any]) -> None:
-    """Add the differentiable tensors in `values`, in the order of `_replace`, and leaves of unusual types.
+def _leave_containers(
+    after: Callable[[], None], args: tuple, kwargs: dict
+) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers]:
+    """`leave_backward` for any arguments."""
+    values = (*args, *kwargs.values())
+    found = list(dict.fromkeys(tensors_in(values, set(), [])))
+    guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if found else ()
+    table, seen = {id(tensor): behind for tensor, behind in zip(found, guarded)}, set[int]()
+    args = exchange(args, table, seen)
+    kwargs = {key: exchange(value, table, seen) for key, value in kwargs.items()}
+    return args, kwargs, guarded, Containers(values, found, guarded)
 
-    The usual containers are searched here, several times faster than by pytree, which searches the others.
+
+def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -> None:
+    """Add the differentiable tensors in `values` and in tuples there, in the order of `_replace`.
+
+    opened: gets everything else that may hold tensors.
     """
     for value in values:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
                 found.append(value)
-        elif kind is tuple or kind is list:
-            _find(value, found, strange)
-        elif kind is dict:
-            _find(value.values(), found, strange)
-        elif kind not in _ATOMS:
-            leaves = pytree.tree_leaves(value)
-            found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            strange += [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        elif kind is tuple:
+            _find(value, found, opened)
+        elif kind not in ATOMS:
+            opened.append(value)
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
     """Return a copy of `value` in which the tensors of `_find` are replaced by the next ones of `guarded`."""
-    kind = type(value)
     if isinstance(value, torch.Tensor):
         return next(guarded) if value.requires_grad else value
-    if kind is tuple:
+    if type(value) is tuple:
         return tuple([_replace(item, guarded) for item in value])
-    if kind is list:
-        return [_replace(item, guarded) for item in value]
-    if kind is dict:
-        return {key: _replace(item, guarded) for key, item in value.items()}
-    if kind in _ATOMS:
-        return value
-    leaves, spec = pytree.tree_flatten(value)
-    leaves = [_replace(leaf, guarded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(leaves, spec)
+    return value
 
 
 def uncached_autocast() -> AbstractContextManager:

@@ -16,7 +16,7 @@ from ..recompute.replay import Replay
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot, find_places, shard_places
-from ..sharding.state_dict import slice_loads
+from ..sharding.state_dict import follow_state_dicts
 from .base import ShardedModule, extend_class
 from .block_state import BlockState
 
@@ -81,7 +81,7 @@ def extend(
     state.own_forward = layer.__dict__.pop("forward", None)
     layer._bmt = state  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))
-    slice_loads(layer, slots)
+    follow_state_dicts(layer, slots)
 
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
@@ -90,7 +90,7 @@ def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slo
     block._bmt.buffers += buffers
     block._bmt.slots += slots
     block._bmt.replay = Replay(block)
-    slice_loads(block, slots)
+    follow_state_dicts(block, slots)
 
 
 @functools.cache

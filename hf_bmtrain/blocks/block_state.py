@@ -97,20 +97,24 @@ class BlockState:
         self, layer_forward: Callable, args: tuple, kwargs: dict, recompute: bool
     ) -> tuple[Any, bool]:
         """Return the outputs, between the boundaries of the block's backward, and whether they are differentiable."""
-        args, kwargs, inputs = leave_backward(self.after_backward, args, kwargs)
+        args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
-        with uncached_autocast():
-            if recompute:
-                outputs = self._forward_to_recompute(layer_forward, args, kwargs)
-            else:
-                outputs = self._inside(layer_forward, *args, **kwargs)
+        try:
+            with uncached_autocast():
+                if recompute:
+                    outputs = self._forward_to_recompute(layer_forward, args, kwargs)
+                else:
+                    outputs = self._inside(layer_forward, *args, **kwargs)
+        finally:
+            if filled is not None:
+                filled.put_back()
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
                 "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
                 "write `x = x + y` for `x += y` at the start of its forward."
             )
         shown = [buffer.version for buffer in self.buffers]
-        outputs, differentiable = enter_backward(self.before_backward, shown, outputs)
+        outputs, differentiable = enter_backward(self.before_backward, shown, outputs, filled)
         self.pending += differentiable
         if differentiable:
             self.schedule.record(self)
@@ -134,7 +138,7 @@ class BlockState:
                 )
             if recorder is not None:
                 recorder.planner.mark(recomputed=True)
-            with self.replay.restore(snapshot, args, kwargs) as (args, kwargs):
+            with self.replay.restore(snapshot):
                 return self._inside(layer_forward, *args, **kwargs)
 
         with self.replay.record(args, kwargs) as snapshot:
@@ -176,7 +180,15 @@ class BlockState:
                 buffer.gather()
         for buffer in self.buffers:
             buffer.wait()
-        for parameters, name, whole, _ in self.slots:
+        for parameters, name, whole, slice_ in self.slots:
+            shown = parameters[name] if name in parameters else None
+            if shown is not slice_ and shown is not whole:
+                raise RuntimeError(
+                    f"'{name}' of a block was replaced by a {type(shown).__name__} after it was sharded (by "
+                    "torch.func.functional_call, or assigned), and the block would compute with its own. Use a copy "
+                    "of the model made before auto_wrap, or write other values under `with bmt.gathered(model, "
+                    "modify=True):`."
+                )
             parameters[name] = whole
         self._open = True
 

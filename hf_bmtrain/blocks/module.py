@@ -31,11 +31,13 @@ class DistributedModule(ShardedModule):
     """
 
     _schedule: Schedule
-    _is_fsdp_managed_module = True
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__["_schedule"] = current_world().schedule
+        world = current_world()
+        self.__dict__["_schedule"] = world.schedule
+        if world.size > 1:
+            self.__dict__["_is_fsdp_managed_module"] = True  # see wrap/patches.py
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

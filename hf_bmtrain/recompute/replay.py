@@ -1,8 +1,7 @@
-"""Repetition of a forward that changes state: the layer's buffers, and key-value caches among its arguments."""
+"""Repetition of a forward that changes state: buffers, attributes of modules, and containers among its arguments."""
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,31 +10,41 @@ from typing import Any
 
 import torch
 
+from .attributes import Attributes
+from .contents import Contents
+
 
 @dataclass
 class Snapshot:
     """The state at the beginning of one forward.
 
-    buffers: values of the buffers that the forward changed, by number. caches: copies of its caches by position or
-    keyword.
+    buffers: values of the buffers that the forward changed, by number. attributes: those of the layer's modules.
+    arguments: the contents of the mutable containers (lists, dicts, caches) among its arguments.
     """
 
     buffers: dict[int, torch.Tensor]
-    caches: dict[int | str, Any]
+    attributes: Attributes
+    arguments: Contents
 
 
 class Replay:
-    """Repeats, without side effects, forwards of a layer that change state (running means, a key-value cache).
+    """Repeats, without side effects, forwards of a layer that change state (running means, counters, a cache).
 
     The first forward in training mode and the first in evaluation mode copy all buffers and compare their values
-    afterwards, which waits for the device; later ones copy only the buffers that changed. A cache is an object with
-    `update` and `get_seq_length`; its structure is copied, its tensors are not.
+    afterwards, which waits for the device; later ones copy only the buffers that changed. Attributes and containers
+    are put back in place; the tensors in them are not copied.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = weakref.proxy(layer)  # the layer owns this object
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
         self._changing: dict[bool, set[int]] = {}  # numbers of places
+        self._attributes: Attributes | None = None
+
+    def _present_attributes(self) -> Attributes:
+        if self._attributes is None or not self._attributes.is_present():
+            self._attributes = Attributes(list(self._layer.modules()))
+        return self._attributes
 
     @contextmanager
     def record(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Snapshot]:
@@ -49,8 +58,7 @@ class Replay:
         before = {n: buffer for n, buffer in enumerate(self._present()) if buffer is not None}
         versions = {n: _version(buffer) for n, buffer in before.items()}
         copies = {n: buffer.clone() for n, buffer in before.items() if known is None or n in known}
-        named = [*enumerate(args), *kwargs.items()]
-        snapshot = Snapshot(copies, {key: _copy_cache(value) for key, value in named if _is_cache(value)})
+        snapshot = Snapshot(copies, self._present_attributes(), Contents((*args, *kwargs.values())))
         yield snapshot
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
@@ -67,25 +75,25 @@ class Replay:
             snapshot.buffers = {n: copies[n] for n in changed}
 
     @contextmanager
-    def restore(
-        self, snapshot: Snapshot, args: tuple, kwargs: dict[str, Any]
-    ) -> Iterator[tuple[tuple, dict[str, Any]]]:
-        """Yield the arguments of the recomputation, with copies of the snapshot's caches in place of the present ones.
-
-        Inside the context the layer's buffers are copies of the snapshot's; at its end the present ones are restored.
-        """
-        present = self._present()
-        caches = {key: _copy_cache(cache) for key, cache in snapshot.caches.items()}
-        args = tuple(caches.pop(position, value) for position, value in enumerate(args))
+    def restore(self, snapshot: Snapshot) -> Iterator[None]:
+        """Under `with`, buffers, attributes and containers are as in the snapshot; at the end they are as before."""
+        present, attributes = self._present(), self._present_attributes()
+        undo = None if snapshot.attributes is attributes else snapshot.attributes.put_back()
+        arguments = snapshot.arguments.put_back()
         for n, value in snapshot.buffers.items():
             buffers, name = self._places[n]
             buffers[name] = value.clone()
         try:
-            yield args, kwargs | caches  # pyright: ignore[reportReturnType]
+            yield
         finally:
             for n in snapshot.buffers:
                 buffers, name = self._places[n]
                 buffers[name] = present[n]
+            arguments.put_back()
+            if undo is not None:
+                undo()
+            elif not attributes.is_present():
+                attributes.put_back()
 
     def _present(self) -> list[torch.Tensor | None]:
         return [buffers.get(name) for buffers, name in self._places]
@@ -93,23 +101,3 @@ class Replay:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_cache(leaf: Any) -> bool:
-    if leaf is None or isinstance(leaf, torch.Tensor):
-        return False
-    return callable(getattr(leaf, "update", None)) and callable(getattr(leaf, "get_seq_length", None))
-
-
-def _copy_cache(value: Any) -> Any:
-    """Copy the containers in a cache and the objects that have `update`; share tensors and other objects."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy_cache(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _copy_cache(item) for key, item in value.items()}
-    has_update = callable(getattr(value, "update", None)) and hasattr(value, "__dict__")
-    if isinstance(value, torch.Tensor) or not has_update:
-        return value
-    twin = copy.copy(value)
-    twin.__dict__.update({key: _copy_cache(item) for key, item in vars(value).items()})
-    return twin

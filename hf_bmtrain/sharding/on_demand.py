@@ -94,6 +94,10 @@ class OnDemandGather:
         whole.register_post_accumulate_grad_hook(collect)
         return whole
 
+    def wholes(self, index: int) -> list[torch.nn.Parameter]:
+        """Return the Parameters by which modules have read parameter `index`."""
+        return [own[index] for own in self._parameters.values() if index in own]
+
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Take over the gradient of parameter `index` in the running backward."""
         self._schedule.join_backward(self)

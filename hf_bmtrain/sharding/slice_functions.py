@@ -55,7 +55,7 @@ _WITHOUT_ELEMENTS = frozenset(
     is_conj is_neg is_inference is_pinned is_shared is_same_size is_set_to is_distributed is_coalesced
     element_size get_device data_ptr storage untyped_storage storage_type result_type can_cast is_tensor is_storage
     new_empty new_zeros new_ones new_full new_tensor new new_empty_strided
-    requires_grad_ detach_ retain_grad register_hook register_post_accumulate_grad_hook backward grad record_stream
+    requires_grad_ detach_ retain_grad register_hook register_post_accumulate_grad_hook backward record_stream
     as_subclass _make_subclass _is_view share_memory_ __repr__ __format__ __hash__ __len__ __dir__ __reduce_ex__
     __deepcopy__ __setstate__ _typed_storage
     """.split()
@@ -87,7 +87,7 @@ METADATA = frozenset(
         *_find_attributes(),
         *(
             getattr(owner, name)
-            for owner in (torch.Tensor, torch, torch.autograd)
+            for owner in (torch.Tensor, torch)
             for name in _WITHOUT_ELEMENTS
             if hasattr(owner, name)
         ),

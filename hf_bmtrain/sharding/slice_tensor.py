@@ -20,6 +20,7 @@ import torch
 from ..comm.storage import shares_storage
 from ..ops.torch_internals import WithoutTorchFunction
 from ..runtime.world import current_world
+from .backward_inputs import backward_to, refuse_grad
 from .norms import SegmentNorms
 from .placement import Placement
 from .slice_functions import CONVERSIONS, DIMENSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, VIEWS, name_of
@@ -72,6 +73,10 @@ class Sliced:
         if func in METADATA:
             with WithoutTorchFunction():
                 return func(*args, **kwargs)
+        if func is torch.autograd.backward:
+            return backward_to(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return refuse_grad()
         name = name_of(func)
         if name in DIMENSIONS:
             return len(args[0].full_shape)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
+from ..runtime.world import current_world
 from .slice_tensor import Sliced
 from .slots import Slot, find_slots
 
@@ -93,13 +94,27 @@ def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata
             state_dict[key] = slot.piece.detach()
 
 
-def slice_loads(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
-    """Register hooks on the modules of `layer` with these slots, by which they load this rank's parts of wholes."""
+def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
+    """Register hooks on the modules of `layer` with these slots: each saves wholes and loads this rank's parts."""
     filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
         if id(module._parameters) in filled:
             module.register_load_state_dict_pre_hook(_slice_on_load)
+            module.register_state_dict_post_hook(_gather_on_save)
 
 
 def _slice_on_load(module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
     slice_entries(find_slots([module]), state_dict, prefix, metadata, errors)
+
+
+def _gather_on_save(module, state_dict, prefix, metadata) -> None:
+    """Replace slices by wholes on the CPU in the state dict of a module inside a block, called alone. Collective.
+
+    The block's own state dict shows wholes in the slots.
+    """
+    slots = find_slots([module])
+    if slots:
+        current_world().assemble("state_dict")
+    for slot in slots:
+        if prefix + slot.name in state_dict:
+            state_dict[prefix + slot.name] = slot.piece.gather().cpu()

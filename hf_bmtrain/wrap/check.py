@@ -27,9 +27,26 @@ def admit(model: torch.nn.Module) -> None:
         for module in model.modules()
     ):
         raise ValueError(f"auto_wrap: {kind} is sharded by FSDP already; leave that out, or leave out auto_wrap.")
+    _admit_modules(model)
     if any(isinstance(module, CheckpointBlock) for module in model.modules()) or isinstance(model, DistributedModule):
         raise ValueError("auto_wrap: this model is wrapped already, and holds no parameter that was added since.")
     admit_parameters(model)
+
+
+def _admit_modules(model: torch.nn.Module) -> None:
+    """Raise ValueError for the first module that computes out of reach of the blocks' gathers."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"auto_wrap: '{name}' is a scripted module, whose parameters are out of reach of Python: use the "
+                "module that was given to torch.jit.script."
+            )
+        if callable(getattr(module, "backward_pass", None)):
+            raise ValueError(
+                f"auto_wrap: '{name}' is a {type(module).__name__} with a backward_pass() of its own (reversible "
+                "layers, as Reformer's), which computes outside the layer's forward, where its weights are not "
+                "gathered. Train it with DistributedDataParallel."
+            )
 
 
 def admit_parameters(model: torch.nn.Module) -> None:

@@ -75,12 +75,14 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) ->
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
     """Make all ranks call the same blocks, because a collective runs in every block.
 
-    Turns off layer-drop, which skips random layers, different ones on each rank. Makes generation continue until every
-    rank is done: transformers does that for modules marked as FSDP's, and `generate` if `synced_gpus` is set.
+    Turns off layer-drop, which skips random layers, different ones on each rank: for modules marked as FSDP's
+    transformers uses every layer where the rate is read from the configuration. Makes generation continue until every
+    rank is done: transformers does that for marked modules too, and `generate` if `synced_gpus` is set.
     """
-    dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
+    dropping = [module for module in model.modules() if _drops_layers(module)]
     for module in dropping:
-        module.layerdrop = 0.0  # pyright: ignore
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 0.0  # pyright: ignore
     if dropping:
         names = ", ".join(sorted({type(module).__name__ for module in dropping}))
         _log.warning("layer-drop is off in %s: each rank would skip other blocks, whose gathers then hang", names)
@@ -93,6 +95,14 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
             synced = inspect.signature(generate).parameters.get("synced_gpus")
             if synced is not None and synced.default is False:
                 module.generate = functools.partial(weak_method(generate), synced_gpus=True)  # pyright: ignore
+
+
+def _drops_layers(module: torch.nn.Module) -> bool:
+    """Return whether the forward of `module` skips random layers, at a rate of its own or of its configuration."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []
+    config = getattr(module, "config", None)
+    return bool(getattr(module, "layerdrop", 0)) or any(getattr(config, name, 0) for name in rates)
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:

@@ -19,6 +19,13 @@ class Opaque:
         self.tensor = tensor
 
 
+class Slotted:
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 class Owner:
     def __init__(self):
         self.told = []
@@ -57,9 +64,11 @@ def tensors(value):
     return [((key, *place), tensor) for key, item in items for place, tensor in tensors(item)]
 
 
-def assert_replaced(before, after, x):
+def assert_replaced(before, old, after, x):
+    """old: the tensors of `before` before the call, which modifies lists and dicts in place."""
     assert type(before) is type(after)
-    (old, new) = tensors(before), tensors(after)
+    assert before is after or isinstance(before, (torch.Tensor, tuple))
+    new = tensors(after)
     assert [place for place, _ in old] == [place for place, _ in new]
     for (_, a), (_, b) in zip(old, new):
         assert (b is not a and torch.equal(a, b) and b.requires_grad) if a is x else b is a
@@ -69,9 +78,10 @@ def assert_replaced(before, after, x):
 def test_outputs(shape):
     owner, x = Owner(), leaf()
     before = shape(x, torch.zeros(3))
+    old = tensors(before)
     after, differentiable = enter_backward(owner.before_backward, "token", before)
     assert differentiable
-    assert_replaced(before, after, x)
+    assert_replaced(before, old, after, x)
     next(tensor for _, tensor in tensors(after) if tensor.requires_grad).sum().backward()
     assert owner.told == [("before", "token")]
     assert torch.equal(x.grad, torch.ones(2))
@@ -82,43 +92,60 @@ def test_outputs(shape):
 def test_inputs(shape, by_keyword):
     owner, x = Owner(), leaf()
     before, rest = shape(x, torch.zeros(3)), [torch.zeros(1)]
-    args, kwargs, inputs = leave_backward(
+    old = tensors(before)
+    args, kwargs, inputs, filled = leave_backward(
         owner.after_backward, *(((rest,), {"it": before}) if by_keyword else ((before,), {"it": rest}))
     )
     after, same = (kwargs["it"], args[0]) if by_keyword else (args[0], kwargs["it"])
     assert same is rest, "a layer may fill a list that it is given"
-    assert_replaced(before, after, x)
+    assert_replaced(before, old, after, x)
     (found,) = inputs
     found.sum().backward()
     assert owner.told == ["after"]
+    if filled is not None:
+        filled.put_back()
+    assert all(a is b for (_, a), (_, b) in zip(old, tensors(before)))
 
 
 def test_two_in_order():
     owner, x, y = Owner(), leaf(), leaf()
-    args, kwargs, inputs = leave_backward(owner.after_backward, (x, [y]), {"again": x})
+    args, kwargs, inputs, _ = leave_backward(owner.after_backward, (x, (y,)), {"again": x})
     assert [args[0], args[1][0], kwargs["again"]] == list(inputs)
     (args[0] + 2 * args[1][0] + 4 * kwargs["again"]).sum().backward()
     assert (x.grad[0], y.grad[0]) == (5, 2)
     assert owner.told == ["after"]
 
 
+def test_one_tensor_and_one_list_twice():
+    owner, x, y = Owner(), leaf(), [leaf()]
+    args, kwargs, inputs, _ = leave_backward(owner.after_backward, (x, y), {"again": (x, y)})
+    assert args[1] is kwargs["again"][1] is y
+    assert [args[0], y[0]] == list(inputs)
+    assert kwargs["again"][0] is args[0]
+
+
 def test_without_a_differentiable_tensor():
     given = (torch.zeros(2), 3), {"cache": object()}
-    args, kwargs, inputs = leave_backward(Owner().after_backward, *given)
+    args, kwargs, inputs, _ = leave_backward(Owner().after_backward, *given)
     assert (args, kwargs, list(inputs)) == (*given, [])
     assert enter_backward(Owner().before_backward, None, given[0]) == (given[0], False)
 
 
 @pytest.mark.parametrize("wrap", [lambda o: o, lambda o: (torch.zeros(1), o), lambda o: {"o": Pair(o, None)}])
-def test_what_cannot_be_opened_is_refused(wrap):
-    with pytest.raises(RuntimeError, match="returned a Opaque"):
-        enter_backward(Owner().before_backward, None, wrap(Opaque(leaf())))
-    enter_backward(Owner().before_backward, None, wrap(Opaque(torch.zeros(1))))
+def test_objects_are_searched_unless_they_have_slots(wrap):
+    owner, x, inside = Owner(), leaf(), Opaque(leaf())
+    _, differentiable = enter_backward(owner.before_backward, "token", wrap(inside))
+    assert differentiable
+    (inside.tensor + x).sum().backward()
+    assert owner.told == [("before", "token")]
+    with pytest.raises(RuntimeError, match="returned a Slotted"):
+        enter_backward(owner.before_backward, None, wrap(Slotted(leaf())))
+    enter_backward(owner.before_backward, None, wrap(Slotted(torch.zeros(1))))
 
 
 def test_transforms_of_functorch_are_refused():
     def through(x):
-        (x,), _, _ = leave_backward(Owner().after_backward, (x,), {})
+        (x,), _, _, _ = leave_backward(Owner().after_backward, (x,), {})
         return x.sum()
 
     with pytest.raises(RuntimeError, match="setup_context"):

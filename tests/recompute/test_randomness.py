@@ -7,6 +7,9 @@ from torch import nn
 import hf_bmtrain as bmt
 from twins import Layer, Tower, ids
 
+DRAWN = {}
+"""What each layer has drawn, by id: an attribute would be as before after a recomputation."""
+
 
 class Noisy(Layer):
     """Remembers what it has drawn: a dropout mask and, where asked, noise of another generator."""
@@ -14,7 +17,11 @@ class Noisy(Layer):
     def __init__(self):
         super().__init__()
         self.dropout = nn.Dropout(0.5)
-        self.drawn = []
+        DRAWN[id(self)] = []
+
+    @property
+    def drawn(self):
+        return DRAWN[id(self)]
 
     def forward(self, x, shift=None):
         mask = self.dropout(torch.ones_like(x))

@@ -9,7 +9,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.sharding.slots import find_places, shard_places
-from hf_bmtrain.sharding.state_dict import slice_loads
+from hf_bmtrain.sharding.state_dict import follow_state_dicts
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 
@@ -48,7 +48,7 @@ def sharded_module():
     world = bmt.current_world()
     module = Scaled()
     slots = shard_places(world, find_places(module.modules()), world.schedule.blocks)[1]
-    slice_loads(module, slots)
+    follow_state_dicts(module, slots)
     module.load_state_dict(Scaled().state_dict())
     return module
 

@@ -121,7 +121,43 @@ def pickled_models():
             torch.save(wrapped, io.BytesIO())
 
 
+def scripted_modules():
+    tower = Tower()
+    tower.layers[1].linear = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match="'layers.1.linear' is a scripted module"):
+        bmt.auto_wrap(tower)
+    assert not isinstance(tower.layers[0], bmt.CheckpointBlock)
+
+
+def reversible_layers():
+    sizes = {"attention_head_size": 8, "hidden_size": 16, "num_attention_heads": 2, "feed_forward_size": 16}
+    axial = {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [8, 8], "max_position_embeddings": 16}
+    config = transformers.ReformerConfig(attn_layers=["local"], vocab_size=VOCABULARY, **sizes, **axial)
+    with pytest.raises(ValueError, match=r"'encoder.layers.0' is a ReformerLayer with a backward_pass"):
+        bmt.auto_wrap(transformers.ReformerModel(config))
+
+
+def functional_calls():
+    """A block would compute with its own weights, which nothing shows."""
+    model = bmt.auto_wrap(Tower())
+    given = {name: torch.zeros(each.full_shape) for name, each in model.layers[0].named_parameters()}
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context, pytest.raises(RuntimeError, match="replaced by a Tensor .*functional_call"):
+            torch.func.functional_call(model.layers[0], dict(given), (torch.ones(2, WIDTH),))
+    model(ids(0, 0)).backward()
+
+
+def state_dicts_of_modules_in_blocks():
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    for name, module in twin.named_modules():
+        if name:
+            mine, plain = model.get_submodule(name).state_dict(), module.state_dict()
+            assert list(mine) == list(plain)
+            assert all(torch.equal(mine[key], plain[key]) for key in plain), name
+
+
 CASES = [
+    scripted_modules, reversible_layers, functional_calls, state_dicts_of_modules_in_blocks,
     registered_subclasses, integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
 ]  # fmt: skip
 

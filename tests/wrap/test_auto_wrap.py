@@ -1,9 +1,11 @@
 """What auto_wrap makes of models of every shape: each equals a plain twin, or is refused with the reason."""
 
+import copy
 import logging
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
@@ -368,9 +370,33 @@ def layer_drop():
     assert len(messages) == (0 if alone else 1)
 
 
+def layer_drop_of_a_configuration():
+    """Wav2Vec2 uses all layers of modules marked as FSDP's; with one rank they are not marked."""
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=6, num_attention_heads=2, intermediate_size=32, conv_dim=(16, 16),
+        conv_stride=(2, 2), conv_kernel=(3, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.5, hidden_dropout=0.0, feat_proj_dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Wav2Vec2Model(config).train()
+    twin = copy.deepcopy(model)
+    with Records() as messages:
+        bmt.auto_wrap(model)
+    alone, sound = bmt.world_size() == 1, torch.randn(2, 200)
+    assert len(messages) == (0 if alone else 1)
+    twin.config.layerdrop = 0.5 if alone else 0.0
+    for step in range(4):
+        outputs = []
+        for either in (model, twin):
+            torch.manual_seed(step)
+            outputs.append(either(sound).last_hidden_state)
+        torch.testing.assert_close(*outputs)
+
+
 CASES = [
     lists_in_lists, experts, no_list, named_blocks, shared_layers, torch_transformer, parts, mixed_precision,
-    refusals, layer_drop,
+    refusals, layer_drop, layer_drop_of_a_configuration,
 ]  # fmt: skip
 
 

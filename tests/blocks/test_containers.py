@@ -1,0 +1,291 @@
+"""Lists, dicts and objects that blocks are given by reference: what layers write into them is there afterwards."""
+
+import dataclasses
+import types
+from collections import OrderedDict, defaultdict, deque
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+import hf_bmtrain as bmt
+from twins import Layer, Tower, check_twins, ids
+
+OPTIONS = [{"use_checkpoint": checkpoint, "zero_level": level} for checkpoint in (True, False) for level in (3, 2)]
+
+
+class Writing(Layer):
+    """Writes into `state`, a container that all layers get, and reads what layers before it wrote."""
+
+    def forward(self, x, write, state):
+        y = super().forward(x)
+        return y + 0.1 * write(state, y, self.linear(x).square().mean())
+
+
+def appended(state, y, loss):
+    state.append(loss)
+    return sum(state[:-1], start=torch.zeros(()))
+
+
+def nested(state, y, loss):
+    state["losses"].append((loss, {"y": y}))
+    state["last"], before = y, state.get("last")
+    state.setdefault("made", []).append(loss * 2)
+    return sum(made for made in state["made"]) + (0 if before is None else before)
+
+
+def attributes(state, y, loss):
+    """Also counts, so that a repetition would not begin where the forward did."""
+    state.calls += 1
+    state.total = state.total + loss * state.calls
+    state.rows = [*state.rows, y]
+    return state.total + state.rows[0]
+
+
+def through_keys(state, y, loss):
+    first = state.get("last_hidden_state")
+    state["last_hidden_state"] = y if first is None else first + y
+    return state["last_hidden_state"]
+
+
+def replaced(state, y, loss):
+    """The last two alone are kept."""
+    old = sum(state, start=torch.zeros(()))
+    state[:] = [*state[-1:], loss]
+    return old
+
+
+def rotated(state, y, loss):
+    state.append(loss)
+    return state[0]
+
+
+@dataclasses.dataclass
+class Inner:
+    total: object
+    rows: list
+    calls: int = 0
+
+
+@dataclasses.dataclass
+class State(Inner):
+    inner: object = None
+
+
+def inner(state, y, loss):
+    return attributes(state.inner, y, loss) + attributes(state, y, loss)
+
+
+def zeros():
+    return torch.zeros(())
+
+
+STATES = {
+    "list": (list, appended, sum),
+    "list in a tuple": (lambda: (1, []), lambda s, y, loss: appended(s[1], y, loss), lambda s: sum(s[1])),
+    "list that loses": (list, replaced, sum),
+    "deque": (lambda: deque(maxlen=2), rotated, sum),
+    "dict": (lambda: {"losses": []}, nested, lambda s: s["losses"][1][0] + s["last"].mean() + sum(s["made"])),
+    "default dict": (
+        lambda: defaultdict(list), lambda s, y, loss: appended(s["losses"], y, loss), lambda s: s["losses"][0],
+    ),
+    "ordered dict": (OrderedDict, through_keys, lambda s: s["last_hidden_state"].mean()),
+    "model output": (BaseModelOutput, through_keys, lambda s: s.last_hidden_state.mean()),
+    "dataclass": (lambda: Inner(zeros(), []), attributes, lambda s: s.total + s.rows[1].mean()),
+    "dataclass in a dataclass": (
+        lambda: State(zeros(), [], 0, Inner(zeros(), [])), inner, lambda s: s.total + s.inner.rows[-1].mean(),
+    ),
+    "namespace": (
+        lambda: types.SimpleNamespace(calls=0, total=zeros(), rows=[]), attributes, lambda s: s.total,
+    ),
+    "not in the loss": (list, appended, lambda s: s[0].detach()),
+    "partly in the loss": (list, appended, lambda s: s[1]),
+}  # fmt: skip
+
+
+class WritingTower(Tower):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Writing() for _ in range(3)])
+
+
+def make_forward(name, by_keyword):
+    make, write, read = STATES[name]
+
+    def loss(model, step, rank):
+        x, state = model.embedding(ids(step, rank)), make()
+        for layer in model.layers:
+            x = layer(x, state=state, write=write) if by_keyword else layer(x, write, state)
+        return model.head(x).square().mean() + read(state)
+
+    class Reading(WritingTower):
+        def forward(self, step, rank):
+            return loss(self, step, rank)
+
+    return Reading
+
+
+def by_reference(name, by_keyword, options):
+    check_twins(make_forward(name, by_keyword), lambda model, step, rank: model(step, rank), **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("by_keyword", [True, False])
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_state_by_reference(world, size, name, by_keyword, options):
+    world(size)(by_reference, name, by_keyword, options)
+
+
+# -- particular cases ------------------------------------------------------------------------------------------------
+
+
+class Known(Layer):
+    """Is given the list that it holds, twice, and tensors that stand in several places."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def forward(self, x, rows, again, pair):
+        assert rows is again is self.rows
+        assert pair["x"] is x
+        rows.append(x)
+        y = super().forward(x) + len(rows) + sum(again)
+        rows.append(y)
+        return y
+
+
+class KnownTower(Tower):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Known() for _ in range(3)])
+
+    def forward(self, ids):
+        x, loss = self.embedding(ids), 0
+        for layer in self.layers:
+            layer.rows.clear()
+            before, pair = x, {"x": x}
+            x = layer(x, layer.rows, again=layer.rows, pair=pair)
+            assert layer.rows[0] is before is pair["x"]
+            assert len(layer.rows) == 2
+            loss = loss + layer.rows[1].mean()
+        return self.head(x).square().mean() + loss
+
+
+def plain_loss(model, step, rank):
+    return model(ids(step, rank))
+
+
+def identities(options):
+    check_twins(KnownTower, plain_loss, **options)
+
+
+class Batch(Layer):
+    """Takes and returns a dict, which it fills."""
+
+    def forward(self, batch):
+        batch["x"] = super().forward(batch["x"])
+        batch.setdefault("all", []).append(batch["x"])
+        return batch
+
+
+class BatchTower(Tower):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Batch() for _ in range(3)])
+
+    def forward(self, ids):
+        batch = {"x": self.embedding(ids)}
+        for layer in self.layers:
+            assert layer(batch) is batch
+        assert len(batch["all"]) == 3
+        return self.head(batch["x"]).square().mean() + sum(batch["all"]).mean()
+
+
+def returned(options):
+    """Every tensor goes through the dict, so the blocks are released as they are otherwise."""
+    check_twins(BatchTower, plain_loss, **options)
+
+
+@dataclasses.dataclass
+class Answer:
+    hidden: Inner
+    note: str = ""
+
+
+class Answering(Layer):
+    def forward(self, answer):
+        y = super().forward(answer.hidden.total)
+        return Answer(Inner(y, [y * 2]))
+
+
+class AnsweringTower(Tower):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Answering() for _ in range(3)])
+
+    def forward(self, ids):
+        answer = Answer(Inner(self.embedding(ids), []))
+        for layer in self.layers:
+            answer = layer(answer)
+        return self.head(answer.hidden.total).square().mean() + answer.hidden.rows[0].mean()
+
+
+def nested_outputs(options):
+    check_twins(AnsweringTower, plain_loss, **options)
+
+
+class Failing(Layer):
+    def forward(self, x, rows):
+        rows.append(x)
+        raise KeyError("a user's bug")
+
+
+def after_an_exception(options):
+    """The caller's tensors are in the containers again."""
+    layer = bmt.CheckpointBlock(Failing(), **options)
+    x, y = (torch.ones(1, 6, requires_grad=True) for _ in range(2))
+    rows = [y]
+    with pytest.raises(KeyError):
+        layer(x, rows)
+    assert rows[0] is y
+    assert rows[1] is x
+
+
+def without_gradients(options):
+    model, twin = bmt.auto_wrap(KnownTower(), **options), KnownTower()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids(0, 0)), twin(ids(0, 0)))
+
+
+def two_forwards_at_once(options):
+    """Each backward repeats its own forward, although another one has filled the same list since."""
+
+    class Reused(WritingTower):
+        def forward(self, ids, rows):
+            x = self.embedding(ids)
+            for layer in self.layers:
+                x = layer(x, appended, rows)
+            return self.head(x).square().mean() + sum(rows)
+
+    def loss(model, step, rank):
+        rows = []
+        return model(ids(step, rank), rows) + model(ids(step + 5, rank), rows)
+
+    check_twins(Reused, loss, **options)
+
+
+CASES = [identities, returned, nested_outputs, after_an_exception, without_gradients, two_forwards_at_once]
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [1, 2])
+def test_containers(world, size, case, options):
+    world(size)(case, options)

@@ -1,0 +1,58 @@
+"""Gradients of named parameters alone: as plain torch's, or refused."""
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from twins import Tower, ids, losses
+
+NAMES = {
+    "all": None,
+    "in a block": ["layers.1.linear.weight"],
+    "outside": ["embedding.weight"],
+    "some": ["layers.0.gain", "layers.2.linear.bias", "head.weight"],
+}
+
+
+def named(name, use_checkpoint):
+    model, twin = bmt.auto_wrap(Tower(), use_checkpoint=use_checkpoint), Tower()
+    mine, twins = dict(model.named_parameters()), dict(twin.named_parameters())
+    names = NAMES[name] or list(mine)
+    for step in range(2):  # two accumulate
+        loss, plain = losses(model, twin, step)
+        loss.backward(inputs=[mine[each] for each in names])
+        plain.backward(inputs=[twins[each] for each in names])
+    for each, parameter in mine.items():
+        gradient = parameter.gather_gradient()
+        if each in names:
+            torch.testing.assert_close(gradient, twins[each].grad, rtol=5e-6, atol=1e-7)
+        else:
+            assert gradient is None or not gradient.any()
+    model.zero_grad()
+    twin.zero_grad()
+    loss, plain = losses(model, twin, 7)
+    loss.backward()
+    plain.backward()
+    for each, parameter in mine.items():
+        torch.testing.assert_close(parameter.gather_gradient(), twins[each].grad, rtol=5e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_backward(world, size, name, use_checkpoint):
+    world(size)(named, name, use_checkpoint)
+
+
+def refused():
+    model = bmt.auto_wrap(Tower())
+    for allow in (True, False):
+        with pytest.raises(RuntimeError, match=r"loss.backward\(inputs=parameters\)"):
+            torch.autograd.grad(model(ids(0, 0)), list(model.parameters()), allow_unused=allow)
+    (gradient,) = torch.autograd.grad((x := torch.ones(2, requires_grad=True)).sum(), x)
+    assert gradient.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_grad(world, size):
+    world(size)(refused)

@@ -32,7 +32,7 @@ class SegmentNorms:
         self._squares, self._measured = squares, shard._version
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the norm of segment `index`, a new scalar of the shard's dtype. Collective if it must be measured."""
+        """Return the norm of segment `index`, a new float32 scalar. Collective if it must be measured."""
         measure([self])
         return self._norms[index].clone()
 
@@ -52,18 +52,18 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
     squares = torch.cat(parts)
     stale[0].communicator.all_reduce(squares).wait()
     for each, part in zip(stale, squares.split([len(part) for part in parts])):
-        each._norms = part.sqrt().to(each._shard.dtype).unbind()
+        each._norms = part.sqrt().float().unbind()
         each._version = each._shard._version
 
 
 class GradSlice(torch.Tensor):
     """This rank's 1-D part of one parameter's gradient. It behaves as a plain tensor in element-wise operations.
 
-    Its norm is the norm over all ranks and its found-inf flag is that of any rank, so `torch.nn.utils.clip_grad_norm_`,
-    `torch.amp.GradScaler` and what Trainer and Accelerate build on them are right without changes. These reductions
-    are collective: every rank calls them, in the same order. A reduction whose result would cover this rank alone
-    (`max`, `mean`, `any`, ...) raises RuntimeError. The result of an element-wise operation is a GradSlice again. It is
-    pickled as a plain tensor.
+    Its norm is the norm over all ranks, in float32 at least, and its found-inf flag is that of any rank, so
+    `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and what Trainer and Accelerate build on them are right
+    without changes. These reductions are collective: every rank calls them, in the same order. A reduction whose result
+    would cover this rank alone (`max`, `mean`, `any`, ...) raises RuntimeError. The result of an element-wise operation
+    is a GradSlice again. It is pickled as a plain tensor.
     """
 
     _communicator: Communicator
@@ -150,7 +150,7 @@ def _measured_now(communicator: Communicator, pieces: Sequence[torch.Tensor], or
     total = total if infinite else total.pow_(order)
     communicator.all_reduce(total, maximum=infinite).wait()
     total = total if infinite else total.pow_(1.0 / order)
-    return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
+    return [norm.to(torch.promote_types(piece.dtype, torch.float32)) for norm, piece in zip(total.unbind(), pieces)]
 
 
 def _vector_norm(communicator, func, x, ord=2, dim=None, keepdim=False, *, dtype=None, p=None, **unused):

@@ -123,7 +123,7 @@ def init_distributed(
     joined = dist.is_initialized()
     backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
-    schedule = Schedule(backend.shards, backend.reduce, backend.blocks, backend.outside, poison)
+    schedule = Schedule(backend.shards, backend.reduce, backend.blocks, backend.outside, backend.control, poison)
     _world = World(
         rank, size, local_rank, device, backend.gather, backend.reduce, schedule, backend.control,
         zero_level, loss_scale_factor, loss_scale_steps,

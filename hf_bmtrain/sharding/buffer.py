@@ -18,6 +18,7 @@ from ..ops.torch_internals import make_subclass
 from ..runtime.schedule import Schedule
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
+from .unused import UnusedParameters
 
 
 class ShardedBuffer:
@@ -59,7 +60,8 @@ class ShardedBuffer:
         self._full = None if size == 1 else ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
-        self.gradient = GradientBuffer(schedule.reduce, reducer, self.layout, self.wholes, self.shard)
+        unused = UnusedParameters(schedule.control, ShardedBuffer.made)
+        self.gradient = GradientBuffer(schedule.reduce, reducer, self.layout, self.wholes, self.shard, unused)
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)

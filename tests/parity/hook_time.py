@@ -93,8 +93,8 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     lane = FreeLane()
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
-    schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction)
     control = Control(1, timedelta(seconds=1))
+    schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction, control)
     pretended = world.World(0, 2, 0, device, lane, lane, schedule, control, 3, 2, 1024)
     with mock.patch.object(world, "_world", pretended):
         yield lane

@@ -81,6 +81,17 @@ class Control:
         if self._store is not None:
             self._store.delete_key(key)
 
+    def show(self, key: str, text: str) -> None:
+        """Replace what is shown under `key`."""
+        if self._store is not None:
+            self._store.set(key, text)
+
+    def look(self, key: str) -> str | None:
+        """Return what is shown under `key`, None if nothing is."""
+        if self._store is None or not self._store.check([key]):
+            return None
+        return self._store.get(key).decode()
+
     def close(self) -> None:
         """End the group's threads. None waits for another rank, since every collective here is synchronous."""
         if self._group is not None:

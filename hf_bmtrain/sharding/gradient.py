@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Communicator
+from ..comm.journal import code
 from ..comm.layout import Layout
 from ..comm.reduce import Flight, Reducer
 from ..comm.streams import finish
@@ -40,6 +41,7 @@ class GradientBuffer:
         """like: the shard of the parameters, whose shape, dtype and device the gradient's shard has."""
         self._communicator, self._reducer, self._wholes, self._like = communicator, reducer, wholes, like
         self._unused, self._alone = unused, communicator.size == 1
+        self._entry = code("reduction of the gradient of", unused.number)
         self.slices: list[weakref.ref[Any]] = []
         self._pieces = [layout.piece(index, communicator.rank) for index in range(len(wholes))]
         self.requires_grad = [whole.requires_grad for whole in wholes]
@@ -116,6 +118,7 @@ class GradientBuffer:
         gradients = [whole.grad if required else None for whole, required in zip(self._wholes, self.requires_grad)]
         for whole in self._wholes:
             whole.grad = None
+        self._communicator.journal.note(self._entry)
         self._unused.count()
         lacking = [index for index, gradient in enumerate(gradients) if gradient is None]
         if lacking:

@@ -19,7 +19,7 @@ class UnusedParameters:
 
     def __init__(self, control: Control, number: int) -> None:
         """number: of the buffer, the same on every rank."""
-        self._control, self._number = control, number
+        self._control, self.number = control, number
         self._sent = 0
         self._read: str | None = None
 
@@ -45,4 +45,4 @@ class UnusedParameters:
 
     @property
     def _key(self) -> str:
-        return f"unused/{self._number}/{self._sent}"
+        return f"unused/{self.number}/{self._sent}"

@@ -52,6 +52,8 @@ class Difference(NamedTuple):
 class Journal:
     """The entries of one communicator, which are the same on every rank, since every rank issues the same operations.
 
+    One thread at a time adds entries; any may read them.
+
     count: the number of entries. digest: a number that depends on all of them. problem: why this rank must stop.
     """
 
@@ -78,13 +80,13 @@ class Journal:
             raise RuntimeError(self.problem)
 
     def excerpt(self) -> Excerpt:
-        """Return the last entries. It may be called from another thread."""
-        last = list(self._last.copy())[-SENT - 1 :]
+        """Return the last entries."""
+        last = self._kept()[-SENT - 1 :]
         return Excerpt(last[0][0], last[0][2], [entry for _, entry, _ in last[1:]])
 
     def compare(self, theirs: Excerpt) -> Difference | None:
-        """Return the first difference that is known, or None. It may be called from another thread."""
-        mine = {count: (entry, digest) for count, entry, digest in self._last.copy()}
+        """Return the first difference that is known, or None."""
+        mine = {count: (entry, digest) for count, entry, digest in self._kept()}
         digest, equal = theirs.digest, theirs.count in mine and mine[theirs.count][1] == theirs.digest
         for number, entry in enumerate(theirs.entries, theirs.count + 1):
             digest = (digest * _FACTOR + entry) & _MASK
@@ -97,4 +99,11 @@ class Journal:
 
     def entry(self, number: int) -> int | None:
         """Return an entry by its number, None if it is not kept."""
-        return next((entry for count, entry, _ in self._last.copy() if count == number), None)
+        return next((entry for count, entry, _ in self._kept() if count == number), None)
+
+    def _kept(self) -> list[tuple[int, int, int]]:
+        while True:
+            try:
+                return list(self._last)
+            except RuntimeError:  # another thread has just added an entry
+                continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
     return parameter.detach() - start
 
 
-def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: list[torch.Tensor]) -> None:
+def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
     """Make a step of a new optimizer of the same class, with the options of `group`, with each gradient."""
     options = {**group, "params": [parameter]}
     if group.get("lr") is not None:  # at the start of a warm-up it may be 0

@@ -18,11 +18,13 @@ import torch.distributed.nn.functional
 
 from .collectives import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
 from .control import Control
+from .journal import Journal
 from .nccl import NcclCommunicator, import_nccl
 from .peer_gather import PeerGather
 from .peer_memory import CudaMemory, HostMemory
 from .peer_reduce import PeerReduction
 from .reduce import CollectiveReduction, LocalReduction, Reduction
+from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer")
@@ -35,7 +37,7 @@ class Backend(NamedTuple):
 
     gather, reduce: communicators whose operations do not wait for one another. shards: allocates and gathers shards.
     blocks, outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
-    opened: all communicators that are open.
+    opened: all communicators that are open. watch: compares what the ranks issue to them.
     """
 
     gather: Communicator
@@ -45,6 +47,7 @@ class Backend(NamedTuple):
     outside: Reduction
     control: Control
     opened: list[Communicator]
+    watch: Watch
 
 
 def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Backend:
@@ -53,12 +56,15 @@ def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta,
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
-        return Backend(single, single, CollectiveGather(single), local, local, Control(1, timeout), [])
+        control = Control(1, timeout)
+        watch = Watch(control, 0, [], lambda: None)
+        return Backend(single, single, CollectiveGather(single), local, local, control, [], watch)
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout)
     control = Control(size, timeout)
     opened: list[Communicator] = []
+    journals: list[Journal] = []
 
     def open_communicator(name: str) -> Communicator:
         if device.type == "cpu":
@@ -66,11 +72,18 @@ def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta,
         else:
             unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
             opened.append(NcclCommunicator(name, rank, size, unique_id, device))
+        journals.append(opened[-1].journal)
         return opened[-1]
+
+    def interrupt() -> None:
+        if device.type == "cuda":  # on CPU what waits looks for the problem
+            for communicator in opened:
+                communicator.close(abort=True)
 
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
     shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
-    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened)
+    watch = Watch(control, rank, journals, interrupt)
+    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened, watch)
     smallest = _smallest_copied(rank, device, gather, control.gather)
     if smallest is None:
         return found

@@ -17,20 +17,27 @@ import torch
 import torch.distributed as dist
 
 from .control import comes, end_group
+from .journal import Journal, code
 from .streams import DONE, Ticket
 
 # torch 2.13 renames the collective and warns about its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
+_SLICE_SECONDS = 1.0
+_DIAGNOSIS_SECONDS = 3.0  # an operation fails at once if its tensors differ in size, before the journals are compared
 
 Ranges = Sequence[tuple[int, int]]
 
 
 class Communicator(Protocol):
-    """An ordered queue of collectives between `size` ranks. Tensors are contiguous and on this rank's device."""
+    """An ordered queue of collectives between `size` ranks. Tensors are contiguous and on this rank's device.
+
+    journal: of the operations, to which callers may add what they are for.
+    """
 
     rank: int
     size: int
+    journal: Journal
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         """Fill `whole` (size * n,) with every rank's `shard` (n,), in rank order."""
@@ -81,6 +88,10 @@ class Gather(Protocol):
         """
         ...
 
+    def is_collective(self, shard: torch.Tensor) -> bool:
+        """Return whether `gather` of this shard is a collective; True by default."""
+        return True
+
     def quiesce(self) -> None:
         """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
 
@@ -111,6 +122,9 @@ class SingleProcess:
 
     rank, size = 0, 1
 
+    def __init__(self) -> None:
+        self.journal = Journal("single")
+
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole.copy_(shard)
         return DONE
@@ -130,13 +144,16 @@ class SingleProcess:
 
 
 class _GlooTicket:
-    def __init__(self, label: str, work: dist.Work, under_way: set[dist.Work], finish=None) -> None:
-        self._label, self._work, self._under_way, self._finish = label, work, under_way, finish
+    def __init__(
+        self, label: str, work: dist.Work, under_way: set[dist.Work], journal: Journal, finish: Callable | None
+    ) -> None:
+        self._label, self._work, self._under_way, self._journal, self._finish = label, work, under_way, journal, finish
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self._wait()
         except RuntimeError as error:
+            self._journal.check(_DIAGNOSIS_SECONDS)
             raise RuntimeError(
                 f"{self._label} failed: another rank ended, raised, or did not reach this operation "
                 f"within the timeout. Look for the first error among the ranks' logs. ({error})"
@@ -146,6 +163,14 @@ class _GlooTicket:
         if self._finish is not None:
             self._finish()
 
+    def _wait(self) -> None:
+        """Wait for the work, or until the ranks have been found to differ."""
+        while not self._work.is_completed():
+            if comes(self._work, _SLICE_SECONDS):
+                return
+            self._journal.check()
+        self._work.wait()  # raises its error
+
 
 class GlooCommunicator:
     """A communicator on CPU. Operations run asynchronously in gloo's threads, so the control flow equals that on GPUs.
@@ -154,16 +179,18 @@ class GlooCommunicator:
     """
 
     def __init__(self, name: str, timeout: timedelta) -> None:
-        self._name = name
+        self._name, self.journal = name, Journal(name)
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._under_way: set[dist.Work] = set()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        self.journal.note(code("all-gather", whole.numel()))
         work = _all_gather(as_bytes(whole), as_bytes(shard), group=self._group, async_op=True)
         return self._ticket("all_gather", shard, work)
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        self.journal.note(code("reduce-scatter", whole.numel()))
         received = torch.empty_like(whole)
         work = dist.all_to_all_single(as_bytes(received), as_bytes(whole), group=self._group, async_op=True)
         wide = torch.promote_types(shard.dtype, torch.float32)
@@ -178,11 +205,13 @@ class GlooCommunicator:
         return self._ticket("reduce_scatter", shard, work, finish)
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
+        self.journal.note(code("all-reduce", tensor.numel()))
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         work = dist.all_reduce(tensor, op, group=self._group, async_op=True)
         return self._ticket("all_reduce", tensor, work)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        self.journal.note(code("broadcast", tensor.numel()))
         work = dist.broadcast(as_bytes(tensor), root, group=self._group, async_op=True)
         return self._ticket("broadcast", tensor, work)
 
@@ -200,7 +229,7 @@ class GlooCommunicator:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
         self._under_way.add(work)  # until it has been waited for
         label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on communicator '{self._name}'"
-        return _GlooTicket(label, work, self._under_way, finish)
+        return _GlooTicket(label, work, self._under_way, self.journal, finish)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

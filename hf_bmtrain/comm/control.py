@@ -1,4 +1,4 @@
-"""Exchange of picklable Python objects between the ranks, over a separate gloo group."""
+"""Exchange of picklable Python objects between the ranks, over a separate gloo group, and of posts in a store."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..ops.torch_internals import default_store
+
 _LATER = 5.0  # seconds that the other ranks wait longer than rank 0, which finds out which ranks are missing
 
 
 class Control:
-    """Collectives over Python objects. All methods but `close` are collective; with one process they return at once."""
+    """Collectives over Python objects, and posts. With one process all methods return at once.
+
+    `gather`, `broadcast_object` and `barrier` are collective.
+    """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         """Make a group of all ranks of torch's default process group, if there are several. Collective."""
         self.size = size
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        self._store: Any = default_store() if size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order."""
@@ -58,6 +64,33 @@ class Control:
             raise RuntimeError(f"Missing: rank {', '.join(map(str, missing))}.")
         for work in [dist.isend(torch.zeros(1), rank, group=self._group) for rank in others]:
             comes(work, _LATER)
+
+    # -- posts, which are not collective ------------------------------------------------------------------------
+
+    def post(self, key: str, text: str) -> None:
+        """Add `text` (without ";") to the posts of all ranks under `key`. One message to the launcher's store."""
+        if self._store is not None:
+            self._store.append(key, f"{text};")
+
+    def read_posts(self, key: str) -> list[str]:
+        """Return the posts under `key`, of which there is one at least; none with one process."""
+        return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
+
+    def delete_posts(self, key: str) -> None:
+        """Delete the posts under `key`."""
+        if self._store is not None:
+            self._store.delete_key(key)
+
+    def show(self, key: str, text: str) -> None:
+        """Replace what is shown under `key`."""
+        if self._store is not None:
+            self._store.set(key, text)
+
+    def look(self, key: str) -> str | None:
+        """Return what is shown under `key`, None if nothing is."""
+        if self._store is None or not self._store.check([key]):
+            return None
+        return self._store.get(key).decode()
 
     def close(self) -> None:
         """End the group's threads. None waits for another rank, since every collective here is synchronous."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .journal import Journal, code
 from .streams import Ticket
 
 _NCCL_TYPES = {
@@ -52,22 +53,26 @@ class NcclCommunicator:
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
         nccl = import_nccl()
-        self._name, self._device = name, device
+        self._name, self._device, self.journal = name, device, Journal(name)
         self.rank, self.size = rank, size
         self._stream = torch.cuda.Stream(device, priority=-1)
         with torch.cuda.device(device):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        self.journal.note(code("all-gather", whole.numel()))
         return self._issue(self._comm.allGather, shard, whole, _moved(shard))
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        self.journal.note(code("reduce-scatter", whole.numel()))
         return self._issue(self._comm.reduceScatter, whole, shard, (*_reduced(shard), _AVG))
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
+        self.journal.note(code("all-reduce", tensor.numel()))
         return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), _MAX if maximum else _SUM))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        self.journal.note(code("broadcast", tensor.numel()))
         return self._issue(self._comm.broadcast, tensor, tensor, (*_moved(tensor), root))
 
     def close(self, abort: bool) -> None:

@@ -141,6 +141,9 @@ class PeerGather(Gather):
         pairs.append([(here[begin:end], mine[begin:end]) for begin, end in own])
         return self._memory.copy(pairs)
 
+    def is_collective(self, shard: torch.Tensor) -> bool:
+        return not hasattr(shard, "shared")
+
     def _publish(self) -> None:
         """Make this rank's writes, and every other rank's, visible to the copies that follow."""
         living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]

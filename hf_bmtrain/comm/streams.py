@@ -79,6 +79,12 @@ class Immediate:
         return DONE
 
 
+def finish(device: torch.device) -> None:
+    """Block the host until `device` has finished the work queued on the current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def has_own_memory(device: torch.device) -> bool:
     """Return whether `device` has memory separate from the host's."""
     return device.type == "cuda"

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -78,6 +79,12 @@ amp_update_scale_ = torch._amp_update_scale_
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """The operation by which `GradScaler` unscales gradients. `SliceTensor` overrides it."""
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+default_store: Callable[[], Any] = distributed_c10d._get_default_store
+"""Return the store by which the processes of torch's default process group have found each other. There is no public
+equivalent; a store of our own would need a port and an address that every host reaches."""
 
 # -- devices --------------------------------------------------------------------------------------------------------
 

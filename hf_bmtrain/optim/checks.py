@@ -8,13 +8,16 @@ parameter groups have changed or something was sharded; any other step only veri
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..runtime.world import current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from .checkpoint import WholeState
@@ -67,7 +70,9 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     """Raise TypeError unless `optimizer` moves a matrix and flat parts of it alike, because slices are such parts.
 
     For each parameter group, three new optimizers of the same class and options make three steps: one on a small matrix
-    and two on the same values in flat parts. Adafactor, LAMB, Muon and LBFGS move them differently.
+    and two on the same values in flat parts. Adafactor, LAMB, Muon and LBFGS move them differently. Such an optimizer
+    is tried on slices of a matrix as well, whose reductions are global: one that steps along the gradient divided by
+    its norm is right. Collective then, and all ranks come to it alike, because they try the same values.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
@@ -84,42 +89,69 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             message = "%s could not be tried on a matrix (%s): whether it is element-wise, as slices need, is not known"
             _log.warning(message, type(optimizer).__name__, reason)
             return
-        _compare(optimizer, group, moved, values.view(-1), [gradient.view(-1) for gradient in tries])
+        flat = functools.partial(_move_parts, optimizer, group, values.view(-1), [each.view(-1) for each in tries])
+        if _difference(flat, moved) is None:
+            continue
+        # Large enough for every rank to hold a part of it.
+        shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
+        values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        moved = _movement(optimizer, group, values, tries)
+        reason = _difference(functools.partial(_move_slices, optimizer, group, values, tries), moved)
+        if reason is not None:
+            raise TypeError(
+                f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap a "
+                "parameter is a flat slice on each rank. Use an element-wise optimizer (hf_bmtrain's AdamOptimizer, "
+                "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion), or one that reduces parameters and gradients by "
+                "functions of torch, which are global (LAMB), and not by their `shape`."
+            )
 
 
-def _compare(optimizer: Any, group: dict, moved: torch.Tensor, values: torch.Tensor, gradients: list) -> None:
-    """Raise TypeError unless flat parts of `values` are moved as the matrix was, by `moved`."""
+def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
+    """Return how the movement of flat pieces that `move` makes differs from the expected one, None if it is equal."""
     try:
-        pieces = [
-            _movement(optimizer, group, values[cut], [gradient[cut] for gradient in gradients])
-            for cut in (slice(None, _CUT), slice(_CUT, None))
-        ]
-        difference = ((torch.cat(pieces) - moved).abs().max() / moved.abs().max().clamp_min(1e-30)).item()
-        reason = f"it moves parts of a matrix by up to {100 * difference:.2g} % of a step differently"
+        moved = move()
     except Exception as error:
-        difference, reason = float("inf"), f"it fails on a flat piece ({error})"
-    if not difference <= 1e-3:
-        raise TypeError(
-            f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap a "
-            "parameter is a flat slice on each rank. Use an element-wise optimizer: hf_bmtrain's AdamOptimizer, "
-            "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion."
-        )
+        return f"it fails on a flat piece ({error})"
+    difference = ((moved - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+    if difference <= 1e-3:
+        return None
+    return f"it moves parts of a matrix by up to {100 * difference:.2g} % of a step differently"
+
+
+def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the movement of flat `values` in two parts, by an optimizer for each."""
+    cuts = slice(None, _CUT), slice(_CUT, None)
+    return torch.cat([_movement(optimizer, group, values[cut], [each[cut] for each in gradients]) for cut in cuts])
+
+
+def _move_slices(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the movement of `values` in slices. Collective."""
+    parameter, reduce = DistributedParameter(values), current_world().reduce
+    pieces = [parameter.take(gradient).clone() for gradient in gradients]
+    _train(optimizer, group, parameter, pieces)
+    return parameter.gather() - values
 
 
 def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return by how much a new optimizer of the same class, with the options of `group`, moves `start`."""
     parameter = torch.nn.Parameter(start.clone())
+    _train(optimizer, group, parameter, [gradient.clone() for gradient in gradients])
+    return parameter.detach() - start
+
+
+def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
+    """Make a step of a new optimizer of the same class, with the options of `group`, with each gradient."""
     options = {**group, "params": [parameter]}
     if group.get("lr") is not None:  # at the start of a warm-up it may be 0
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
-    twin = type(optimizer)([options], **given)
+    twin: Any = type(optimizer)([options], **given)
+    twin.checked = ShardedBuffer.made, [[parameter]]  # it is being checked
     for gradient in gradients:
-        parameter.grad = gradient.clone()
+        parameter.grad = gradient
         if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
-            twin.step(lambda: torch.zeros((), device=start.device))
+            twin.step(lambda: torch.zeros((), device=parameter.device))
         else:
             twin.step()
-    return parameter.detach() - start

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..comm.collectives import Communicator, Gather
+from ..comm.control import Control
 from ..comm.reduce import Reduction
 from ..ops.torch_internals import call_after_backward, current_graph_task
 
@@ -32,12 +33,18 @@ class Releasable(Protocol):
 
 
 class Gradient(Protocol):
-    """The gradient of a flat buffer, sent to its reduction and received later. in_flight: between the two."""
+    """The gradient of a flat buffer, sent to its reduction and received later. in_flight: between the two.
+
+    undecided: it was received, and `decide` finds out which parameters no rank used.
+    """
 
     @property
     def in_flight(self) -> bool: ...
     def send(self) -> None: ...
     def receive(self) -> None: ...
+    @property
+    def undecided(self) -> bool: ...
+    def decide(self) -> None: ...
     def discard(self) -> None: ...
 
 
@@ -116,15 +123,22 @@ class Schedule:
     """Decides when blocks are released and gradients received; shared by all buffers and blocks of a world.
 
     shards: allocates and gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the
-    reductions of gradients of blocks, and of what is outside them. poison: a debug switch that fills unfilled and
-    released memory with NaN. inspector: records activations, see `inspect`. planner: plans the blocks with
-    use_checkpoint="auto". backwards: the number of backwards since the start.
+    reductions of gradients of blocks, and of what is outside them. control: agreement between the ranks.
+    poison: a debug switch that fills unfilled and released memory with NaN. inspector: records activations, see
+    `inspect`. planner: plans the blocks with use_checkpoint="auto". backwards: the number of backwards since the start.
     """
 
     def __init__(
-        self, shards: Gather, reduce: Communicator, blocks: Reduction, outside: Reduction, poison: bool = False
+        self,
+        shards: Gather,
+        reduce: Communicator,
+        blocks: Reduction,
+        outside: Reduction,
+        control: Control,
+        poison: bool = False,
     ) -> None:
-        self.shards, self.reduce, self.blocks, self.outside, self.poison = shards, reduce, blocks, outside, poison
+        self.shards, self.reduce, self.blocks, self.outside = shards, reduce, blocks, outside
+        self.control, self.poison = control, poison
         self.inspector: Any = None
         self.planner: Any = None
         self.backwards = 0
@@ -135,6 +149,7 @@ class Schedule:
         self._left_whole: weakref.ref[Releasable] | None = None  # weak, so that a dropped model is freed
         self._prefetched: weakref.ref[Releasable] | None = None
         self._in_flight: deque[list[Gradient]] = deque()
+        self._undecided: list[Gradient] = []
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -255,6 +270,7 @@ class Schedule:
             for member in members:
                 member.flush_backward()
             self._receive(ahead=0)
+            self._decide()
         except BaseException:
             self._members[task], self._passes[task] = members, passes  # for discard_failed_backward
             raise
@@ -276,6 +292,7 @@ class Schedule:
             for gradient in gradients:
                 gradient.discard()
         self._in_flight.clear()
+        self._undecided.clear()
         for member in members:
             member.abandon_backward()
 
@@ -307,7 +324,16 @@ class Schedule:
         while len(self._in_flight) > ahead:
             for gradient in self._in_flight[0]:
                 gradient.receive()
+                if gradient.undecided:
+                    self._undecided.append(gradient)
             self._in_flight.popleft()
+
+    def _decide(self) -> None:
+        """Find out which parameters no rank used, where this rank did not use all."""
+        undecided, self._undecided = self._undecided, []
+        for gradient in undecided:
+            if gradient.undecided:  # unless the buffer was sent again
+                gradient.decide()
 
 
 def refuse_double_backward() -> None:

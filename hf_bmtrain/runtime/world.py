@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..comm.backend import open_backend
 from ..comm.collectives import Communicator
 from ..comm.control import Control
+from ..comm.watch import Watch
 from .launcher import choose_device, find_place, seed_everything
 from .schedule import Schedule
 
@@ -30,7 +31,8 @@ class World:
 
     rank: 0 ... size - 1. local_rank: on this host. device: where this rank computes and stores its shards. gather,
     reduce: communicators for flat tensors. schedule: what is open in the current forward and backward. control:
-    agreement between the ranks' Python. zero_level, loss_scale_factor, loss_scale_steps: defaults.
+    agreement between the ranks' Python. watch: finds out that the ranks do different things. zero_level,
+    loss_scale_factor, loss_scale_steps: defaults.
     """
 
     rank: int
@@ -41,12 +43,16 @@ class World:
     reduce: Communicator
     schedule: Schedule
     control: Control
+    watch: Watch
     zero_level: int
     loss_scale_factor: float
     loss_scale_steps: int
 
     def assemble(self, occasion: str, seconds: float = 300) -> None:
-        """Wait for every rank. Raises RuntimeError that names the ranks that are missing or at another occasion."""
+        """Wait for every rank. Raises RuntimeError that names the ranks that are missing or at another occasion.
+
+        And if the ranks have issued different operations before, whose results are wrong.
+        """
         try:
             self.control.barrier(seconds)
         except RuntimeError as error:
@@ -54,13 +60,17 @@ class World:
                 f"rank {self.rank}: '{occasion}' needs every rank, but not all came within {seconds:.0f} s. "
                 f"Call it on all ranks, not on rank 0 alone. {error}"
             ) from error
-        occasions = self.gather_objects(occasion)
+        occasions, excerpts = zip(*self.gather_objects((occasion, self.watch.excerpts())))
         if len(set(occasions)) > 1:
             places = ", ".join(f"'{place}' of rank {rank}" for rank, place in enumerate(occasions))
             raise RuntimeError(
                 f"rank {self.rank}: the ranks are at different places: {places}. Each needs every rank: call them on "
                 "all ranks, in the same order."
             )
+        for rank, theirs in enumerate(excerpts):
+            problem = self.watch.compare(rank, theirs)
+            if problem is not None:
+                raise RuntimeError(f"rank {self.rank}: '{occasion}' found that {problem}")
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's `value` (any picklable object), in rank order. Collective."""
@@ -123,9 +133,9 @@ def init_distributed(
     joined = dist.is_initialized()
     backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
-    schedule = Schedule(backend.shards, backend.reduce, backend.blocks, backend.outside, poison)
+    schedule = Schedule(backend.shards, backend.reduce, backend.blocks, backend.outside, backend.control, poison)
     _world = World(
-        rank, size, local_rank, device, backend.gather, backend.reduce, schedule, backend.control,
+        rank, size, local_rank, device, backend.gather, backend.reduce, schedule, backend.control, backend.watch,
         zero_level, loss_scale_factor, loss_scale_steps,
     )  # fmt: skip
     if size > 1:
@@ -195,6 +205,7 @@ def _leave(world: World, opened: Sequence[Communicator], joined: bool) -> None:
     joined: the process group existed before `init_distributed`, and its creator destroys it.
     """
     # Without a process group (accelerator.end_training() destroys it) the ranks cannot agree.
+    world.watch.stop()
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
     if not failed:
         try:

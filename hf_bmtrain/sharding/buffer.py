@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from ..comm.journal import code
 from ..comm.layout import ALIGNMENT_BYTES, Layout
 from ..comm.reduce import Reduction
 from ..comm.storage import ResizableStorage, shares_storage
@@ -19,6 +20,7 @@ from ..runtime.schedule import Schedule
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
 from .placement import Placement
+from .unused import UnusedParameters
 
 
 class ShardedBuffer:
@@ -30,6 +32,7 @@ class ShardedBuffer:
     wholes: a Parameter in its own shape for each, views of the full buffer, readable only while that is whole (after
     `gather` and `wait`, until `release`). A parameter that is stored in this rank's shard completely is a view of the
     shard instead, and is not copied. With one rank that holds for all of them: the full buffer *is* the shard.
+    number: among the buffers of this process, the same on every rank.
     pieces: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
 
     made: the number of buffers that this process has made. before_first: functions that are called once, before the
@@ -61,7 +64,12 @@ class ShardedBuffer:
         self._full = None if size == 1 else ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
-        self.gradient = GradientBuffer(self.placements, reducer, self.wholes, self.shard)
+        self.number = ShardedBuffer.made
+        unused = UnusedParameters(schedule.control, self.number)
+        # Gathers by copies are no collectives.
+        self._journal = self._communicator.journal if self._gather.is_collective(self.shard) else None
+        self._entry = code("gather of", self.number)
+        self.gradient = GradientBuffer(self.placements, reducer, self.wholes, self.shard, unused)
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)
@@ -125,6 +133,8 @@ class ShardedBuffer:
             self.release()
         full.allocate()
         self._filled_version = self.shard._version
+        if self._journal is not None:
+            self._journal.note(self._entry)
         self._ticket = self._gather.gather(full.tensor, self.shard, self._cut)
 
     def wait(self) -> None:

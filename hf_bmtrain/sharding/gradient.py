@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ..comm.journal import code
 from ..comm.reduce import Flight, Reducer
+from ..comm.streams import finish
 from ..ops.grad_norm import Segments
 from ..ops.torch_internals import WithoutTorchFunction
 from .norms import SegmentNorms
 from .placement import Placement
 from .slice_tensor import SliceTensor
+from .unused import UnusedParameters
 
 
 class GradientBuffer:
@@ -22,7 +25,7 @@ class GradientBuffer:
     wholes: the whole parameters, whose `.grad` autograd sets. slices: weak references to this rank's slices, set once
     they are made; a slice may be dropped with its module. A new accumulation begins if no slice has a `.grad`. While
     several backwards accumulate, half-precision gradients are summed in float32 and rounded once into `shard`. A
-    parameter without a gradient on this rank counts as zero.
+    parameter without a gradient on this rank counts as zero, and its slice's `.grad` stays None if no rank has one.
     requires_grad: of each slice; the slices write it.
     """
 
@@ -32,20 +35,26 @@ class GradientBuffer:
         reducer: Reducer,
         wholes: list[torch.nn.Parameter],
         like: torch.Tensor,
+        unused: UnusedParameters,
     ) -> None:
         """placements: of the wholes. like: the parameters' shard, whose shape, dtype and device the gradient's has."""
         self._placements, self._reducer, self._wholes, self._like = placements, reducer, wholes, like
+        self._communicator = placements[0].communicator
+        self._unused, self._alone = unused, self._communicator.size == 1
+        self._entry = code("reduction of the gradient of", unused.number)
         self.slices: list[weakref.ref[Any]] = []
         self._pieces = [placement.piece for placement in placements]
         self.requires_grad = [whole.requires_grad for whole in wholes]
         self._wholes_require_grad = list(self.requires_grad)
         self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
         self._flight: Flight | None = None  # from `send` to `receive`
+        self._collected: set[int] = set()
+        self._absent: list[int] = []  # from `send` to `decide`: not used by this rank, and without a `.grad`
         self._squares: torch.Tensor | None = None
+        self._norms: SegmentNorms | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # the running sum
         self._handed: list[torch.Tensor | None] = [None] * len(wholes)
-        self._communicator = placements[0].communicator
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
         present = [position for position, size in enumerate(sizes) if size or position % 2]  # gaps that are not empty
         self._sizes = [sizes[position] for position in present]
@@ -70,12 +79,12 @@ class GradientBuffer:
 
     def free_if_unused(self) -> None:
         """Drop the shard if no slice has a `.grad`, so that its memory is free during the next forward."""
-        if self.shard is not None and not self._begun and self._unused:
-            self.shard = self._total = self._squares = None
+        if self.shard is not None and not self._begun and not self._absent and self._fresh:
+            self.shard = self._total = self._squares = self._norms = None
             self._handed = [None] * len(self._handed)
 
     @property
-    def _unused(self) -> bool:
+    def _fresh(self) -> bool:
         with WithoutTorchFunction():
             for reference in self.slices:
                 slice_ = reference()
@@ -95,6 +104,7 @@ class GradientBuffer:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Take over the gradient of parameter `index` before `send`. Several are added up."""
         if self.requires_grad[index]:  # it may have been frozen since the forward
+            self._collected.add(index)
             self._reducer.collect(index, gradient, self._begin)
 
     @property
@@ -109,20 +119,69 @@ class GradientBuffer:
         gradients = [whole.grad if required else None for whole, required in zip(self._wholes, self.requires_grad)]
         for whole in self._wholes:
             whole.grad = None
+        self._communicator.journal.note(self._entry)
+        self._unused.count()
+        lacking = [index for index, gradient in enumerate(gradients) if gradient is None]
+        if lacking:
+            self._note_absent(lacking)
+        self._collected.clear()
         self._flight = self._reducer.send(gradients, shard, total)
 
+    def _note_absent(self, lacking: list[int]) -> None:
+        """Note and post which parameters this rank did not use, but for those that have a `.grad` in any case."""
+        present = self._gradients
+        self._absent = [
+            index
+            for index in lacking
+            if self.requires_grad[index] and index not in self._collected and present[index] is None
+        ]
+        if self._absent:
+            self._unused.post(self._absent)
+
     def receive(self) -> None:
-        """Wait for the mean, which is added to an accumulation, and set the slices' `.grad` to views of `shard`."""
+        """Wait for the mean, which is added to an accumulation, and set the slices' `.grad` to views of `shard`.
+
+        The slices of parameters that this rank did not use are left to `decide`.
+        """
         assert self._flight is not None
         self._flight.land()
         self._squares, self._flight, self._begun = self._flight.squares, None, False
-        self._hand_out()
+        self._count_write()
+        if not self._absent:
+            self._hand_out(range(len(self.slices)))
+            return
+        # Hooks are called in the same order on every rank, which they may rely on.
+        hooked = any(slice_ is not None and slice_._gradient_hooks for slice_ in (each() for each in self.slices))
+        if hooked or self._alone:
+            self._absent, unused = [], self._find_unused()
+            self._hand_out(index for index in range(len(self.slices)) if index not in unused)
+        else:
+            absent = set(self._absent)
+            self._hand_out(index for index in range(len(self.slices)) if index not in absent)
+
+    @property
+    def undecided(self) -> bool:
+        """True from `receive` to `decide`, if this rank did not use all parameters."""
+        return self._flight is None and bool(self._absent)
+
+    def decide(self) -> None:
+        """Set the `.grad` of parameters that another rank used. The host waits until all gradients have arrived."""
+        unused = self._find_unused()
+        absent, self._absent = self._absent, []
+        self._hand_out(index for index in absent if index not in unused)
+
+    def _find_unused(self) -> set[int]:
+        if not self._alone:
+            finish(self._like.device)
+        return self._unused.agree(self._absent)
 
     def discard(self) -> None:
         """Forget what autograd has computed, what was collected and what was sent."""
         for whole in self._wholes:
             whole.grad = None
         self._reducer.discard()
+        self._collected.clear()
+        self._absent = []
         if self._flight is not None:
             self._flight.cancel()  # it may have written the shard
             self._flight = self._squares = None
@@ -132,8 +191,10 @@ class GradientBuffer:
         """Return the shard for this backward's mean, and the running sum if an accumulation has begun."""
         assert self._flight is None, "the previous gradient was not received"
         if not self._begun:
+            if self._absent:
+                self.decide()
             self.free_if_unused()
-            if self._unused:
+            if self._fresh:
                 self.shard = torch.empty_like(self._like)
             else:
                 self._resume_total()
@@ -184,18 +245,23 @@ class GradientBuffer:
                 target = self._total[piece.shard_start : piece.shard_stop]
                 target.zero_() if gradient is None else target.copy_(gradient)
 
-    def _hand_out(self) -> None:
+    def _count_write(self) -> None:
+        """Count the write of the shard, and note what measures it."""
         assert self.shard is not None
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         self._version = self.shard._version
-        norms = None
         if self._segments is not None:
-            norms = SegmentNorms(self.shard, self._segments, self._communicator, self._squares)
+            self._norms = SegmentNorms(self.shard, self._segments, self._communicator, self._squares)
+
+    def _hand_out(self, indices: Iterable[int]) -> None:
+        """Set the `.grad` of these slices, and call their hooks."""
+        assert self.shard is not None
+        norms = self._norms
         parts = self.shard.split_with_sizes(self._sizes)
         required, handed, placements, hooked = self.requires_grad, self._handed, self._placements, []
         with WithoutTorchFunction():
-            for index, reference in enumerate(self.slices):
-                slice_ = reference()
+            for index in indices:
+                slice_ = self.slices[index]()
                 if slice_ is None:
                     continue
                 if required[index] and (handed[index] is None or slice_.grad is not handed[index]):

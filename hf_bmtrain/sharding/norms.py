@@ -30,7 +30,7 @@ class SegmentNorms:
         self._squares, self._measured = squares, shard._version
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the norm of segment `index`, a new scalar of the shard's dtype. Collective if it must be measured."""
+        """Return the norm of segment `index`, a new float32 scalar. Collective if it must be measured."""
         measure([self])
         return self._norms[index].clone()
 
@@ -50,5 +50,5 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
     squares = torch.cat(parts)
     stale[0].communicator.all_reduce(squares).wait()
     for each, part in zip(stale, squares.split([len(part) for part in parts])):
-        each._norms = part.sqrt().to(each._shard.dtype).unbind()
+        each._norms = part.sqrt().float().unbind()
         each._version = each._shard._version

@@ -28,8 +28,8 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
     for `grouped_parameters`.
 
     A backward sets the `.grad` of every parameter in the blocks that it passed through, and of those outside blocks
-    whose buffers its forward read. If no rank used the parameter, the gradient is zero, where plain torch would leave
-    None (also under `torch.autograd.grad` with respect to inputs alone).
+    whose buffers its forward read, if any rank used the parameter; a rank that did not use it counts as zero. A
+    parameter that no rank used is left as it is, with None at first, as in plain torch.
     """
 
     is_parameter = True

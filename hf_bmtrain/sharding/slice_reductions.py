@@ -46,7 +46,7 @@ def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
     total = total if infinite else total.pow_(order)
     pieces[0].placement.communicator.all_reduce(total, maximum=infinite).wait()
     total = total if infinite else total.pow_(1.0 / order)
-    return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
+    return [norm.to(torch.promote_types(piece.dtype, torch.float32)) for norm, piece in zip(total.unbind(), pieces)]
 
 
 def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p=None, out=None):

@@ -17,7 +17,7 @@ from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Place, find_places, shard_places
 from .check import admit, admit_parameters, holds_additions
 from .find import Chain, choose_chains
-from .outside import place_buffers, places_outside, shard_outside, shared_parameters
+from .outside import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
 from .patches import follow_accelerator, install_guard, keep_cache_out, keep_ranks_together, route_recomputation
 
 _log = logging.getLogger("hf_bmtrain")
@@ -114,6 +114,7 @@ def _outside(model: torch.nn.Module, blocks: Chain) -> Chain:
 def _finish(model: torch.nn.Module, world: World, fresh: Iterable[torch.nn.Module], blocks: list[Any]) -> None:
     """Place the module buffers, and patch the modules that were not wrapped before, `fresh`. Collective."""
     place_buffers(model, world)
+    name_buffers(model, world)
     keep_cache_out(fresh, blocks)
     if world.size > 1:
         keep_ranks_together(model, blocks)

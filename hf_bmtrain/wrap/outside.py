@@ -8,6 +8,7 @@ import torch
 
 from ..blocks.module import distribute
 from ..runtime.world import World
+from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Place, find_places, shard_places
 
 OWN_BUFFER_NUMEL = 1 << 20
@@ -44,6 +45,17 @@ def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch
     for module in [*outside, *(module for module, _, _ in places)]:
         if not isinstance(module, torch.nn.ModuleList) or find_places([module]):
             distribute(module, world.schedule)
+
+
+def name_buffers(model: torch.nn.Module, world: World) -> None:
+    """Name the flat buffers by their parameters, for messages."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DistributedParameter):
+            names.setdefault(parameter.buffer.number, []).append(name)
+    for number, held in names.items():
+        rest = f" and {len(held) - 1} other parameters" if len(held) > 1 else ""
+        world.watch.names[number] = f"'{held[0]}'{rest} of {type(model).__name__}"
 
 
 @torch.no_grad()

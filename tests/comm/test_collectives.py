@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from hf_bmtrain.comm.journal import Journal
 from hf_bmtrain.comm.nccl import NcclCommunicator
 
 NATIVE = [
@@ -29,7 +30,7 @@ class Lane(NcclCommunicator):
     """The lane without its stream, which needs a GPU."""
 
     def __init__(self) -> None:
-        self._comm = Asked()
+        self._comm, self.journal = Asked(), Journal("lane")
 
     def _issue(self, call, send, receive, arguments):
         call(*arguments)

@@ -210,7 +210,7 @@ def matrix_only(parameters):
     ("make", "match"),
     [
         (factored, "Adafactor depends on the shapes"), (hugging_face_adafactor, "Adafactor depends on the shapes"),
-        (hugging_face_adafactor_with_a_rate, "Adafactor depends on the shapes"), (Lamb, "Lamb depends on the shapes"),
+        (hugging_face_adafactor_with_a_rate, "Adafactor depends on the shapes"),
         (optim.LBFGS, "LBFGS depends on the shapes"),
         (matrix_only, r"it fails on a flat piece \(matrices only\)"),
         *([(muon, "2D|depends on the shapes")] if hasattr(optim, "Muon") else []),  # torch 2.9 brought it
@@ -222,11 +222,17 @@ def test_shape_aware_ones_are_refused(world, size, make, match):
     world(size)(refused, make, match)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_reductions_of_a_part_are_refused(world, size):
+    """On one rank a slice is all of its parameter."""
+    world(size)(refused, Lamb, "Lamb depends on the shapes")
+    world(size)(lamb_in_one_of_two_groups)
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        lamb_in_one_of_two_groups, unknown_is_let_through_with_a_warning, scheduled_optimizer, wrapped_after_steps,
-        checked_once,
+        unknown_is_let_through_with_a_warning, scheduled_optimizer, wrapped_after_steps, checked_once,
     ],
     ids=lambda case: case.__name__,
 )  # fmt: skip

@@ -32,6 +32,7 @@ from hf_bmtrain.comm.collectives import CollectiveGather, SingleProcess
 from hf_bmtrain.comm.control import Control
 from hf_bmtrain.comm.reduce import CollectiveReduction
 from hf_bmtrain.comm.streams import DONE, Ticket
+from hf_bmtrain.comm.watch import Watch
 from hf_bmtrain.runtime import world
 from hf_bmtrain.runtime.schedule import Schedule
 from inner import state_of
@@ -75,6 +76,7 @@ class FreeLane(SingleProcess):
     size = 2
 
     def __init__(self) -> None:
+        super().__init__()
         self.watch = Stopwatch()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
@@ -93,9 +95,10 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     lane = FreeLane()
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
-    schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction)
     control = Control(1, timedelta(seconds=1))
-    pretended = world.World(0, 2, 0, device, lane, lane, schedule, control, 3, 2, 1024)
+    watch = Watch(control, 0, [], lambda: None)
+    schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction, control)
+    pretended = world.World(0, 2, 0, device, lane, lane, schedule, control, watch, 3, 2, 1024)
     with mock.patch.object(world, "_world", pretended):
         yield lane
 

@@ -43,6 +43,24 @@ def _norms_follow_the_gradients(dtype):
         model.zero_grad()
 
 
+def clipped_by_a_norm_in_float32(dtype):
+    """A logged norm is not rounded to the gradients' dtype, and does not overflow in float16."""
+    model = bmt.auto_wrap(Tower().to(dtype))
+    (model(ids(0, bmt.rank())) * 2.0**11).backward()
+    gradients = [p.grad for p in model.parameters()]
+    wholes = [p.gather_gradient().double() for p in model.parameters()]
+    for order in (2.0, 3.0, float("inf")):
+        expected = torch.nn.utils.get_total_norm(wholes, order)
+        norm = torch.nn.utils.get_total_norm(gradients, order)
+        assert norm.dtype == torch.float32
+        torch.testing.assert_close(norm.double(), expected, rtol=2e-6, atol=0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for parameter, gradient, whole in zip(model.parameters(), gradients, wholes):
+        assert parameter.grad is gradient and gradient.dtype == dtype
+        clipped = parameter.gather_gradient().double()
+        torch.testing.assert_close(clipped, whole / norm, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
 def collectives_are_few():
     model = bmt.auto_wrap(Tower())
     buffers = {p.buffer for p in model.parameters()}
@@ -68,6 +86,12 @@ def collectives_are_few():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_follow_the_gradients(world, size, dtype):
     world(size)(norms_follow_the_gradients, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norms_are_float32(world, size, dtype):
+    world(size)(clipped_by_a_norm_in_float32, dtype)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -31,6 +31,7 @@ class ShardedModule(torch.nn.Module):
     reads `_ddp_params_and_buffers_to_ignore` if it is added nevertheless.
     """
 
+    _extends: ClassVar[Any]  # of an extended class: the class of the user's
     _is_accelerate_prepared = True
     _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
 
@@ -59,7 +60,8 @@ class ShardedModule(torch.nn.Module):
 
     def __deepcopy__(self, memo):
         raise RuntimeError(
-            f"A sharded {type(self).__name__} cannot be deep-copied: copy the model before it is wrapped."
+            f"A sharded {type(self).__name__} cannot be deep-copied: copy the model before it is wrapped, "
+            "AveragedModel(model) included, and wrap both."
         )
 
     def __reduce_ex__(self, protocol) -> NoReturn:
@@ -82,4 +84,18 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     Create one per `cls`, not one per module: torch.compile compiles once per class.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (base, cls), {**names, **methods})
+    metaclass = type(cls)
+    if _begins_without_dict(cls):
+        # `__class__` can be assigned only if the layout comes from `cls`, that is if `cls` is the first base. Methods
+        # are looked up in the same order as for all other classes.
+        order = metaclass(cls.__name__, (base, cls), dict(names)).__mro__[1:]
+        ordered: Any = type(metaclass.__name__, (metaclass,), {"mro": lambda extended: [extended, *order]})
+        return ordered(cls.__name__, (cls, base), {**names, **methods})
+    return metaclass(cls.__name__, (base, cls), {**names, **methods})
+
+
+def _begins_without_dict(cls: Any) -> bool:
+    """Return whether the layout of `cls` begins with a class without `__dict__`, as in `class C(ABC, nn.Module)`."""
+    while cls.__base__.__dictoffset__:
+        cls = cls.__base__
+    return cls.__base__ is not object

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import hf_bmtrain as bmt
 from ranks import Ranks
@@ -123,10 +124,15 @@ MISUSES = {
     "block of zero_level 4": (lambda: bmt.Block(nn.Linear(2, 2), zero_level=4), ValueError, "must be 2"),
     "meta parameter": (lambda: bmt.DistributedParameter(torch.empty(2, device="meta")), ValueError, "init_method="),
     "meta model": (lambda: bmt.auto_wrap(meta()), ValueError, "Load or initialise the model on CPU"),
+    "scripted module": (
+        lambda: bmt.auto_wrap(nn.Sequential(Tower(), torch.jit.script(nn.Linear(2, 2)))), ValueError,
+        r"'1' is a RecursiveScriptModule .* pass the module that it was made from",
+    ),
     "wrapped twice": (lambda: bmt.auto_wrap(wrapped()), ValueError, "wrapped already"),
     "half after wrapping": (lambda: wrapped().half(), RuntimeError, "Cast the model before auto_wrap"),
     "moved after wrapping": (lambda: wrapped().to("meta"), RuntimeError, "moved to the rank's device by auto_wrap"),
     "deep copy": (lambda: copy.deepcopy(wrapped()), RuntimeError, "copy the model before"),
+    "averaged after wrapping": (lambda: AveragedModel(wrapped()), RuntimeError, r"AveragedModel\(model\) included"),
     "optimizer before wrapping": (optimizer_before_wrapping, ValueError, "make the optimizer after auto_wrap"),
     "backward without a loss": (lambda: manager_of(wrapped()).backward(), ValueError, r"manager\.backward\(loss\)"),
     "step without an optimizer": (lambda: bmt.optim.OptimManager().step(), RuntimeError, "call add_optimizer first"),

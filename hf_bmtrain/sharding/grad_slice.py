@@ -141,16 +141,17 @@ def _norms(communicator: Communicator, pieces: Sequence[torch.Tensor], order: fl
 def _measured_now(communicator: Communicator, pieces: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
     if not pieces:
         return []
-    wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
+    real = [piece.dtype.to_real() for piece in pieces]
+    wide = torch.float64 if torch.float64 in real else torch.float32
     total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)
     for norm, piece in zip(total, pieces):
         if piece.numel():
-            torch.linalg.vector_norm(piece, order, dtype=wide, out=norm)
+            torch.linalg.vector_norm(piece.abs() if piece.is_complex() else piece, order, dtype=wide, out=norm)
     infinite = order == float("inf")
     total = total if infinite else total.pow_(order)
     communicator.all_reduce(total, maximum=infinite).wait()
     total = total if infinite else total.pow_(1.0 / order)
-    return [norm.to(piece.dtype) for norm, piece in zip(total.unbind(), pieces)]
+    return [norm.to(dtype) for norm, dtype in zip(total.unbind(), real)]
 
 
 def _vector_norm(communicator, func, x, ord=2, dim=None, keepdim=False, *, dtype=None, p=None, **unused):
@@ -167,7 +168,7 @@ def _foreach_norm(communicator, func, pieces, ord=2, dtype=None):
 
 def _sum(communicator, func, x, dim=None, *, dtype=None, **unused):
     _refuse_dimension(dim)
-    wanted = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)  # as torch.sum counts
+    wanted = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)  # as torch.sum counts
     total = x.sum(dtype=torch.promote_types(wanted, torch.float32) if wanted.is_floating_point else wanted)
     communicator.all_reduce(total).wait()
     return total.to(wanted)

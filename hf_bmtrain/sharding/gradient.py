@@ -11,7 +11,7 @@ import torch
 from ..comm.collectives import Communicator
 from ..comm.layout import Layout
 from ..comm.reduce import Flight, Reducer
-from ..ops.grad_norm import Segments
+from ..ops.grad_norm import Segments, as_real
 from ..ops.torch_internals import WithoutTorchFunction
 from .grad_slice import GradSlice, SegmentNorms
 
@@ -52,9 +52,10 @@ class GradientBuffer:
         self._parts = [number for number, position in enumerate(present) if position % 2]
         self._version = -1
         self._segments: Segments | None = None  # torch measures float64
-        if like.dtype != torch.float64:
-            starts = [piece.shard_start for piece in self._pieces]
-            self._segments = Segments([*starts, self._pieces[-1].shard_stop], like.device)
+        if like.dtype.to_real() != torch.float64:
+            numbers = 2 if like.is_complex() else 1  # an element is so many real numbers
+            ends = [*(piece.shard_start for piece in self._pieces), self._pieces[-1].shard_stop]
+            self._segments = Segments([numbers * end for end in ends], like.device)
 
     @property
     def trainable(self) -> bool:
@@ -188,7 +189,7 @@ class GradientBuffer:
         self._version = self.shard._version
         communicator, norms = self._communicator, None
         if self._segments is not None:
-            norms = SegmentNorms(self.shard, self._segments, communicator, self._squares)
+            norms = SegmentNorms(as_real(self.shard), self._segments, communicator, self._squares)
         parts = self.shard.split_with_sizes(self._sizes)
         required, handed, hooked = self.requires_grad, self._handed, []
         with WithoutTorchFunction():

@@ -82,8 +82,8 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     Reads files of `save`, of `torch.save(model.state_dict())`, of Hugging Face and of BMTrain, torch's with
     weights_only=True. A folder of Hugging Face, or the `.index.json` in it, stands for the weights there, in one file
     or several, under the names in them. Every rank reads its own parts, so every host needs the file. It may contain a
-    tied weight once. Raises RuntimeError on every rank if the file cannot be read, or if its keys (unless strict is False) or
-    shapes are not the model's; the error names them, and entries that fit may have been loaded.
+    tied weight once. Raises RuntimeError on every rank if the file cannot be read, or if its keys (unless strict is
+    False) or shapes are not the model's; the error names them, and entries that fit may have been loaded.
     """
     world = current_world()
     world.assemble("load")
@@ -140,7 +140,7 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
 
 
 def _read(path: Path) -> OrderedDict:
-    """Return the tensors in the file at `path`, or in the files that a folder or an index of Hugging Face stands for."""
+    """Return the tensors in the file at `path`, or in the files that a folder or an index of Hugging Face names."""
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).exists()]
         if not found:

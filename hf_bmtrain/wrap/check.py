@@ -37,8 +37,8 @@ def admit_parameters(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"auto_wrap: '{name}' is a {type(module).__name__} (torch.jit), which keeps its parameters where slices "
-                "cannot be put: pass the module that it was made from, and compile=True if it was scripted for speed."
+                f"auto_wrap: '{name}' is a {type(module).__name__} (torch.jit), which keeps its parameters where no "
+                "slices can be put: pass the module that it was made from, with compile=True if speed is the reason."
             )
         if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
             raise ValueError(

@@ -225,7 +225,8 @@ def pickled_models():
 
 
 CASES = [
-    registered_subclasses, bases_without_dict, complex_parameters, averaged_weights, integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
+    registered_subclasses, bases_without_dict, complex_parameters, averaged_weights, integer_parameters,
+    list_with_none, cache_by_position, sparse_gradients, pickled_models,
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from ..runtime.world import current_world
+from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, hidden
 from ..sharding.state_dict import StateDict, copy_wholes
 
@@ -39,6 +40,11 @@ class ShardedModule(torch.nn.Module):
         # An extended class is none of the user's, whose classes may register or count their subclasses.
         if "_extends" not in cls.__dict__:
             super().__init_subclass__(**kwargs)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if isinstance(param, DistributedParameter) and name.endswith("_orig"):
+            raise moved(name, self)
+        super().register_parameter(name, param)
 
     def _slots(self) -> Sequence[Slot]:
         """Return the slots of the sharded parameters that this module gathers."""
@@ -76,6 +82,15 @@ class ShardedModule(torch.nn.Module):
             "be copied. Start one process a GPU (torchrun --nproc-per-node N script.py), or show the process one GPU "
             "(CUDA_VISIBLE_DEVICES=0)."
         )
+
+
+def moved(name: str, module: torch.nn.Module) -> RuntimeError:
+    """Return the error of a sharded parameter that something renames to `name` in `module`."""
+    return RuntimeError(
+        f"'{name}' in {type(module).__name__} is a sharded weight under a new name: torch.nn.utils.prune and "
+        "spectral_norm rename what they change, and would read this rank's slice of it. Prune and parametrize the "
+        "model before auto_wrap."
+    )
 
 
 def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:

@@ -20,7 +20,6 @@ from ..sharding.state_dict import slice_entries
 from .autograd import enter_backward, uncached_autocast
 from .base import ShardedModule, extend_class
 
-
 _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
 """Methods that are called instead of the module, for a part of its forward."""
 
@@ -29,10 +28,11 @@ class DistributedModule(ShardedModule):
     """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
 
     Inside a forward means during a call of this or an enclosing DistributedModule, after auto_wrap also of their
-    methods `forward_…`, `get_…_features` and `generate` (if the model has one of its own), or during a recomputation in backward. The first read of a forward pass gathers the parameter's
-    buffer, so every rank must read it. The buffer is released when backward no longer needs it, or after the forward
-    if nothing requires a gradient. Any other read returns the slice (name, dtype, device, `full_shape`) without
-    communication; `parameter.gather()` is the explicit collective.
+    methods `forward_…`, `get_…_features` and `generate` (if the model has one of its own), or during a recomputation
+    in backward. The first read of a forward pass gathers the parameter's buffer, so every rank must read it. The buffer
+    is released when backward no longer needs it, or after the forward if nothing requires a gradient. Any other read
+    returns the slice (name, dtype, device, `full_shape`) without communication; `parameter.gather()` is the explicit
+    collective.
     """
 
     _schedule: Schedule

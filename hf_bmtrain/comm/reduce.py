@@ -161,7 +161,11 @@ class CollectingReducer:
             return gradients
         complete = list(gradients)
         for index, gradient in self._collected.items():
-            assert complete[index] is None, "read in and outside of blocks"
+            if complete[index] is not None:
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(gradient.shape)} was read in a sharded block and outside it: tie "
+                    "weights before auto_wrap, which then shards them outside the blocks."
+                )
             complete[index] = gradient
         self._collected.clear()
         return complete

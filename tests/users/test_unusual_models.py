@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_bmtrain as bmt
@@ -147,6 +148,21 @@ def clip_both(model, twin, by_manager, order):
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def pruned_and_parametrized():
+    """Before auto_wrap, in a block and outside."""
+
+    def make():
+        tower = Tower()
+        for linear in (tower.layers[1].linear, tower.head):
+            nn.utils.parametrizations.weight_norm(linear)
+        prune.l1_unstructured(tower.layers[0].linear, "weight", 0.5)
+        prune.l1_unstructured(tower.head, "bias", 1)
+        nn.utils.parametrizations.orthogonal(tower.layers[2].linear)
+        return tower
+
+    check_twins(make, plain_loss)
+
+
 def averaged_weights():
     """An AveragedModel that was made before auto_wrap, and wrapped too, averages the slices."""
     model, twin = Tower(), Tower()
@@ -225,8 +241,8 @@ def pickled_models():
 
 
 CASES = [
-    registered_subclasses, bases_without_dict, complex_parameters, averaged_weights, integer_parameters,
-    list_with_none, cache_by_position, sparse_gradients, pickled_models,
+    registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized, averaged_weights,
+    integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
 ]  # fmt: skip
 
 

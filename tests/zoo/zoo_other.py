@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from zoo_encoders import TEXT
-from zoo_models import Batch, Family, causal, images, masked, only, tokens, without
+from zoo_models import TEXT, Batch, Family, causal, images, masked, only, tokens, without
 from zoo_multimodal import VISION, captions, contrasted
 from zoo_seq2seq import T5, pairs
 from zoo_vision import SOUND, STAGES, VIT, waves

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from ..runtime.world import current_world
+from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, hidden
 from ..sharding.state_dict import StateDict, copy_wholes
 
@@ -31,6 +32,7 @@ class ShardedModule(torch.nn.Module):
     reads `_ddp_params_and_buffers_to_ignore` if it is added nevertheless.
     """
 
+    _extends: ClassVar[Any]  # of an extended class: the class of the user's
     _is_accelerate_prepared = True
     _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
 
@@ -38,6 +40,11 @@ class ShardedModule(torch.nn.Module):
         # An extended class is none of the user's, whose classes may register or count their subclasses.
         if "_extends" not in cls.__dict__:
             super().__init_subclass__(**kwargs)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if isinstance(param, DistributedParameter) and name.endswith("_orig"):
+            raise moved(name, self)
+        super().register_parameter(name, param)
 
     def _slots(self) -> Sequence[Slot]:
         """Return the slots of the sharded parameters that this module gathers."""
@@ -59,7 +66,8 @@ class ShardedModule(torch.nn.Module):
 
     def __deepcopy__(self, memo):
         raise RuntimeError(
-            f"A sharded {type(self).__name__} cannot be deep-copied: copy the model before it is wrapped."
+            f"A sharded {type(self).__name__} cannot be deep-copied: copy the model before it is wrapped, "
+            "AveragedModel(model) included, and wrap both."
         )
 
     def __reduce_ex__(self, protocol) -> NoReturn:
@@ -76,10 +84,33 @@ class ShardedModule(torch.nn.Module):
         )
 
 
+def moved(name: str, module: torch.nn.Module) -> RuntimeError:
+    """Return the error of a sharded parameter that something renames to `name` in `module`."""
+    return RuntimeError(
+        f"'{name}' in {type(module).__name__} is a sharded weight under a new name: torch.nn.utils.prune and "
+        "spectral_norm rename what they change, and would read this rank's slice of it. Prune and parametrize the "
+        "model before auto_wrap."
+    )
+
+
 def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     """Return a class that extends `cls` by `base` and `methods` and has its name, module and docstring.
 
     Create one per `cls`, not one per module: torch.compile compiles once per class.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (base, cls), {**names, **methods})
+    metaclass = type(cls)
+    if _begins_without_dict(cls):
+        # `__class__` can be assigned only if the layout comes from `cls`, that is if `cls` is the first base. Methods
+        # are looked up in the same order as for all other classes.
+        order = metaclass(cls.__name__, (base, cls), dict(names)).__mro__[1:]
+        ordered: Any = type(metaclass.__name__, (metaclass,), {"mro": lambda extended: [extended, *order]})
+        return ordered(cls.__name__, (cls, base), {**names, **methods})
+    return metaclass(cls.__name__, (base, cls), {**names, **methods})
+
+
+def _begins_without_dict(cls: Any) -> bool:
+    """Return whether the layout of `cls` begins with a class without `__dict__`, as in `class C(ABC, nn.Module)`."""
+    while cls.__base__.__dictoffset__:
+        cls = cls.__base__
+    return cls.__base__ is not object

@@ -60,8 +60,7 @@ class CheckpointBlock(ShardedModule):
         if state.own_forward is not None:
             state.own_forward = torch.compile(state.own_forward, *args, **kwargs)
         else:
-            _, layer_class = type(self).__bases__
-            compiled: Any = torch.compile(layer_class.forward, *args, **kwargs)
+            compiled: Any = torch.compile(type(self)._extends.forward, *args, **kwargs)
             state.own_forward = weak_method(types.MethodType(compiled, self))
         state.compiled = True
 

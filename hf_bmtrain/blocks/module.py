@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,15 +20,19 @@ from ..sharding.state_dict import slice_entries
 from .autograd import enter_backward, uncached_autocast
 from .base import ShardedModule, extend_class
 
+_PARTS = re.compile(r"forward_.+|get_.+_features|generate")
+"""Methods that are called instead of the module, for a part of its forward."""
+
 
 class DistributedModule(ShardedModule):
     """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
 
     Inside a forward means during a call of this or an enclosing DistributedModule, after auto_wrap also of their
-    methods `forward_…`, or during a recomputation in backward. The first read of a forward pass gathers the parameter's
-    buffer, so every rank must read it. The buffer is released when backward no longer needs it, or after the forward
-    if nothing requires a gradient. Any other read returns the slice (name, dtype, device, `full_shape`) without
-    communication; `parameter.gather()` is the explicit collective.
+    methods `forward_…`, `get_…_features` and `generate` (if the model has one of its own), or during a recomputation
+    in backward. The first read of a forward pass gathers the parameter's buffer, so every rank must read it. The buffer
+    is released when backward no longer needs it, or after the forward if nothing requires a gradient. Any other read
+    returns the slice (name, dtype, device, `full_shape`) without communication; `parameter.gather()` is the explicit
+    collective.
     """
 
     _schedule: Schedule
@@ -104,8 +109,10 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
 
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
-    # These methods are called instead of the module, for a part of its forward (forward_features).
-    parts = [name for name in dir(cls) if name.startswith("forward_") and inspect.isfunction(getattr(cls, name))]
+    parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(getattr(cls, name))]
+    # transformers' own `generate` (with synced_gpus) only calls the model; one of a model reads its parameters.
+    if "generate" in parts and "synced_gpus" in inspect.signature(cls.generate).parameters:
+        parts.remove("generate")
     return extend_class(DistributedModule, cls, {name: _part(getattr(cls, name)) for name in parts})
 
 

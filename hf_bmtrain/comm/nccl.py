@@ -33,10 +33,14 @@ def _moved(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL type) that reduce `tensor`. Raise ValueError if NCCL has no arithmetic for its dtype."""
-    if tensor.dtype not in _NCCL_TYPES:
+    """Return the (count, NCCL type) that reduce `tensor`: complex numbers by their real and imaginary parts.
+
+    Raise ValueError if NCCL has no arithmetic for its dtype.
+    """
+    real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    if real not in _NCCL_TYPES:
         raise ValueError(f"NCCL has no arithmetic for {tensor.dtype}: convert it first, for example with .int()")
-    return tensor.numel(), _NCCL_TYPES[tensor.dtype]
+    return tensor.nbytes // real.itemsize, _NCCL_TYPES[real]
 
 
 class _CudaTicket:

@@ -52,6 +52,11 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
     kernel(chosen, "add_squared_norm", flat.device)(1, THREADS, partials, blocks, out)
 
 
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """Return the real and imaginary parts of a complex (n,) in turn, (2n,), a view; any other tensor as it is."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
 class Segments:
     """The segments of a flat tensor. Make it once per layout: its tables stay on the device after the first use.
 

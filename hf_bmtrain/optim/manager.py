@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Communicator
-from ..ops.grad_norm import accumulate_squared_norm
+from ..ops.grad_norm import accumulate_squared_norm, as_real
 from ..ops.host_flag import HostFlag
 from ..ops.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
 from ..runtime.world import current_world
@@ -319,7 +319,7 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
         if squares is not None:
             measured.append(squares)
             continue
-        for flat in _flat(members):
+        for flat in map(as_real, _flat(members)):
             if flat.dtype == torch.float64:
                 total[0] += torch.dot(flat, flat)
             else:
@@ -332,6 +332,7 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
     """Return Σ|g|^order of all elements (the maximum for inf), (1,) float32."""
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
+    filled = [flat.abs() if flat.is_complex() else flat for flat in filled]
     if not filled:
         return torch.zeros(1, dtype=torch.float32, device=device)
     norms = torch.stack(foreach_norm(filled, order, dtype=torch.float32))

@@ -11,7 +11,7 @@ import torch
 from ..comm.journal import code
 from ..comm.reduce import Flight, Reducer
 from ..comm.streams import finish
-from ..ops.grad_norm import Segments
+from ..ops.grad_norm import Segments, as_real
 from ..ops.torch_internals import WithoutTorchFunction
 from .norms import SegmentNorms
 from .placement import Placement
@@ -61,9 +61,10 @@ class GradientBuffer:
         self._parts = [number for number, position in enumerate(present) if position % 2]
         self._version = -1
         self._segments: Segments | None = None  # torch measures float64
-        if like.dtype != torch.float64:
-            starts = [piece.shard_start for piece in self._pieces]
-            self._segments = Segments([*starts, self._pieces[-1].shard_stop], like.device)
+        if like.dtype.to_real() != torch.float64:
+            numbers = 2 if like.is_complex() else 1  # an element is so many real numbers
+            ends = [*(piece.shard_start for piece in self._pieces), self._pieces[-1].shard_stop]
+            self._segments = Segments([numbers * end for end in ends], like.device)
 
     @property
     def trainable(self) -> bool:
@@ -251,7 +252,7 @@ class GradientBuffer:
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         self._version = self.shard._version
         if self._segments is not None:
-            self._norms = SegmentNorms(self.shard, self._segments, self._communicator, self._squares)
+            self._norms = SegmentNorms(as_real(self.shard), self._segments, self._communicator, self._squares)
 
     def _hand_out(self, indices: Iterable[int]) -> None:
         """Set the `.grad` of these slices, and call their hooks."""

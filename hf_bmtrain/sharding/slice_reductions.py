@@ -36,17 +36,18 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
 def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
     if not pieces:
         return []
-    wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
+    real = [torch.promote_types(piece.dtype.to_real(), torch.float32) for piece in pieces]
+    wide = torch.float64 if torch.float64 in real else torch.float32
     total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)
     for norm, piece in zip(total, pieces):
         piece.settle()
         if piece.numel():
-            torch.linalg.vector_norm(piece, order, dtype=wide, out=norm)
+            torch.linalg.vector_norm(piece.abs() if piece.is_complex() else piece, order, dtype=wide, out=norm)
     infinite = order == float("inf")
     total = total if infinite else total.pow_(order)
     pieces[0].placement.communicator.all_reduce(total, maximum=infinite).wait()
     total = total if infinite else total.pow_(1.0 / order)
-    return [norm.to(torch.promote_types(piece.dtype, torch.float32)) for norm, piece in zip(total.unbind(), pieces)]
+    return [norm.to(dtype) for norm, dtype in zip(total.unbind(), real)]
 
 
 def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p=None, out=None):
@@ -73,8 +74,6 @@ def _sum(x: Any, dim=None, keepdim=False, *, dtype=None, out=None):
     if dim is not None or keepdim or not _is_slice(x):
         return NotImplemented
     wanted = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
-    if wanted.is_complex:
-        return NotImplemented
     return _add_up(x, x, wanted)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import threading
@@ -18,6 +19,8 @@ from ..runtime.world import current_world
 from .state_dict import gather_state_dict
 
 _SAFETENSORS = ".safetensors"
+_INDEX = ".index.json"
+_IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin") for ending in ("", _INDEX)]
 
 
 class Saving:
@@ -77,9 +80,10 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     """Load a whole checkpoint into `model`, in place, and return the result of `load_state_dict`. Collective.
 
     Reads files of `save`, of `torch.save(model.state_dict())`, of Hugging Face and of BMTrain, torch's with
-    weights_only=True. Every rank reads its own parts, so every host needs the file. The file may contain a tied weight
-    once. Raises RuntimeError on every rank if the file cannot be read, or if its keys (unless strict is False) or
-    shapes are not the model's; the error names them, and entries that fit may have been loaded.
+    weights_only=True. A folder of Hugging Face, or the `.index.json` in it, stands for the weights there, in one file
+    or several, under the names in them. Every rank reads its own parts, so every host needs the file. It may contain a
+    tied weight once. Raises RuntimeError on every rank if the file cannot be read, or if its keys (unless strict is
+    False) or shapes are not the model's; the error names them, and entries that fit may have been loaded.
     """
     world = current_world()
     world.assemble("load")
@@ -136,6 +140,31 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
 
 
 def _read(path: Path) -> OrderedDict:
+    """Return the tensors in the file at `path`, or in the files that a folder or an index of Hugging Face names."""
+    if path.is_dir():
+        found = [path / name for name in _IN_FOLDER if (path / name).exists()]
+        if not found:
+            raise ValueError(f"a folder without weights of Hugging Face: none of {', '.join(_IN_FOLDER)}")
+        path = found[0]
+    return _read_indexed(path) if path.name.endswith(_INDEX) else _read_file(path)
+
+
+def _read_indexed(path: Path) -> OrderedDict:
+    """Return the tensors of the files that the index at `path` names."""
+    index = json.loads(path.read_text("utf-8"))
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError("not an index of Hugging Face, which has a weight_map of names to files")
+    state = OrderedDict()
+    for name in dict.fromkeys(files.values()):
+        state.update(_read_file(path.with_name(name)))
+    lost = sorted(set(files) - set(state))
+    if lost:
+        raise ValueError(f"its files lack {len(lost)} of the tensors it names: {', '.join(lost[:5])}")
+    return state
+
+
+def _read_file(path: Path) -> OrderedDict:
     try:
         if path.suffix == _SAFETENSORS:
             return OrderedDict(load_file(path))

@@ -52,6 +52,11 @@ def _admit_modules(model: torch.nn.Module) -> None:
 def admit_parameters(model: torch.nn.Module) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded, naming the first one."""
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"auto_wrap: '{name}' is a {type(module).__name__} (torch.jit), which keeps its parameters where no "
+                "slices can be put: pass the module that it was made from, with compile=True if speed is the reason."
+            )
         if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
             raise ValueError(
                 f"auto_wrap: '{name}' makes sparse gradients (sparse=True), which cannot be averaged in flat buffers: "

@@ -14,13 +14,18 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """Return the outermost ModuleLists whose items hold parameters, searching inside lists of lists.
 
-    A list that holds None (modules between layers, some of them left out) is none of blocks.
+    A list that holds None (modules between layers, some of them left out) is none of blocks, nor one of embeddings:
+    models read the weights of those without calling them (SAM's points, tied heads).
     """
-    if isinstance(model, torch.nn.ModuleList) and all(item is not None for item in model):
+    if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]
         if items and not any(isinstance(item, torch.nn.ModuleList) for item in items):
             return [model]
     return list(dict.fromkeys(found for child in model.children() for found in find_block_lists(child)))
+
+
+def _may_be_block(item: torch.nn.Module | None) -> bool:
+    return item is not None and not isinstance(item, torch.nn.Embedding)
 
 
 def choose_chains(

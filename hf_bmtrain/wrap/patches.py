@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..blocks.base import RefuseDataParallel
-from ..blocks.block import weak_method
+from ..blocks.base import RefuseDataParallel, moved
+from ..blocks.block import CheckpointBlock, weak_method
 from ..blocks.block_state import BlockState
 from ..ops.torch_internals import pytree
 from ..runtime.launcher import check_accelerator, mixed_precision
@@ -163,9 +163,10 @@ class Guard:
     """A forward pre-hook that checks one model before its training forwards.
 
     Raises RuntimeError if the model was wrapped in DistributedDataParallel, if Accelerate shards it or sees another
-    number of ranks, or if it holds a parameter that is not sharded. Parameters and modules can be replaced without
-    any call (FSDP writes into the dicts of a module), so every training forward checks all of them: module by module
-    in the first one and after the tree of modules has changed, otherwise in the dicts that were found then.
+    number of ranks, if it holds a parameter that is not sharded, or if one of a block was renamed. Parameters and
+    modules can be replaced without any call (FSDP writes into the dicts of a module), so every training forward checks
+    all of them: module by module in the first one and after the tree of modules or a name has changed, otherwise in
+    the dicts that were found then.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -173,6 +174,7 @@ class Guard:
         self._parameters: list[dict[str, Any]] = []  # of every module
         self._modules: list[dict[str, Any]] = []
         self._tree: list[torch.nn.Module | None] | None = None  # their values at the last walk
+        self._names: list[str] = []  # of the parameters then
 
     def __call__(self, model: torch.nn.Module, args: tuple) -> None:
         if not torch.is_grad_enabled():
@@ -180,7 +182,12 @@ class Guard:
         if DistributedDataParallel._active_ddp_module is not None:
             iter(RefuseDataParallel())
         check_accelerator(self._ranks)
-        if _values(self._modules) != self._tree or not set(map(type, _values(self._parameters))) <= _SHARDED:
+        names = list(chain.from_iterable(self._parameters))
+        if (
+            _values(self._modules) != self._tree
+            or names != self._names
+            or not set(map(type, _values(self._parameters))) <= _SHARDED
+        ):
             self._walk(model)
 
     def _walk(self, model: torch.nn.Module) -> None:
@@ -193,9 +200,23 @@ class Guard:
                         "ranks. Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
                         "auto_wrap, and leave out FSDP, which replaces them all."
                     )
+        for module in model.modules():
+            if isinstance(module, CheckpointBlock):
+                _check_places(module)
         self._parameters = [module._parameters for module in model.modules()]
+        self._names = list(chain.from_iterable(self._parameters))
         self._modules = [module._modules for module in model.modules()]
         self._tree = _values(self._modules)
+
+
+def _check_places(block: CheckpointBlock) -> None:
+    """Raise RuntimeError if a parameter of `block` has another name than when it was sharded."""
+    known = {(id(slot.parameters), slot.name) for slot in block._slots()}
+    for name, module in block.named_modules():
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, DistributedParameter) and (id(module._parameters), key) not in known:
+                if any(parameter is slot.piece for slot in block._slots()):
+                    raise moved(f"{name}.{key}".lstrip("."), block)
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

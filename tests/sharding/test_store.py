@@ -1,5 +1,6 @@
 """Whole checkpoints, in and out, and what a kill while saving leaves."""
 
+import json
 import os
 import signal
 import subprocess
@@ -146,6 +147,44 @@ def behind_the_program(folder):
         failing.wait()
 
 
+def folders_of_hugging_face(folder):
+    """One file, or an index and several, of either format; the folder and the index stand for all."""
+    plain = build("llama", tied=True)
+    state = shifted(plain).state_dict()
+    weights = {name: value for name, value in state.items() if name != "lm_head.weight"}  # as Hugging Face does
+    kinds = {"model.safetensors": safetensors.torch.save_file, "pytorch_model.bin": torch.save}
+    for name, write in kinds.items():
+        whole, parts = Path(folder, f"whole {name}"), Path(folder, f"parts {name}")
+        if bmt.rank() == 0:
+            whole.mkdir()
+            parts.mkdir()
+            write(weights, whole / name)
+            files = {key: f"{number % 3}-{name}" for number, key in enumerate(weights)}
+            for file in set(files.values()):
+                write({key: value for key, value in weights.items() if files[key] == file}, parts / file)
+            (parts / f"{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+        bmt.synchronize()
+        for path in (whole, whole / name, parts, parts / f"{name}.index.json"):
+            model = bmt.auto_wrap(build("llama", tied=True))
+            bmt.load(model, path)
+            check_equal(model.state_dict(), state)
+    bmt.synchronize()
+    if bmt.rank() == 0:
+        (parts / f"1-{name}").unlink()
+    bmt.synchronize()
+    for path, message in ((parts, f"1-{name}"), (Path(folder), r"none of model\.safetensors")):
+        with pytest.raises(RuntimeError, match=message):
+            bmt.load(model, path)
+    bmt.synchronize()
+    if bmt.rank() == 0:
+        torch.save({}, parts / f"1-{name}")
+        (whole / "model.safetensors.index.json").write_text("[]")
+    bmt.synchronize()
+    for path, message in ((parts, "its files lack [0-9]+ of the tensors"), (whole, "has a weight_map")):
+        with pytest.raises(RuntimeError, match=message):
+            bmt.load(model, path)
+
+
 def wrong_files(folder):
     model, rank0 = bmt.auto_wrap(Tower()), bmt.rank() == 0
     state = Tower().state_dict()
@@ -186,7 +225,7 @@ def wrong_files(folder):
     bmt.synchronize()
 
 
-CASES = [plain_root, other_hosts_formats, behind_the_program, wrong_files]
+CASES = [plain_root, folders_of_hugging_face, other_hosts_formats, behind_the_program, wrong_files]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -69,7 +69,7 @@ FAMILY_METHODS = [
     *[("llama", method) for method in METHODS],
     ("gpt2", "greedy"), ("t5", "greedy"), ("t5", "beams"), ("whisper", "greedy"), ("bart", "beams"),
     ("deepseek_v3", "greedy"), ("mamba", "greedy"), ("gemma3", "greedy"), ("llava", "greedy"), ("rwkv", "greedy"),
-    ("recurrent_gemma", "greedy"), ("qwen2_vl", "greedy"),
+    ("recurrent_gemma", "greedy"), ("qwen2_vl", "greedy"), ("blip_2", "greedy"), ("instructblip", "greedy"),
 ]  # fmt: skip
 
 

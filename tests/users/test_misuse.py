@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import hf_bmtrain as bmt
 from ranks import Ranks
 from tiny_models import build
-from twins import Tower, ids
+from twins import Layer, Tower, ids
 
 # -- before there is a world: each in a fresh process ------------------------------------------------------------
 
@@ -99,6 +100,14 @@ def resized_in_gathered():
         type(model).resize_token_embeddings(model, 99)
 
 
+def tied_after_wrapping():
+    model, late = wrapped(), Layer()
+    late.linear.weight = model.layers[0].linear._parameters["weight"]
+    model.layers.append(late)
+    bmt.auto_wrap(model)
+    model(ids(0, 0)).backward()
+
+
 def two_inspectors():
     with bmt.inspect.inspect_tensor(), bmt.inspect.inspect_tensor():
         pass
@@ -123,10 +132,15 @@ MISUSES = {
     "block of zero_level 4": (lambda: bmt.Block(nn.Linear(2, 2), zero_level=4), ValueError, "must be 2"),
     "meta parameter": (lambda: bmt.DistributedParameter(torch.empty(2, device="meta")), ValueError, "init_method="),
     "meta model": (lambda: bmt.auto_wrap(meta()), ValueError, "Load or initialise the model on CPU"),
+    "scripted module": (
+        lambda: bmt.auto_wrap(nn.Sequential(Tower(), torch.jit.script(nn.Linear(2, 2)))), ValueError,
+        r"'1' is a RecursiveScriptModule .* pass the module that it was made from",
+    ),
     "wrapped twice": (lambda: bmt.auto_wrap(wrapped()), ValueError, "wrapped already"),
     "half after wrapping": (lambda: wrapped().half(), RuntimeError, "Cast the model before auto_wrap"),
     "moved after wrapping": (lambda: wrapped().to("meta"), RuntimeError, "moved to the rank's device by auto_wrap"),
     "deep copy": (lambda: copy.deepcopy(wrapped()), RuntimeError, "copy the model before"),
+    "averaged after wrapping": (lambda: AveragedModel(wrapped()), RuntimeError, r"AveragedModel\(model\) included"),
     "optimizer before wrapping": (optimizer_before_wrapping, ValueError, "make the optimizer after auto_wrap"),
     "backward without a loss": (lambda: manager_of(wrapped()).backward(), ValueError, r"manager\.backward\(loss\)"),
     "step without an optimizer": (lambda: bmt.optim.OptimManager().step(), RuntimeError, "call add_optimizer first"),
@@ -168,6 +182,7 @@ MISUSES = {
 }  # fmt: skip
 
 ON_TWO_RANKS = {
+    "tied after wrapping": (tied_after_wrapping, RuntimeError, "tie weights before auto_wrap"),
     "unequal results": (
         lambda: bmt.gather_result(torch.ones(1 + bmt.rank())), ValueError, r"rank 1: \(2,\).*Pad to a common length",
     ),

@@ -87,6 +87,39 @@ def values_every_other_step(model, step, rank):
     return model(rows(step, rank))[step % 2].square().mean()
 
 
+IMAGES = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+
+
+def pixels(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def clip() -> nn.Module:
+    text = {name: value for name, value in BERT.items() if not name.endswith("_prob")}
+    config = transformers.CLIPConfig(text_config=text, vision_config=IMAGES, projection_dim=8)
+    return seeded(lambda: transformers.CLIPModel(config))
+
+
+def images_alone(model, step, rank):
+    return model.get_image_features(pixels(step, rank)).pooler_output.square().mean()
+
+
+def images_of_both(model, step, rank):
+    return model(input_ids=rows(step, rank), pixel_values=pixels(step, rank)).image_embeds.square()[:, :3].mean()
+
+
+def vit() -> nn.Module:
+    sizes = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return seeded(lambda: transformers.ViTModel(transformers.ViTConfig(**IMAGES, **sizes)))
+
+
+def features(model, step, rank):
+    return model(pixels(step, rank)).last_hidden_state[:, 0].square().mean()
+
+
 CASES = [
     (bert, mean_pooled),
     (bert, pooler),
@@ -95,6 +128,9 @@ CASES = [
     (double_heads, language_model_alone),
     (actor_critic, policy_alone),
     (actor_critic, values_every_other_step),
+    (clip, images_alone),
+    (clip, images_of_both),
+    (vit, features),
 ]
 
 

@@ -1,11 +1,15 @@
 """Models that do something unusual: trained as in plain torch, or refused by name."""
 
+import abc
 import io
+from typing import Generic, TypeVar
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_bmtrain as bmt
 from tiny_models import VOCABULARY
@@ -50,6 +54,36 @@ def registered_subclasses():
     assert Registered.keys.pop("later") is Later
 
 
+class AbstractLayer(abc.ABC, Layer):
+    """Its first base has no `__dict__`, so that the class must not come after another base to be assigned."""
+
+    @property
+    @abc.abstractmethod
+    def scale(self): ...
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class ConcreteLayer(AbstractLayer):
+    scale = 0.5
+
+
+class GenericTower(Generic[TypeVar("T")], Tower):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([ConcreteLayer() for _ in range(3)])
+
+
+def bases_without_dict():
+    """sentence-transformers' modules are of this kind."""
+    for compiled in (False, "eager"):
+        model = check_twins(GenericTower, plain_loss, compile=compiled)
+        assert isinstance(model, GenericTower) and isinstance(model.layers[0], ConcreteLayer)
+        assert isinstance(model.layers[0], bmt.CheckpointBlock) and type(model.layers[0]).__name__ == "ConcreteLayer"
+        assert type(model.layers[0]).forward is not ConcreteLayer.forward
+
+
 class NumberedTower(Tower):
     """Holds integers as a parameter."""
 
@@ -64,6 +98,91 @@ class NumberedTower(Tower):
 def integer_parameters():
     model = check_twins(NumberedTower, plain_loss)
     assert model.numbers.gather().tolist() == list(range(1, 8))
+
+
+class ComplexLayer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        return super().forward((x * self.phase).real)
+
+
+class ComplexTower(Tower):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([ComplexLayer() for _ in range(2)])
+        self.mix = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return (self.head(x) * self.mix).abs().square().mean()
+
+
+def complex_parameters():
+    check_twins(ComplexTower, plain_loss)
+    for manager, order in ((True, 2.0), (True, 3.0), (True, float("inf")), (False, 2.0), (False, 3.0)):
+        model, twin = bmt.auto_wrap(ComplexTower()), ComplexTower()
+        clip_both(model, twin, manager, order)
+
+
+def clip_both(model, twin, by_manager, order):
+    """The norm over all ranks, and an update by the clipped gradients, are those of plain torch."""
+    optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, twin))
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    manager.backward(plain_loss(model, 0, bmt.rank()))
+    torch.stack([plain_loss(twin, 0, rank) for rank in range(bmt.world_size())]).mean().backward()
+    if by_manager:
+        norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=0.01, norm_type=order)
+    else:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=order)
+    expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.01, norm_type=order)
+    torch.testing.assert_close(torch.as_tensor(float(norm)), expected.detach(), rtol=1e-6, atol=0)
+    manager.step()
+    plain.step()
+    for (name, value), wanted in zip(model.state_dict().items(), twin.state_dict().values()):
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def pruned_and_parametrized():
+    """Before auto_wrap, in a block and outside."""
+
+    def make():
+        tower = Tower()
+        for linear in (tower.layers[1].linear, tower.head):
+            nn.utils.parametrizations.weight_norm(linear)
+        prune.l1_unstructured(tower.layers[0].linear, "weight", 0.5)
+        prune.l1_unstructured(tower.head, "bias", 1)
+        nn.utils.parametrizations.orthogonal(tower.layers[2].linear)
+        return tower
+
+    check_twins(make, plain_loss)
+
+
+def averaged_weights():
+    """An AveragedModel that was made before auto_wrap, and wrapped too, averages the slices."""
+    model, twin = Tower(), Tower()
+    average = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
+    averaged, expected = AveragedModel(model, **average), AveragedModel(twin, **average)
+    bmt.auto_wrap(model)
+    bmt.auto_wrap(averaged)
+    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
+    for step in range(3):
+        plain_loss(model, step, bmt.rank()).backward()
+        torch.stack([plain_loss(twin, step, rank) for rank in range(bmt.world_size())]).mean().backward()
+        for either in (optimizer, plain):
+            either.step()
+            either.zero_grad()
+        averaged.update_parameters(model)
+        expected.update_parameters(twin)
+    state = expected.state_dict()
+    for name, value in averaged.state_dict().items():
+        torch.testing.assert_close(value, state[name], msg=name)
+    torch.testing.assert_close(averaged(ids(0, 0)), expected(ids(0, 0)))
 
 
 class GappedTower(Tower):
@@ -158,7 +277,8 @@ def state_dicts_of_modules_in_blocks():
 
 CASES = [
     scripted_modules, reversible_layers, functional_calls, state_dicts_of_modules_in_blocks,
-    registered_subclasses, integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
+    registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized, averaged_weights,
+    integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
 ]  # fmt: skip
 
 

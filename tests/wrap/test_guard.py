@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import hf_bmtrain as bmt
 from twins import Tower, ids
@@ -52,6 +53,32 @@ def changed(name, forwards):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="came into the model after auto_wrap"):
             model(ids(0, 0))
+
+
+RENAMING = {
+    "pruned": lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
+    "pruned by nothing": lambda linear: prune.identity(linear, "weight"),
+}
+
+
+def renamed(name, path):
+    """Pruning after wrapping would mask slices by the numbers in them."""
+    model = bmt.auto_wrap(Quiet())
+    model(ids(0, 0)).backward()
+
+    def prune_and_train():
+        RENAMING[name](model.get_submodule(path))
+        model(ids(1, 0))
+
+    with pytest.raises(RuntimeError, match=r"'.*weight_orig' .* Prune and parametrize the model before auto_wrap"):
+        prune_and_train()
+
+
+@pytest.mark.parametrize("name", RENAMING)
+@pytest.mark.parametrize("path", ["layers.1.linear", "head"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_renamed(world, size, name, path):
+    world(size)(renamed, name, path)
 
 
 def swaps_back():

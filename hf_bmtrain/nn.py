@@ -11,7 +11,9 @@ from .blocks.module import DistributedModule, ParameterInitializer
 from .runtime.world import refuse_parallelism
 from .sharding.parameter import DistributedParameter
 
-__all__ = ["ColumnParallelLinear", "Linear", "PipelineTransformerBlockList", "RowParallelLinear", "VPEmbedding"]
+__all__ = [
+    "ColumnParallelLinear", "Linear", "OpLinear", "PipelineTransformerBlockList", "RowParallelLinear", "VPEmbedding",
+]  # fmt: skip
 
 
 class Linear(DistributedModule):
@@ -40,6 +42,14 @@ class Linear(DistributedModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class OpLinear:
+    """The function of `Linear`: `OpLinear.apply(x, weight, bias)` is torch's differentiable `linear`."""
+
+    @staticmethod
+    def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
 
 
 class _Refused:

@@ -66,6 +66,13 @@ class World:
         """Return every rank's `value` (any picklable object), in rank order. Collective."""
         return self.control.gather(value)
 
+    def check_comm(self, comm: Any) -> None:
+        """Raise NotImplementedError unless `comm`, an argument of BMTrain's, is None or this world: all ranks."""
+        if comm is not None and comm is not self:
+            raise NotImplementedError(
+                f"comm={comm!r}: collectives are over all ranks. Leave comm out, or pass bmt.config['comm']."
+            )
+
     def raise_everywhere(self, what: str, problem: str | None) -> None:
         """Raise RuntimeError on every rank if one has a problem, so that the others do not hang. Collective."""
         problems = self.gather_objects(problem)

@@ -21,9 +21,11 @@ def config():
     assert bmt.config["initialized"] is True
     assert bmt.config["loss_scale_steps"] == 1024
     assert {"rank", "local_rank", "world_size"} <= set(bmt.config) == set(dict(bmt.config))
-    assert "comm" not in bmt.config and len(bmt.config) == len(list(bmt.config))
+    assert len(bmt.config) == len(list(bmt.config)) and "topology" not in bmt.config
+    assert bmt.config["tp_zero_size"] == bmt.config["zero_size"] == bmt.world_size()
+    assert bmt.config["load_stream"] == bmt.config["calc_stream"]
     with pytest.raises(KeyError, match="world_size"):
-        bmt.config["calc_stream"]
+        bmt.config["topology"]
     with pytest.raises(TypeError, match="read only"):
         bmt.config["zero_level"] = 2
 

@@ -50,8 +50,7 @@ def round_up(x: int, d: int) -> int:
 
 def check_torch_version(version_str: str) -> int:
     """Return a number below, at or above 0 as the installed torch is older than, equal to or newer than "x.y.z"."""
-    installed = torch.__version__.split("+")[0]
-    mine, other = ([int(re.match(r"\d*", part)[0] or 0) for part in v.split(".")[:3]] for v in (installed, version_str))
+    mine, other = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (torch.__version__, version_str))
     return sum((a - b) * weight for a, b, weight in zip(mine, other, (10000, 100, 1)))
 
 

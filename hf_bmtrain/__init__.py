@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from . import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
 from .alias import install_as_bmtrain
 from .blocks.block import CheckpointBlock
-from .blocks.block_list import TransformerBlockList
+from .blocks.block_list import PipelineTransformerBlockList, TransformerBlockList
 from .blocks.module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
 from .config import config
 from .distributed import gather_result, sum_loss
-from .nn import PipelineTransformerBlockList
 from .runtime.world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
 from .sharding.gathered import gathered
 from .sharding.parameter import DistributedParameter

@@ -12,7 +12,7 @@ from .runtime.world import refuse_parallelism
 from .sharding.parameter import DistributedParameter
 
 __all__ = [
-    "ColumnParallelLinear", "Linear", "OpLinear", "PipelineTransformerBlockList", "RowParallelLinear", "VPEmbedding",
+    "ColumnParallelLinear", "Linear", "OpLinear", "RowParallelLinear", "VPEmbedding",
 ]  # fmt: skip
 
 
@@ -69,7 +69,3 @@ class RowParallelLinear(_Refused):
 
 class VPEmbedding(_Refused):
     """BMTrain's embedding whose vocabulary is split over ranks. Not supported: raises NotImplementedError."""
-
-
-class PipelineTransformerBlockList(_Refused):
-    """BMTrain's list whose blocks are assigned to pipeline stages. Not supported: raises NotImplementedError."""

@@ -47,6 +47,8 @@ class DistributedStateDictWrapper(Mapping):
         self._keys, self._metadata = current_world().control.broadcast_object(mine)
 
     def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self:
+            raise KeyError(key)
         world = current_world()
         value = self._state_dict[key] if world.rank == 0 else None
         kind = world.control.broadcast_object(None if value is None else (value.shape, value.dtype))
@@ -56,6 +58,9 @@ class DistributedStateDictWrapper(Mapping):
             world.gather.broadcast(as_bytes(moved), 0).wait()
             return values if world.rank == 0 else moved.to("cpu")
         return values
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)

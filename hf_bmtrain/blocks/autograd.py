@@ -9,6 +9,7 @@ that are ready, those that accumulate gradients first and then the one that was 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -120,9 +121,14 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], strange: list[Any]) 
         elif kind is dict:
             _find(value.values(), found, strange)
         elif kind not in _ATOMS:
-            leaves = pytree.tree_leaves(value)
-            found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            strange += [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    if leaf.requires_grad:
+                        found.append(leaf)
+                elif isinstance(leaf, dict):  # of a class that pytree does not know
+                    _find(leaf.values(), found, strange)
+                else:
+                    strange.append(leaf)
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
@@ -139,7 +145,12 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
     if kind in _ATOMS:
         return value
     leaves, spec = pytree.tree_flatten(value)
-    leaves = [_replace(leaf, guarded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    if isinstance(value, dict) and leaves and leaves[0] is value:
+        result = copy.copy(value)
+        for key, item in value.items():
+            result[key] = _replace(item, guarded)
+        return result
+    leaves = [_replace(leaf, guarded) if isinstance(leaf, (torch.Tensor, dict)) else leaf for leaf in leaves]
     return pytree.tree_unflatten(leaves, spec)
 
 

@@ -100,6 +100,8 @@ def init_distributed(
     gather: str = "auto",
     pipe_size: int = 1,
     tp_size: int = 1,
+    init_method: str = "env://",
+    num_micro_batches: int | None = None,
 ) -> None:
     """Initialize the world of the processes that the launcher started, or of one process without a launcher.
 
@@ -112,7 +114,8 @@ def init_distributed(
     loss_scale_steps: defaults of OptimManager. timeout: seconds that an operation on CPU waits for other ranks.
     gather: "peer" copies weights from the other ranks' memory and gradients of blocks to it, which requires one host
     and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" copies large shards between GPUs if possible.
-    pipe_size, tp_size: BMTrain's; other values than 1 raise NotImplementedError.
+    pipe_size, tp_size: BMTrain's; other values than 1 raise NotImplementedError. num_micro_batches: BMTrain's, of its
+    pipeline, and without effect. init_method: where the ranks meet, as in torch.distributed.init_process_group.
     """
     global _world
     if _world is not None:
@@ -128,7 +131,7 @@ def init_distributed(
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)
     joined = dist.is_initialized()
-    backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather)
+    backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather, init_method)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
     schedule = Schedule(backend.shards, backend.reduce, backend.blocks, backend.outside, poison)
     _world = World(

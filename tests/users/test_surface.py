@@ -77,8 +77,10 @@ def not_offered():
     for name in ("ColumnParallelLinear", "RowParallelLinear", "VPEmbedding"):
         with pytest.raises(NotImplementedError, match=f"{name} is not offered"):
             getattr(bmt.nn, name)(WIDTH, WIDTH)
-    with pytest.raises(NotImplementedError, match="PipelineTransformerBlockList is not offered"):
-        bmt.PipelineTransformerBlockList([])
+    with pytest.raises(NotImplementedError, match="parallel=True.* is not offered"):
+        bmt.loss.FusedCrossEntropy(None, -100, "mean", 0.0, True)
+    with pytest.raises(NotImplementedError, match="collectives are over all ranks"):
+        bmt.sum_loss(torch.ones(()), comm="pipe")
 
 
 def waiting():

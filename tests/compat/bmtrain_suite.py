@@ -45,6 +45,7 @@ REASONS = {
     "nccl_backward": "all_reduce's gradient is that of the sum of the ranks' losses, where BMTrain gives this rank's",
     "no_grad": "a block is its layer, so a list that holds a layer twice holds one block",
     "optim": "asks for torch.optim.Adam's bits; a float32 weight differs in its last one",
+    "optim_state": "deep-copies the slices of a sharded model, which is refused",
     "parallel_projection": PARALLEL,
     "row_parallel_linear": PARALLEL,
     "send_recv": PARALLEL,

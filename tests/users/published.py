@@ -193,10 +193,10 @@ def use_model_center() -> None:
     import hf_bmtrain as bmt
 
     bmt.install_as_bmtrain()
-    metrics = types.ModuleType("sklearn.metrics")
-    vars(metrics).update(accuracy_score=accuracy_score)
-    sys.modules.setdefault("sklearn.metrics", metrics)
-    sys.modules.setdefault("sklearn", types.ModuleType("sklearn"))
+    for name in ("sklearn", "sklearn.metrics"):
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)  # torch looks for it
+        vars(module).update(accuracy_score=accuracy_score)
     from model_center.dataset.bertdataset import DATASET
     from model_center.model import Bert, BertConfig
     from model_center.tokenizer import BertTokenizer

@@ -34,7 +34,7 @@ SIZES = {
 """Sizes of models and batches, and a loss scale, and what they become; the files use these numbers for nothing else."""
 LARGEST = 20000
 """Ranges over sizes end here."""
-SECONDS = 150
+SECONDS = 400
 PARALLEL = "tensor or pipeline parallelism, which is not offered"
 REASONS = {
     "column_parallel_linear": PARALLEL,

@@ -12,13 +12,13 @@ ops, comm, runtime, sharding, recompute, blocks, wrap, optim, the files of this 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import distributed, inspect, loss, lr_scheduler, nn, optim, utils
+from . import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
+from .alias import install_as_bmtrain
 from .blocks.block import CheckpointBlock
-from .blocks.block_list import TransformerBlockList
+from .blocks.block_list import PipelineTransformerBlockList, TransformerBlockList
 from .blocks.module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
 from .config import config
 from .distributed import gather_result, sum_loss
-from .nn import PipelineTransformerBlockList
 from .runtime.world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
 from .sharding.gathered import gathered
 from .sharding.parameter import DistributedParameter
@@ -37,8 +37,9 @@ __all__ = [
     "BMTrainModelWrapper", "Block", "CheckpointBlock", "DistributedModule", "DistributedParameter",
     "ParameterInitializer", "PipelineTransformerBlockList", "TransformerBlockList", "auto_wrap", "config",
     "current_world", "distributed", "gather_result", "gathered", "grouped_parameters", "init_distributed",
-    "init_parameters", "inspect", "load", "loss", "lr_scheduler", "nn", "optim", "print_block", "print_dict",
-    "print_rank", "rank", "save", "see_memory", "sum_loss", "synchronize", "utils", "wait_loader", "world_size",
+    "init_parameters", "inspect", "install_as_bmtrain", "load", "loss", "lr_scheduler", "nn", "optim",
+    "print_block", "print_dict", "print_rank", "rank", "save", "see_memory", "store", "sum_loss", "synchronize",
+    "utils", "wait_loader", "world_size",
 ]  # fmt: skip
 
 

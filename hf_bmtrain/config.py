@@ -2,44 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .runtime.world import current_world
+import torch
 
-_ONE = ("pipe_size", "tp_size")
-_KEYS = ("rank", "local_rank", "world_size", "zero_level", "loss_scale_factor", "loss_scale_steps", "device", *_ONE)
+from .runtime.world import World, current_world
+
+
+def _stream(world: World) -> Any:
+    return torch.get_device_module(world.device).current_stream()
+
+
+_VALUES: dict[str, Callable[[World], Any]] = {
+    "rank": lambda world: world.rank,
+    "local_rank": lambda world: world.local_rank,
+    "world_size": lambda world: world.size,
+    "zero_level": lambda world: world.zero_level,
+    "loss_scale_factor": lambda world: world.loss_scale_factor,
+    "loss_scale_steps": lambda world: world.loss_scale_steps,
+    "device": lambda world: world.device,
+    "zero_rank": lambda world: world.rank,
+    "zero_size": lambda world: world.size,
+    "tp_rank": lambda world: 0,
+    "tp_size": lambda world: 1,
+    "tp_zero_rank": lambda world: world.rank,
+    "tp_zero_size": lambda world: world.size,
+    "pipe_size": lambda world: 1,
+    "pipe_enabled": lambda world: False,
+}
+_OBJECTS: dict[str, Callable[[World], Any]] = {
+    "comm": lambda world: world, "zero_comm": lambda world: world, "calc_stream": _stream, "load_stream": _stream,
+}  # fmt: skip
+_READ = _VALUES | _OBJECTS
 
 
 class Config(Mapping):
     """A read-only view of the world of this process.
 
-    Keys: rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, pipe_size and tp_size
-    (both 1), initialized. Before `init_distributed` only `initialized` can be read; it is False.
+    Keys: rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized; those of
+    BMTrain's groups, which are all ranks (zero_rank, zero_size, tp_zero_rank, tp_zero_size) or this one alone (tp_rank,
+    tp_size, pipe_size, pipe_enabled); comm and zero_comm, which stand for all ranks where a function takes `comm=`;
+    calc_stream and load_stream, both the device's current stream, which gathers and reductions follow by themselves.
+    Before `init_distributed` only `initialized` can be read; it is False.
     """
 
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return _initialized()
-        if key not in _KEYS:
-            raise KeyError(f"{key}: config has {', '.join(self)}; streams and communicators are not public")
-        world = current_world()
-        return 1 if key in _ONE else world.size if key == "world_size" else getattr(world, key)
+        if key not in _READ:
+            raise KeyError(f"{key}: config has {', '.join(self)}; other groups, streams and events do not exist here")
+        return _READ[key](current_world())
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*_KEYS, "initialized"))
+        return iter((*_READ, "initialized"))
 
     def __contains__(self, key: object) -> bool:
-        return key in (*_KEYS, "initialized")
+        return key in (*_READ, "initialized")
 
     def __len__(self) -> int:
-        return len(_KEYS) + 1
+        return len(_READ) + 1
 
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError(f"config is read only: give {key!r} to init_distributed, auto_wrap or CheckpointBlock.")
 
     def __repr__(self) -> str:
-        return f"Config({dict(self) if _initialized() else 'before init_distributed'})"
+        return f"Config({ {key: self[key] for key in _VALUES} if _initialized() else 'before init_distributed' })"
 
 
 def _initialized() -> bool:

@@ -4,6 +4,8 @@ An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0
 adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. Gradients of sharded parameters are
 averaged over the ranks by their reduction, so do not divide the loss for them; divide by the world size where the
 gradient of another tensor is used. Every rank runs every operation, in the same order, forward and backward.
+
+comm: BMTrain's argument; None or `config["comm"]`, which stands for all ranks.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from .runtime.world import current_world
 _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 
 
-def all_gather(x: torch.Tensor) -> torch.Tensor:
+def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
     """Return `x` (...) of all ranks, stacked: (world size, ...). Shapes and dtypes must be equal. Collective."""
+    current_world().check_comm(comm)
     _check_alike("all_gather", x)
     return _AllGather.apply(x)
 
 
-def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
     """Return the element-wise sum, avg, max, min or prod of `x` (...) over ranks, on every rank. Collective.
 
     Ranks that hold the same maximum (minimum) share its gradient evenly, as in torch.amax.
     """
+    current_world().check_comm(comm)
     if op not in _OPERATIONS:
         raise ValueError(f"all_reduce knows the operations {', '.join(_OPERATIONS)}, not {op!r}")
     if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
@@ -41,7 +45,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return {"max": everyone.amax, "min": everyone.amin, "prod": everyone.prod}[op](0)
 
 
-def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
     """Return this rank's part (n, ...) of the reduction of `x` (world size * n, ...) over ranks. Collective."""
     world = current_world()
     if x.dim() == 0 or x.shape[0] % world.size:
@@ -49,11 +53,12 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
             f"reduce_scatter deals dimension 0 to {world.size} ranks, which must divide it: got shape {tuple(x.shape)}"
         )
     rows = x.shape[0] // world.size
-    return all_reduce(x, op)[world.rank * rows : (world.rank + 1) * rows]
+    return all_reduce(x, op, comm)[world.rank * rows : (world.rank + 1) * rows]
 
 
-def broadcast(x: torch.Tensor, root: int) -> torch.Tensor:
+def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     """Return rank `root`'s `x` (...) on every rank. Shapes and dtypes must be equal. Collective."""
+    current_world().check_comm(comm)
     size = current_world().size
     if not 0 <= root < size:
         raise ValueError(f"broadcast from rank {root}: ranks are 0 to {size - 1}")
@@ -127,15 +132,17 @@ class _Broadcast(torch.autograd.Function):
         return (total if current_world().rank == ctx.root else torch.zeros_like(total)), None
 
 
-def sum_loss(loss: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a scalar `loss` over all ranks: float32, detached, on this rank's device. Collective.
+def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
+    """Return the mean of `loss` (...) over all ranks, element by element: float32, on its device. Collective.
 
-    (The name is BMTrain's, which computes the mean as well.)
+    (The name is BMTrain's, which computes the mean as well.) It is differentiable: backward on every rank gives the
+    gradients of the mean. Keep `.item()` or `.detach()` of it for a log, or the graph of the forward stays in memory.
     """
     world = current_world()
-    mean = loss.detach().to(torch.float32, copy=True).reshape(1)
-    world.reduce.all_reduce(mean).wait()
-    return mean.div_(world.size).reshape(())
+    world.check_comm(comm)
+    if loss.dim():
+        _check_alike("sum_loss", loss)
+    return _Sum.apply(loss.to(torch.float32)) / world.size
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:

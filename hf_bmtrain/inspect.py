@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ import torch
 from .runtime.world import current_world
 from .sharding.parameter import DistributedParameter
 
-_COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
+_COLUMNS = {"name": 4, "shape": 20, "max": 10, "min": 10, "std": 10, "mean": 10, "grad_std": 10, "grad_mean": 10}
+"""The columns of a table, and their least widths, which BMTrain's have."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     """Return one dict per parameter of `model` whose name matches the pattern `param_name` (`*`, `?`, `[…]`).
 
     Keys: name (`prefix` included, also for the pattern), shape, std (unbiased), mean, max and min of the whole
-    parameter; grad_std and grad_mean, None without a gradient. A tied parameter has a line under each of its names.
+    parameter; grad_std and grad_mean, 0.0 without a gradient. A tied parameter has a line under each of its names.
     Collective; nothing is gathered: every rank contributes the moments of its slices.
     """
     world = current_world()
@@ -98,7 +99,8 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
             gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
             mine.append(_Local(prefix + name, shape, parameter.data, gradient))  # .data waits for a pending update
     ranks = zip(*world.gather_objects(mine))
-    return [_line(all_ranks if cut else [own], own.shape) for own, cut, all_ranks in zip(mine, sharded, ranks)]
+    lines = [_line(all_ranks if cut else [own], own.shape) for own, cut, all_ranks in zip(mine, sharded, ranks)]
+    return [{key: 0.0 if value is None else value for key, value in line.items()} for line in lines]
 
 
 # -- activations --------------------------------------------------------------------------------------------------
@@ -125,12 +127,20 @@ class InspectTensor:
             x.retain_grad()
         self._records.append(_Record(x, name, group, wants, x._version))
 
+    @property
+    def summary(self) -> list[dict[str, Any]]:
+        """One dict per record, in order: name, group, summary_name (`get_summary`'s), shape and tensor of this rank."""
+        return [
+            {"name": r.name, "group": r.group, "summary_name": name, "shape": r.tensor.shape, "tensor": r.tensor}
+            for name, r in zip(self._names(), self._records)
+        ]
+
     def get_summary(self) -> list[dict[str, Any]]:
         """Return one dict per record, in order, over all ranks' tensors. Collective.
 
         Keys as in `inspect_model`; dimension 0 of the shape is summed over ranks; statistics of a gradient that
-        backward has not reached are None. A name is `group.name`, or `group.0.name`, `group.1.name`, … if it was
-        recorded several times. Raises RuntimeError if the ranks have recorded different names, or if a recorded tensor
+        backward has not reached are None. A name is `group.0.name`, `group.1.name`, …, without a group `0.name`, …
+        Raises RuntimeError if the ranks have recorded different names, or if a recorded tensor
         was modified in place.
         """
         world = current_world()
@@ -166,12 +176,10 @@ class InspectTensor:
         return found[index] if 0 <= index < len(found) else None
 
     def _names(self) -> list[str]:
-        often = Counter((record.group, record.name) for record in self._records)
         numbers = defaultdict(itertools.count)
         names = []
         for record in self._records:
-            key = record.group, record.name
-            parts = [record.group, str(next(numbers[key])) if often[key] > 1 else None, record.name]
+            parts = [record.group, str(next(numbers[record.group, record.name])), record.name]
             names.append(".".join(part for part in parts if part is not None))
         return names
 
@@ -206,9 +214,10 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
     """Return a text table of a summary from `inspect_model` or `get_summary`: a header, and one line per dict."""
-    rows = [_COLUMNS, *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
-    widths = [max(len(row[number]) for row in rows) for number in range(len(_COLUMNS))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    rows = [tuple(_COLUMNS), *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
+    longest = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(least, length + 1) for least, length in zip(_COLUMNS.values(), longest)]
+    return "\n".join(" ".join(["", *(cell.ljust(w - 1) for cell, w in zip(row, widths))]).rstrip() for row in rows)
 
 
 def _cell(value: Any) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 from .linear_loss import DTYPES, linear_cross_entropy
 from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
+from .runtime.world import refuse_parallelism
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 
@@ -22,6 +23,7 @@ class FusedCrossEntropy(torch.nn.Module):
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that count, "sum", or "none".
         label_smoothing: weight of the uniform distribution over all classes in each target, in [0, 1].
+        parallel: BMTrain's, for logits that are split over ranks; True raises NotImplementedError.
         inplace: write the gradient over the logits, which saves their size in memory; for a mean or a sum of bfloat16
             or float32 logits this happens in the forward, in one launch. The caller must not read the logits
             afterwards (autograd raises if it needs them itself).
@@ -41,23 +43,26 @@ class FusedCrossEntropy(torch.nn.Module):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        inplace: bool = False,
+        parallel: bool = False,
         *,
+        inplace: bool = False,
         z_loss: float = 0.0,
         softcap: float = 0.0,
     ):
         super().__init__()
+        if parallel:
+            refuse_parallelism("FusedCrossEntropy(parallel=True)")
         criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)  # raises now, not later
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.inplace, self.z_loss, self.softcap = inplace, z_loss, softcap
 
-    def forward(self, logits: Tensor, targets: Tensor, num_items_in_batch: NumItems = None) -> Tensor:
-        """Return the loss of `logits`, shape (N, C) or (N, C, d...), for `targets`, shape (N,) or (N, d...).
+    def forward(self, input: Tensor, target: Tensor, num_items_in_batch: NumItems = None) -> Tensor:
+        """Return the loss of the logits `input`, shape (N, C) or (N, C, d...), for `target`, shape (N,) or (N, d...).
 
         Args:
-            logits: float16, bfloat16 or float32; their gradient has the same dtype.
-            targets: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
+            input: float16, bfloat16 or float32; its gradient has the same dtype.
+            target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
             num_items_in_batch: the divisor of the mean in place of the targets that count in this call; a number or a
                 tensor of one element.
 
@@ -73,7 +78,7 @@ class FusedCrossEntropy(torch.nn.Module):
             RuntimeError: in backward, for create_graph=True and, with `inplace`, for a second backward.
         """
         return cross_entropy(
-            logits, targets, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.inplace,
+            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.inplace,
             z_loss=self.z_loss, softcap=self.softcap, num_items_in_batch=num_items_in_batch,
         )  # fmt: skip
 

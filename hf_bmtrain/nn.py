@@ -11,7 +11,9 @@ from .blocks.module import DistributedModule, ParameterInitializer
 from .runtime.world import refuse_parallelism
 from .sharding.parameter import DistributedParameter
 
-__all__ = ["ColumnParallelLinear", "Linear", "PipelineTransformerBlockList", "RowParallelLinear", "VPEmbedding"]
+__all__ = [
+    "ColumnParallelLinear", "Linear", "OpLinear", "RowParallelLinear", "VPEmbedding",
+]  # fmt: skip
 
 
 class Linear(DistributedModule):
@@ -42,6 +44,14 @@ class Linear(DistributedModule):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+class OpLinear:
+    """The function of `Linear`: `OpLinear.apply(x, weight, bias)` is torch's differentiable `linear`."""
+
+    @staticmethod
+    def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+
 class _Refused:
     """Base of BMTrain's classes that are not supported: the constructor raises NotImplementedError."""
 
@@ -59,7 +69,3 @@ class RowParallelLinear(_Refused):
 
 class VPEmbedding(_Refused):
     """BMTrain's embedding whose vocabulary is split over ranks. Not supported: raises NotImplementedError."""
-
-
-class PipelineTransformerBlockList(_Refused):
-    """BMTrain's list whose blocks are assigned to pipeline stages. Not supported: raises NotImplementedError."""

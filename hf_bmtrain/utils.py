@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import textwrap
 from collections.abc import Mapping
@@ -11,7 +12,10 @@ import torch
 
 from .runtime.world import current_world, print_rank
 
-__all__ = ["AverageRecorder", "print_block", "print_dict", "print_rank", "see_memory"]
+__all__ = [
+    "AverageRecorder", "check_torch_version", "has_inf_nan", "print_block", "print_dict", "print_rank", "round_up",
+    "see_memory",
+]  # fmt: skip
 
 _WIDTH = 60
 _GIB = 2**30
@@ -37,6 +41,28 @@ class AverageRecorder:
     @property
     def value(self) -> float:
         return self._sum / self._weight if self._weight else self._start
+
+
+def round_up(x: int, d: int) -> int:
+    """Return the smallest multiple of `d` that is at least `x`."""
+    return -(-x // d) * d
+
+
+def check_torch_version(version_str: str) -> int:
+    """Return a number below, at or above 0 as the installed torch is older than, equal to or newer than "x.y.z"."""
+    mine, other = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (torch.__version__, version_str))
+    return sum((a - b) * weight for a, b, weight in zip(mine, other, (10000, 100, 1)))
+
+
+@torch.no_grad()
+def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write 1 to `out` (a uint8 scalar on the device of `x`) if an element of `x` is inf or nan; leave it otherwise.
+
+    One `out` serves several tensors. Neither the host nor another rank is waited for.
+    """
+    if out.dtype != torch.uint8 or out.numel() != 1:
+        raise ValueError(f"has_inf_nan writes to one uint8, got {out.dtype} of shape {tuple(out.shape)}")
+    out.bitwise_or_(x.isfinite().all().logical_not().view(torch.uint8).view_as(out))
 
 
 def see_memory(message: str, detail: bool = False) -> None:

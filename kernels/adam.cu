@@ -1,6 +1,6 @@
 // AdamW over a flat range, everything that changes from step to step in device memory.
 //
-//     g = grad * grad_scale                      unscale and clip
+//     g = grad * grad_scale + l2 master          unscale and clip; coupled decay
 //     w = master * (1 - lr wd)                   decoupled decay
 //     m = b1 m + (1 - b1) g
 //     v = b2 v + (1 - b2) g g
@@ -18,10 +18,10 @@ struct Record {  // one run's numbers for this step, in the order of `adam.RECOR
     float skip, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root,
         eps;
     unsigned seed;
-    float unused;
+    float l2;
 };
 
-// One thread a run. hyper: [lr, beta1, beta2, eps, weight_decay, hold_steps] a run. The gradients are to be
+// One thread a run. hyper: [lr, beta1, beta2, eps, weight_decay, hold_steps, l2] a run. The gradients are to be
 // divided by grad_scale[0]; a step with found_inf[0] != 0 is skipped and does not count. The first hold_steps
 // steps have learning rate 0: they update the moments and leave the master as it is.
 extern "C" __global__ void adam_prepare(const float* grad_scale, const float* found_inf, const double* hyper,
@@ -29,7 +29,7 @@ extern "C" __global__ void adam_prepare(const float* grad_scale, const float* fo
     int run = blockIdx.x * blockDim.x + threadIdx.x;
     if (run >= runs) return;
     bool skip = found_inf[0] != 0.0f;
-    const double* h = hyper + 6 * run;
+    const double* h = hyper + 7 * run;
     float step = steps[run] + (skip ? 0.0f : 1.0f);
     steps[run] = step;
     double lr = step > h[5] ? h[0] : 0.0;
@@ -43,7 +43,7 @@ extern "C" __global__ void adam_prepare(const float* grad_scale, const float* fo
     r.inverse_root = (float)(1.0 / sqrt(1.0 - pow(h[2], (double)step)));
     r.eps = (float)h[3];
     r.seed = (unsigned)step;
-    r.unused = 0.0f;
+    r.l2 = (float)h[6];
     ((Record*)records)[run] = r;
 }
 
@@ -68,6 +68,7 @@ __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16&
 
 __device__ __forceinline__ void update(const Record& r, float g, float& p, float& m, float& v) {
     g *= r.grad_scale;
+    if (r.l2 != 0.0f) g = fmaf(r.l2, p, g);
     m = fmaf(r.one_minus_beta1, g - m, m);
     v = fmaf(r.beta2, v, r.one_minus_beta2 * g * g);
     p = p * r.decay - r.step_size * m / fmaf(sqrtf(v), r.inverse_root, r.eps);

@@ -32,6 +32,7 @@ MUTATORS |= {"discard", "clear", "appendleft", "popleft", "set", "sort", "revers
 FUNCTION_LINES = 60
 
 INNER_PLACES = {
+    ("compat/test_calls.py", "_save_to_rank0"): "a name of BMTrain's, which ModelCenter's models call",
     ("support/inner.py", "_bmt"): "blocks are layers of users' classes: their state hangs on one attribute of ours",
     ("support/inner.py", "_chunks"): "only there is seen in what pieces, and in what order, an offloaded state travels",
     ("support/inner.py", "_states"): "leads from a piece of a chunk to the run it belongs to",

@@ -21,7 +21,7 @@ def parameters():
     """Slices of any length, one-element ones too, against the whole tensors of a twin."""
     size = bmt.world_size()
     model, twin = bmt.auto_wrap(Tower()), Tower()
-    assert all(line["grad_std"] is None for line in bmt.inspect.inspect_model(model, "*"))
+    assert all(line["grad_std"] == line["grad_mean"] == 0.0 for line in bmt.inspect.inspect_model(model, "*"))
     model(ids(0, bmt.rank())).backward()
     torch.stack([twin(ids(0, r)) for r in range(size)]).mean().backward()
     lines = bmt.inspect.inspect_model(model, "*")
@@ -70,7 +70,7 @@ def activations(use_checkpoint):
         model(ids(0, rank)).backward()
     model(ids(1, rank))  # not noted
     summary = inspector.get_summary()
-    names = ["embedded", "layer.0.inner", "layer.1.inner", "layer.2.inner", "tail.last"]
+    names = ["0.embedded", "layer.0.inner", "layer.1.inner", "layer.2.inner", "tail.0.last"]
     assert [line["name"] for line in summary] == names
     twin = recording_layers(Recorded())
     twins = []
@@ -93,6 +93,8 @@ def activations(use_checkpoint):
         close(line["grad_mean"], gradient.mean())
         close(line["grad_std"], gradient.std())
         torch.testing.assert_close(inspector.get_tensor(name, group, index).grad, wholes[rank].grad)
+    assert [line["summary_name"] for line in inspector.summary] == names
+    assert inspector.summary[1]["tensor"] is inspector.get_tensor("inner", "layer")
     assert inspector.get_tensor("nothing") is None
     assert inspector.get_tensor("inner", "layer", 3) is None
 
@@ -103,8 +105,15 @@ def table():
     header, weight, bias = text.splitlines()
     assert header.split() == ["name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean"]
     assert weight.split()[0] == "head.weight"
-    assert bias.split()[-2:] == ["-", "-"]
+    assert bias.split()[-2:] == ["0.0000", "0.0000"]
     assert weight.index("(2, 6)") == header.index("shape")
+    columns = [header.index(name) for name in ("max", "min", "std", "mean", "grad_std", "grad_mean")]
+    assert columns == [columns[0] + 10 * number for number in range(6)]  # however long the numbers are
+    wide = dict.fromkeys(("max", "min", "std", "mean", "grad_std", "grad_mean"), 123456789.0) | {
+        "name": "w",
+        "shape": (),
+    }
+    assert bmt.inspect.format_summary([wide]).count("123456789.0000 ") == 5
 
 
 def refused():

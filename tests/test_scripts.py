@@ -11,8 +11,9 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 SCRIPTS = runpy.run_path(str(TESTS / "__main__.py"))
 NAMES = [
-    "gpt2_memory", "hook_time", "identical", "lora_memory", "parity", "peer_reduction", "plain_boolq", "plan_memory",
-    "programs", "step_path", "stress", "trainer_matrix", "trainer_resume", "upstream_cases", "zoo", "zoo_bf16",
+    "bmtrain_suite", "gpt2_memory", "hook_time", "identical", "lora_memory", "parity", "peer_reduction", "plain_boolq",
+    "plan_memory", "programs", "step_path", "stress", "trainer_matrix", "trainer_resume", "upstream_cases", "zoo",
+    "zoo_bf16",
 ]  # fmt: skip
 
 
@@ -52,4 +53,4 @@ def test_a_script_runs_from_anywhere(tmp_path, words):
 def test_an_unknown_name_is_refused(tmp_path):
     done = run("paritee", cwd=tmp_path)
     assert done.returncode == 1
-    assert "no script 'paritee' in tests; there are gpt2_memory" in done.stderr
+    assert "no script 'paritee' in tests; there are bmtrain_suite, gpt2_memory" in done.stderr

@@ -30,11 +30,19 @@ class CheckpointBlock(ShardedModule):
 
     use_checkpoint: recompute the forward in backward instead of keeping its activations; for "auto" see `auto_wrap`.
     zero_level: 3 frees the parameters between forward and backward, 2 keeps them; None takes the world's.
+    mode: BMTrain's, of its pipeline, and without effect.
     """
 
     _bmt: BlockState
 
-    def __new__(cls, layer: torch.nn.Module, use_checkpoint: UseCheckpoint = True, zero_level: int | None = None):
+    def __new__(
+        cls,
+        layer: torch.nn.Module,
+        use_checkpoint: UseCheckpoint = True,
+        zero_level: int | None = None,
+        *,
+        mode: str = "BLOCK",
+    ):
         if isinstance(layer, CheckpointBlock):
             return layer
         world = current_world()

@@ -1,4 +1,4 @@
-"""TransformerBlockList: blocks in execution order."""
+"""TransformerBlockList: blocks in execution order; and BMTrain's list for pipelines, with one stage."""
 
 from __future__ import annotations
 
@@ -67,3 +67,15 @@ class TransformerBlockList(torch.nn.ModuleList):
         if isinstance(index, slice):
             return torch.nn.ModuleList(list(self._modules.values())[index])
         return super().__getitem__(index)
+
+
+class PipelineTransformerBlockList(TransformerBlockList):
+    """A TransformerBlockList. With one stage, which is all there is here, BMTrain's pipeline computes the same.
+
+    batch_related: which arguments BMTrain cuts into micro-batches, without effect.
+    """
+
+    def forward(
+        self, *args: Any, batch_related: Iterable[int] = (), return_hidden_states: bool = False, **kwargs: Any
+    ) -> Any:
+        return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)

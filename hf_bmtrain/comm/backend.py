@@ -50,7 +50,9 @@ class Backend(NamedTuple):
     watch: Watch
 
 
-def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta, gather: str) -> Backend:
+def open_backend(
+    rank: int, size: int, device: torch.device, timeout: timedelta, gather: str, init_method: str
+) -> Backend:
     """Join the process group and open the channels of this world. Collective."""
     if gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
@@ -61,7 +63,7 @@ def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta,
         return Backend(single, single, CollectiveGather(single), local, local, control, [], watch)
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
-    _join(rank, size, device, timeout)
+    _join(rank, size, device, timeout, init_method)
     control = Control(size, timeout)
     opened: list[Communicator] = []
     journals: list[Journal] = []
@@ -96,18 +98,18 @@ def open_backend(rank: int, size: int, device: torch.device, timeout: timedelta,
     )
 
 
-def _join(rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_method: str) -> None:
     """Initialize torch's default process group if it is not initialized."""
     if dist.is_initialized():
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
+    if missing and init_method == "env://":
         raise RuntimeError(
             f"WORLD_SIZE={size}, but {' and '.join(missing)} not set: start the script with torchrun or "
             "accelerate launch."
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timeout)
 
 
 def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> int | None:

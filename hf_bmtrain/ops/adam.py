@@ -14,10 +14,10 @@ from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
 from hf_bmtrain.ops.residual import join, split
 
 THREADS = 256
-HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps")
+HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps", "l2")
 RECORD = (  # struct Record in kernels/adam.cu
     "skip", "grad_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inverse_root",
-    "eps", "seed", "unused",
+    "eps", "seed", "l2",
 )  # fmt: skip
 _REFERENCE_CHUNK = 1 << 20
 
@@ -56,7 +56,7 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
 
     grad_scale  (1,) float32: divisor of the gradients (loss scale over clip factor)
     found_inf   (1,) float32: nonzero if the step must be skipped
-    hyper       (runs, 6) float64, columns as in HYPER; the first hold_steps steps have learning rate 0
+    hyper       (runs, 7) float64, columns as in HYPER; the first hold_steps steps have learning rate 0
     steps       (runs,) float32: steps taken so far; advanced by one unless the step is skipped
     records     (runs, 12) float32, written; columns as in RECORD
     """
@@ -74,7 +74,7 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
         return launch(-(-runs // 32), 32, grad_scale, found_inf, hyper, runs, steps, records)
     skip = found_inf != 0
     steps += (~skip).float()
-    lr, beta1, beta2, eps, weight_decay, hold_steps = hyper.unbind(1)
+    lr, beta1, beta2, eps, weight_decay, hold_steps, l2 = hyper.unbind(1)
     one, taken = torch.ones_like(lr), steps.double()
     lr = torch.where(taken > hold_steps, lr, 0.0)
     columns = (
@@ -84,7 +84,7 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
     records[:, : len(columns)] = torch.stack(columns, 1)
     bits = records.view(torch.int32)
     bits[:, 10] = steps.to(torch.int32)
-    bits[:, 11] = 0
+    records[:, 11] = l2
 
 
 def adam_update(
@@ -108,8 +108,8 @@ def adam_update(
     index_base   number of element 0 among all elements of the model, independent of the number of ranks; with the
                  step it determines the random bits, so that training continues equally on another number of ranks
     All are contiguous, on one device, and do not overlap. The update is faster if all tensors have the same offset
-    from alignment to four elements (as slices of equally laid out buffers have). Weight decay is decoupled and eps
-    outside the root (Loshchilov and Hutter 2019); weight_decay = 0 is Adam.
+    from alignment to four elements (as slices of equally laid out buffers have). weight_decay is decoupled and eps
+    outside the root (Loshchilov and Hutter 2019); l2 times the weight is added to the gradient (Kingma and Ba 2015).
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)
@@ -160,6 +160,8 @@ def update_reference(
         if master.dtype == torch.int16:
             assert weight is not None
             p, v = join(weight[part], master[part], exp_avg_sq[part])
+        if r["l2"]:
+            g = g + p * r["l2"]
         m = m + (g - m) * r["one_minus_beta1"]
         v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"])
         p.mul_(r["decay"]).addcdiv_(m, v.sqrt().mul_(r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])

@@ -115,11 +115,13 @@ class TorchSteps:
         e, (master, weight) = elements, elements.master_and_weight
         if self._skip or master.numel() == 0:
             return
-        lr, beta1, beta2, eps, weight_decay, hold_steps = self._rows[run]
+        lr, beta1, beta2, eps, weight_decay, hold_steps, l2 = self._rows[run]
         taken = self.counts[run]
         wide = e.grad.float()
         if self._grad_scale is not None:
             wide = wide / self._grad_scale  # the fused operation would write it into the gradient
+        if l2:
+            wide = wide.add(master, alpha=l2)
         fused_adamw_(
             [master], [wide], [e.exp_avg], [e.master.exp_avg_sq], [], [taken],
             lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,

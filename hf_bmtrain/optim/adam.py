@@ -9,13 +9,15 @@ import torch
 
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..ops.residual import Master
+from ..runtime.world import current_world
+from .checkpoint import load_state, save_state
 from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class AdamOptimizer(torch.optim.Optimizer):
-    """AdamW: eps outside the square root, decoupled weight decay, bias-corrected (Loshchilov & Hutter, 2019).
+    """AdamW: eps outside the square root, decoupled weight decay, bias-corrected (Loshchilov & Hutter, 2019); or Adam.
 
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
 
@@ -30,6 +32,10 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     Writing half-precision weights between steps (a load, an average, a mask) moves their masters, so that they round to
     the new weights (see `Master.follow_weight`). Masters of weights that keep their value do not move.
+
+    decoupled: False adds weight_decay·w to g instead, as torch.optim.Adam does (L2 regularisation), for weights of
+    every dtype. BMTrain does so for float32 weights, and decouples the decay of half-precision ones. It is a setting of
+    the parameter group.
 
     lr, betas, eps, weight_decay: numbers, or tensors of one element; those on the weights' device are read there.
 
@@ -59,6 +65,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         hold_steps: int = 0,
         *,
+        decoupled: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
     ) -> None:
         if lr < 0 or min(eps, weight_decay, hold_steps) < 0 or not all(0 <= beta < 1 for beta in betas):
@@ -68,9 +75,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             )
         if exp_avg_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype}")
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
+        super().__init__(params, {**defaults, "decoupled": decoupled})
         self.loss_scale: torch.Tensor | None = None  # OptimManager's
         self._exp_avg_dtype = exp_avg_dtype
         self._loaded: set[torch.nn.Parameter] = set()  # whose state was loaded and is in no run yet
@@ -94,13 +100,25 @@ class AdamOptimizer(torch.optim.Optimizer):
         return 1.0 if self.loss_scale is None else float(self.loss_scale)
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """Update every parameter that has a gradient."""
+    def step(self, closure=None, scale: float = 1.0):
+        """Update every parameter that has a gradient, divided by `scale`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()  # subclasses extend `_step`: of an extended `step` torch would call the hooks twice
+        # Subclasses extend `_step`: of an extended `step` torch would call the hooks twice.
+        if scale == 1.0:
+            self._step()
+            return loss
+        given = self.__dict__.get("grad_scale")
+        divisor = torch.tensor(float(scale), device=self.param_groups[0]["params"][0].device)
+        self.grad_scale = divisor if given is None else divisor * given
+        try:
+            self._step()
+        finally:
+            del self.grad_scale
+            if given is not None:
+                self.grad_scale = given
         return loss
 
     def _step(self) -> None:
@@ -136,7 +154,11 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _settings(self) -> list[Hyper]:
         """Return the values of every parameter group, in the order of HYPER."""
-        return [(g["lr"], *g["betas"], g["eps"], g["weight_decay"], g["hold_steps"]) for g in self.param_groups]
+        return [
+            (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
+             0.0 if g["decoupled"] else decay)
+            for g in self.param_groups for decay in (g["weight_decay"],)
+        ]  # fmt: skip
 
     def wait(self) -> None:
         """Make the current stream wait until the last update has written the weights. The host does not wait."""
@@ -212,14 +234,20 @@ class AdamOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # missing in the state of another AdamW
-            group.setdefault("hold_steps", self.defaults["hold_steps"])
+            for name in ("hold_steps", "decoupled"):
+                group.setdefault(name, self.defaults[name])
 
-    def state_dict(self) -> dict:
+    def state_dict(self, gather: bool = False) -> dict:
         """Return the state of torch's AdamW, with a float32 "master" for half-precision weights.
 
         Its tensors are the optimizer's own, which the next step changes, except masters and exp_avg_sq assembled from
         residuals.
+
+        gather: return a copy of the whole state, in host memory on rank 0 (other ranks get no tensors), for any number
+        of ranks; every rank passes it to `load_state_dict`. Collective.
         """
+        if gather:
+            return save_state(self, current_world(), gather=True)
         self._finish()
         kept = self.state
         self.state = defaultdict(dict, {p: shown(p, held, p in self._loaded) for p, held in kept.items()})
@@ -233,6 +261,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Until the next step it is a copy in host memory, so that no device stores it twice.
         """
+        if "sliced" in state_dict:  # a gathered state
+            return load_state(self, state_dict, current_world())
         self._finish()
         groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": groups})

@@ -126,7 +126,7 @@ def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 def _move_slices(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the movement of `values` in slices. Collective."""
-    parameter, reduce = DistributedParameter(values), current_world().reduce
+    parameter = DistributedParameter(values)
     pieces = [parameter.take(gradient).clone() for gradient in gradients]
     _train(optimizer, group, parameter, pieces)
     return parameter.gather() - values

@@ -42,7 +42,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
     """Yield δ of the last step for parts of a run, (≤ _PIECE,) float32 on the device of its weights."""
-    lr, beta1, beta2, eps, weight_decay, hold_steps = settings
+    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # l2 is in m already
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)
     for start in range(0, state.run.weights.numel(), PIECE):

@@ -37,6 +37,8 @@ class OptimManager:
     the gradients are zeroed, and neither optimizers nor schedulers step. Such a step is skipped without a loss scale
     as well.
 
+    grad_scale: what the sum of the ranks' gradients is divided by, None for the world size, which gives their mean.
+
     With AdamOptimizer the host never waits for the device: norm, clip factor, scale and skip flag are scalars on the
     device. The host reads the skip flag in the next `backward` or `step`, after it has arrived, and then advances the
     schedulers; on CPU it does so at once. Other optimizers wait for the flag in `step`.
@@ -49,10 +51,17 @@ class OptimManager:
         loss_scale_steps: int | None = None,
         min_loss_scale: float = 1.0,
         max_loss_scale: float = float("inf"),
+        grad_scale: float | None = None,
     ) -> None:
         world = current_world()
         if loss_scale is not None and loss_scale <= 0:
             raise ValueError(f"loss_scale must be positive or None, not {loss_scale}")
+        if grad_scale is not None and grad_scale <= 0:
+            raise ValueError(
+                f"grad_scale divides the sum of the ranks' gradients and must be positive, not {grad_scale}"
+            )
+        self.grad_scale = world.size if grad_scale is None else grad_scale
+        self._mean_scale = world.size / self.grad_scale  # the reduction takes the mean
         self._device, self._reduce = world.device, world.reduce
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
         self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
@@ -75,9 +84,33 @@ class OptimManager:
         self.schedulers: list[Any] = []
 
     @property
-    def loss_scale(self) -> float | None:
-        """The current loss scale. Reading it waits for the device."""
-        return None if self._scale is None else float(self._scale)
+    def loss_scale(self) -> float:
+        """The current loss scale, 1 without one; writing it changes it. Reading it waits for the device."""
+        return 1.0 if self._scale is None else float(self._scale)
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if scale <= 0:
+            raise ValueError(f"loss_scale must be positive, not {scale}")
+        self._end_last_step()
+        self._clean_steps.zero_()
+        if self._scale is not None:
+            self._scale.fill_(scale)
+        elif scale != 1:
+            self._scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, AdamOptimizer):
+                    optimizer.loss_scale = self._scale
+
+    @property
+    def loss_scale_enabled(self) -> bool:
+        """Whether losses are scaled, and the scale adapted."""
+        return self._scale is not None
+
+    @property
+    def lr_schedulers(self) -> list[Any]:
+        """`schedulers`, under BMTrain's name."""
+        return self.schedulers
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Add `optimizer`, and `lr_scheduler` (any object with a `step()`), which is stepped after it.
@@ -95,21 +128,25 @@ class OptimManager:
         if isinstance(optimizer, AdamOptimizer):
             optimizer.loss_scale = self._scale
 
-    def zero_grad(self) -> None:
-        """Set the gradients of every optimizer to None."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients of every optimizer to None, or to zero."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=set_to_none)
         self._used = {}  # or their memory would not be free in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
         """Run the backward of `loss` (a scalar) times the loss scale."""
         if loss is None:
             raise ValueError("backward() needs the loss: call manager.backward(loss).")
+        self.scale_loss(loss).backward()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times the loss scale, for a `backward()` of your own; `step` divides the gradients by it."""
         self._end_last_step()
-        if self._scale is not None:
-            loss = loss.float() * self._scale
-        loss.backward()
         self._forget_norms()
+        if self._mean_scale != 1:
+            loss = loss.float() * self._mean_scale
+        return loss if self._scale is None else loss.float() * self._scale
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -218,7 +255,7 @@ class OptimManager:
         return {
             "optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
-            "loss_scale": self.loss_scale,
+            "loss_scale": None if self._scale is None else self.loss_scale,
             "clean_steps": int(self._clean_steps),
         }
 
@@ -235,9 +272,10 @@ class OptimManager:
                 f"this is the state of {len(theirs)} optimizers with {sum(theirs)} schedulers, the manager has "
                 f"{len(mine)} with {sum(mine)}: add the same ones first."
             )
-        if (state_dict["loss_scale"] is None) != (self._scale is None):
+        scale = None if self._scale is None else self.loss_scale
+        if (state_dict["loss_scale"] is None) != (scale is None):
             raise ValueError(
-                f"saved with loss_scale {state_dict['loss_scale']}, this manager has {self.loss_scale}: make "
+                f"saved with loss_scale {state_dict['loss_scale']}, this manager has {scale}: make "
                 "OptimManager with the same choice of a loss scale or None."
             )
         self._end_last_step()

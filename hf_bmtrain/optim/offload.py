@@ -55,9 +55,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
         hold_steps: int = 0,
         record_delta: bool = False,
         *,
+        decoupled: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, exp_avg_dtype=exp_avg_dtype)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, hold_steps, decoupled=decoupled, exp_avg_dtype=exp_avg_dtype
+        )
         self._delta = torch.zeros(2, dtype=torch.float64) if record_delta else None
         self._early = _EarlyUpdates()
         self._places: dict[Run, Place] = {}

@@ -76,6 +76,13 @@ class World:
         """Return every rank's `value` (any picklable object), in rank order. Collective."""
         return self.control.gather(value)
 
+    def check_comm(self, comm: Any) -> None:
+        """Raise NotImplementedError unless `comm`, an argument of BMTrain's, is None or this world: all ranks."""
+        if comm is not None and comm is not self:
+            raise NotImplementedError(
+                f"comm={comm!r}: collectives are over all ranks. Leave comm out, or pass bmt.config['comm']."
+            )
+
     def raise_everywhere(self, what: str, problem: str | None) -> None:
         """Raise RuntimeError on every rank if one has a problem, so that the others do not hang. Collective."""
         problems = self.gather_objects(problem)
@@ -103,6 +110,8 @@ def init_distributed(
     gather: str = "auto",
     pipe_size: int = 1,
     tp_size: int = 1,
+    init_method: str = "env://",
+    num_micro_batches: int | None = None,
 ) -> None:
     """Initialize the world of the processes that the launcher started, or of one process without a launcher.
 
@@ -115,7 +124,8 @@ def init_distributed(
     loss_scale_steps: defaults of OptimManager. timeout: seconds that an operation on CPU waits for other ranks.
     gather: "peer" copies weights from the other ranks' memory and gradients of blocks to it, which requires one host
     and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" copies large shards between GPUs if possible.
-    pipe_size, tp_size: BMTrain's; other values than 1 raise NotImplementedError.
+    pipe_size, tp_size: BMTrain's; other values than 1 raise NotImplementedError. num_micro_batches: BMTrain's, of its
+    pipeline, and without effect. init_method: where the ranks meet, as in torch.distributed.init_process_group.
     """
     global _world
     if _world is not None:
@@ -131,7 +141,7 @@ def init_distributed(
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)
     joined = dist.is_initialized()
-    backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather)
+    backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather, init_method)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
     schedule = Schedule(backend.shards, backend.reduce, backend.blocks, backend.outside, backend.control, poison)
     _world = World(

@@ -63,6 +63,8 @@ class ShardedBuffer:
         self.shard = self._gather.allocate(self.layout.shard_numel, dtype, device, self.update.wait)
         self._full = None if size == 1 else ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
+        for whole in self.wholes:
+            whole.is_whole = True  # pyright: ignore[reportAttributeAccessIssue]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
         self.number = ShardedBuffer.made
         unused = UnusedParameters(schedule.control, self.number)

@@ -31,6 +31,15 @@ class StateDict(OrderedDict):
             self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0)
         return self.copies[source]
 
+    def on_cpu(self) -> OrderedDict:
+        """Return the entries, all in new memory on the CPU, tied ones tied."""
+        made = {id(copy) for copy in self.copies.values()}
+        for key, value in self.items():
+            if isinstance(value, torch.Tensor) and id(value) not in made:
+                place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+                self[key] = self.copy_to_cpu(place, value) if value.numel() else value.detach().cpu()
+        return self.plain()
+
     def plain(self) -> OrderedDict:
         result = OrderedDict(self)
         result._metadata = self._metadata  # pyright: ignore[reportAttributeAccessIssue]
@@ -63,12 +72,7 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     """
     destination = StateDict(keep)
     type(model).state_dict(model, destination=destination)  # not a state_dict set on the instance
-    made = {id(copy) for copy in destination.copies.values()}
-    for key, value in destination.items():
-        if isinstance(value, torch.Tensor) and id(value) not in made:
-            place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            destination[key] = destination.copy_to_cpu(place, value) if value.numel() else value.detach().cpu()
-    return destination.plain()
+    return destination.on_cpu()
 
 
 def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -79,7 +80,18 @@ def auto_wrap(
     return model
 
 
-BMTrainModelWrapper = auto_wrap
+@functools.wraps(auto_wrap, assigned=("__annotations__",))
+def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Shard `model` as `auto_wrap` does, but return one that needs no sharding as it is. Collective.
+
+    That is a DistributedModule, a block, a list of blocks, and a model whose parameters are all sharded already.
+    """
+    if isinstance(model, TransformerBlockList) or (
+        any(isinstance(module, (CheckpointBlock, DistributedModule)) for module in model.modules())
+        and all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
+    ):
+        return model
+    return auto_wrap(model, *args, **kwargs)
 
 
 def _shard_additions(model: torch.nn.Module, world: World) -> torch.nn.Module:

@@ -83,6 +83,6 @@ def admit_parameters(model: torch.nn.Module) -> None:
 
 
 def holds_additions(model: torch.nn.Module) -> bool:
-    """Return whether `model` has CheckpointBlocks, and parameters that are not sharded."""
-    wrapped = any(isinstance(module, CheckpointBlock) for module in model.modules())
+    """Return whether `model` is a DistributedModule or has blocks, and has parameters that are not sharded."""
+    wrapped = isinstance(model, DistributedModule) or any(isinstance(m, CheckpointBlock) for m in model.modules())
     return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())

@@ -193,7 +193,9 @@ class Guard:
     def _walk(self, model: torch.nn.Module) -> None:
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
-                if parameter is not None and type(parameter) not in _SHARDED:
+                # A wrapped model that became a part of a block is shown with wholes in the block's forward.
+                known = type(parameter) in _SHARDED or hasattr(parameter, "is_whole")
+                if parameter is not None and not known:
                     raise RuntimeError(
                         f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came "
                         "into the model after auto_wrap: it is not sharded, and nobody averages its gradient over the "

@@ -46,7 +46,7 @@ class Step:
             self.weight = None if weight is None else values.to(weight)
             self.squares = torch.zeros(2, dtype=torch.float64)
             self.grad_scale, self.found_inf = torch.ones(1), torch.zeros(1)
-            self.hyper = torch.tensor([[1e-4, 0.9, 0.95, 1e-8, 0.1, 0]], dtype=torch.float64)
+            self.hyper = torch.tensor([[1e-4, 0.9, 0.95, 1e-8, 0.1, 0, 0]], dtype=torch.float64)
             self.steps = torch.zeros(1)
             self.records = torch.zeros(1, len(adam.RECORD))
             self.torch_step = torch.ones(())

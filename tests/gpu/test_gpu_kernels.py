@@ -167,7 +167,7 @@ class State:
         self.grad = torch.randn(n, device="cuda").bfloat16()
         self.squares = torch.zeros(2, dtype=torch.float64, device="cuda")
         self.grad_scale, self.found_inf = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
-        self.hyper = torch.tensor([[1e-2, 0.9, 0.99, 1e-8, 0.1, 0]], dtype=torch.float64, device="cuda")
+        self.hyper = torch.tensor([[1e-2, 0.9, 0.99, 1e-8, 0.1, 0, 0]], dtype=torch.float64, device="cuda")
         self.steps = torch.zeros(1, device="cuda")
         self.records = torch.zeros(1, 12, device="cuda")
         self.norm = torch.zeros(1, dtype=torch.float64, device="cuda")

@@ -81,7 +81,7 @@ def test_a_residual_needs_a_bfloat16_weight(weight: torch.Tensor | None) -> None
 
 
 def test_adam_prepare_refuses_a_single_row() -> None:
-    with pytest.raises(ValueError, match=r"hyper must be contiguous float64 of shape \(5, 6\)"):
+    with pytest.raises(ValueError, match=r"hyper must be contiguous float64 of shape \(5, 7\)"):
         adam.adam_prepare(
             torch.ones(1), torch.zeros(1), torch.ones(5, dtype=torch.float64), torch.ones(5), torch.ones(5, 12)
         )

@@ -100,7 +100,11 @@ def check_peer_mean(place: Place, dtype: torch.dtype, n: int, size: int, offset:
 
 def check_prepare(place: Place, flag: float) -> None:
     grad_scale, found_inf = place(torch.tensor([1024.0 * 4])), place(torch.tensor([flag]))
-    rows = [[1e-3, 0.9, 0.999, 1e-8, 0.1, 6], [2e-3, 0.8, 0.95, 1e-6, 0.0, 0], [1e-3, 0.9, 0.99, 1e-8, 0.1, 7]]
+    rows = [
+        [1e-3, 0.9, 0.999, 1e-8, 0.1, 6, 0],
+        [2e-3, 0.8, 0.95, 1e-6, 0.0, 0, 0.3],
+        [1e-3, 0.9, 0.99, 1e-8, 0.1, 7, 0.2],
+    ]
     hyper = place(torch.tensor(rows, dtype=torch.float64))
     steps = place(torch.tensor([6.0, 0.0, 6.0]))
     records = place(torch.full((3, len(adam.RECORD)), torch.nan))
@@ -110,7 +114,7 @@ def check_prepare(place: Place, flag: float) -> None:
     if flag:
         assert records[:, 0].tolist() == [1.0, 1.0, 1.0]
         return
-    for row, (lr, b1, b2, eps, wd, hold), t in zip(records.cpu(), hyper.tolist(), step):
+    for row, (lr, b1, b2, eps, wd, hold, l2), t in zip(records.cpu(), hyper.tolist(), step):
         lr = lr if t > hold else 0.0
         expected = [
             0,
@@ -126,11 +130,12 @@ def check_prepare(place: Place, flag: float) -> None:
         ]
         torch.testing.assert_close(row[:10].as_subclass(torch.Tensor), torch.tensor(expected), rtol=2e-7, atol=0)
         assert int(row.view(torch.int32)[10]) == t
+        assert row[11] == torch.tensor(l2)
 
 
-def record(place: Place, step: int = 3, skip: bool = False) -> torch.Tensor:
+def record(place: Place, step: int = 3, skip: bool = False, l2: float = 0.0) -> torch.Tensor:
     """A prepared record: clip factor 1/4, loss scale 2."""
-    hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 0]], dtype=torch.float64)
+    hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 0, l2]], dtype=torch.float64)
     records = torch.zeros(1, len(adam.RECORD))
     adam.adam_prepare(torch.tensor([8.0]), torch.tensor([float(skip)]), hyper, torch.tensor([step - 1.0]), records)
     return place(records)[0]
@@ -142,17 +147,21 @@ def check_adam(
     n: int,
     offsets: tuple[int, int, int, int, int],
 ) -> None:
-    """One update against float64; offsets of grad, master, exp_avg, exp_avg_sq, weight."""
+    """One update against float64, with L2 regularisation if n is odd.
+
+    offsets: of grad, master, exp_avg, exp_avg_sq, weight.
+    """
     torch.manual_seed(n)
     grad, exp_avg, weight = dtypes
+    l2 = 0.3 if n % 2 else 0.0
     values = [torch.randn(n).to(grad), torch.randn(n), torch.randn(n).to(exp_avg), torch.rand(n)]
     g, p, m, v = (Guarded(t, offset, place) for t, offset in zip(values, offsets))
     w = None if weight is None else Guarded(torch.full((n,), torch.nan, dtype=weight), offsets[4], place)
-    adam.adam_update(g.view, p.view, m.view, v.view, None if w is None else w.view, record(place), index_base=5)
+    adam.adam_update(g.view, p.view, m.view, v.view, None if w is None else w.view, record(place, l2=l2), index_base=5)
     g64, p64, m64, v64 = (t.double() for t in values)
-    factor = 1 / 8
-    m64 = 0.9 * m64 + 0.1 * g64 * factor
-    v64 = 0.99 * v64 + 0.01 * (g64 * factor) ** 2
+    g64 = g64 / 8 + l2 * p64
+    m64 = 0.9 * m64 + 0.1 * g64
+    v64 = 0.99 * v64 + 0.01 * g64**2
     p64 = p64 * (1 - 0.01) - 0.1 / (1 - 0.9**3) * m64 / ((v64 / (1 - 0.99**3)).sqrt() + 1e-3)
     close = {"rtol": 2e-6, "atol": 1e-6}
     torch.testing.assert_close(_plain(p.view), p64.float(), **close)
@@ -201,8 +210,9 @@ def check_residual(
     r = around[GUARD + offsets[1] :][:n]
     for step in range(1, 4):
         g = Guarded(torch.randn(n).to(grad), offsets[0], place)
-        adam.adam_update(g.view, p.view, m.view, v.view, w.view, record(place, step), index_base=5)
-        adam.adam_update(g.view, r, m2.view, v2.view, w2.view, record(place, step), index_base=5)
+        numbers = record(place, step, l2=0.3 if n % 2 else 0.0)
+        adam.adam_update(g.view, p.view, m.view, v.view, w.view, numbers, index_base=5)
+        adam.adam_update(g.view, r, m2.view, v2.view, w2.view, numbers, index_base=5)
         found, squares = residual.join(*(_plain(t) for t in (w2.view, r, v2.view)))
         pairs = (found, p.view), (squares, v.view), (m2.view, m.view), (w2.view, w.view)
         assert all(torch.equal(_plain(a), _plain(b)) for a, b in pairs), step
@@ -229,7 +239,7 @@ def check_residual_patterns(place: Place, n: int) -> None:
     marked = squares.clone()
     residual.split(master, weight, low, marked)
     assert n // 24 < int((marked < 0).sum()) < n // 3
-    hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 9]], dtype=torch.float64)
+    hyper = torch.tensor([[0.1, 0.9, 0.99, 1e-3, 0.1, 9, 0]], dtype=torch.float64)
     records = torch.zeros(1, len(adam.RECORD))
     adam.adam_prepare(torch.ones(1), torch.zeros(1), hyper, torch.zeros(1), records)
     g, m = torch.randn(n), torch.randn(n)

@@ -6,6 +6,7 @@ stood in for: a transformer block, a GPT in small, data, a BERT for the model zo
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import re
 import sys
@@ -166,6 +167,55 @@ def counting(step: int, rank: int, device) -> dict[str, Any]:
 # -- the BERT quick start -----------------------------------------------------------------------------------------
 
 
+ROWS = 32
+
+
+def questions(path, split, rank, world_size, tokenizer, max_encoder_length):
+    """The answer is yes where the first token is 1."""
+    import torch
+
+    import hf_bmtrain as bmt
+
+    generator = torch.Generator().manual_seed(world_size * len(split) + rank)
+    ids = torch.randint(1, 32, (ROWS, 6), generator=generator)
+    ids[::2, 0] = 1
+    ids = ids.to(bmt.current_world().device)  # the model zoo's loader gives batches on the device
+    rows = [(row, torch.ones_like(row), (row[0] == 1).long()) for row in ids]
+    return [dict(zip(("input_ids", "attention_mask", "labels"), row)) for row in rows]
+
+
+def accuracy_score(truth, predicted):
+    return sum(a == b for a, b in zip(truth, predicted, strict=True)) / len(truth)
+
+
+def use_model_center() -> None:
+    """Make ModelCenter's own package, which must be installed, small and independent of its files."""
+    import hf_bmtrain as bmt
+
+    bmt.install_as_bmtrain()
+    for name in ("sklearn", "sklearn.metrics"):
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)  # torch looks for it
+        vars(module).update(accuracy_score=accuracy_score)
+    from model_center.dataset.bertdataset import DATASET
+    from model_center.model import Bert, BertConfig
+    from model_center.tokenizer import BertTokenizer
+
+    def small(*args, **kwargs):
+        sizes = {"vocab_size": 32, "dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 32, "num_layers": 2}
+        return BertConfig(**sizes, position_size=16, dropout_p=0.0)
+
+    def initialised(name):
+        model = Bert(small())
+        bmt.init_parameters(model)
+        return model
+
+    BertConfig.from_pretrained = BertConfig.from_json_file = staticmethod(small)
+    Bert.from_pretrained = staticmethod(initialised)
+    BertTokenizer.from_pretrained = staticmethod(lambda name: name)
+    DATASET["BoolQ"] = questions
+
+
 def model_zoo() -> dict[str, types.ModuleType]:
     """Modules of the model zoo's names over a tiny Hugging Face BERT, and a metric's."""
     import torch
@@ -196,20 +246,8 @@ def model_zoo() -> dict[str, types.ModuleType]:
         def from_pretrained(cls, name):
             return cls(BertConfig.from_pretrained(name))
 
-    def questions(path, split, rank, world_size, tokenizer, max_encoder_length):
-        """The answer is yes where the first token is 1."""
-        generator = torch.Generator().manual_seed(world_size * len(split) + rank)
-        ids = torch.randint(1, 32, (32, 6), generator=generator)
-        ids[::2, 0] = 1
-        ids = ids.to(bmt.current_world().device)  # the model zoo's loader gives batches on the device
-        rows = [(row, torch.ones_like(row), (row[0] == 1).long()) for row in ids]
-        return [dict(zip(("input_ids", "attention_mask", "labels"), row)) for row in rows]
-
     def loader(dataset, batch_size, shuffle):
         return torch.utils.data.DataLoader(dataset, batch_size=min(batch_size, 8), shuffle=shuffle)
-
-    def accuracy_score(truth, predicted):
-        return sum(a == b for a, b in zip(truth, predicted, strict=True)) / len(truth)
 
     tokenizer = types.SimpleNamespace(from_pretrained=lambda name: name)
     contents = {
@@ -229,8 +267,12 @@ def model_zoo() -> dict[str, types.ModuleType]:
     return modules
 
 
-def run_bert(blocks: list[str]) -> None:
-    sys.modules.update(model_zoo())
+def run_bert(blocks: list[str], real: bool) -> None:
+    """real: with ModelCenter's own package, whose loader deals the rows to the ranks, in place of a stand-in."""
+    if real:
+        use_model_center()
+    else:
+        sys.modules.update(model_zoo())
     namespace: dict[str, Any] = {}
     for code in blocks:
         alone = "from_json_file" in code  # an alternative to the model before it, which goes on being trained
@@ -238,16 +280,18 @@ def run_bert(blocks: list[str]) -> None:
             code = "import hf_bmtrain as bmt\nfrom model_center.model import Bert, BertConfig\n" + code
         exec(compile(code, "<published>", "exec"), {} if alone else namespace)
     tell(f"answers {len(namespace['pd'])}")
-    assert len(namespace["pd"]) == len(namespace["gt"]) == 32 * namespace["bmt"].world_size()
+    rows = ROWS if real else ROWS * namespace["bmt"].world_size()
+    assert len(namespace["pd"]) == len(namespace["gt"]) == rows
 
 
-def main(document: str, number: str) -> None:
+def main(document: str, number: str, zoo: str = "stand-in") -> None:
     import torch
 
     torch.set_num_threads(1)
     blocks = programs(Path(document))[int(number)]
     text = "".join(blocks)
-    run = run_bert if "model_center" in text else run_gpt if "GPT(" in text else run_quick_start
+    bert = functools.partial(run_bert, real=zoo == "model_center")
+    run = bert if "model_center" in text else run_gpt if "GPT(" in text else run_quick_start
     with nullcontext() if torch.cuda.is_available() else mock.patch.object(torch.Tensor, "cuda", stay_on_cpu):
         run(blocks)
 

@@ -4,6 +4,7 @@ The documents are not part of this repository: HF_BMTRAIN_PUBLISHED names the fo
 `shared/published` beside the checkout.
 """
 
+import importlib.util
 import os
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ LAUNCHES = sorted({
     code.strip().removeprefix("$ ") for document in DOCUMENTS for language, code in read_blocks(document)
     if language == "shell"
 })  # fmt: skip
+HAS_MODEL_CENTER = importlib.util.find_spec("model_center") is not None
 NO_PROGRAMS = ("python3 setup.py install", "├── layers")  # BMTrain's own installation; a listing of files
 
 
@@ -62,6 +64,19 @@ def test_program(document, number, size):
     proof = {"class MyModule": "modules agree", "GPT(": "losses ", "accuracy": "answers "}
     expected = next(words for mark, words in proof.items() if mark in text)
     assert said.count(expected) == size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_model_center(size):
+    """The programs of the model zoo's with its own package, which is no part of BMTrain, in place of a stand-in."""
+    if not HAS_MODEL_CENTER:
+        pytest.skip("model_center is not installed: the model zoo's program has run with a stand-in for it alone")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if size == 2 else []
+    found = [(d, number) for d, number in PROGRAMS if "model_center" in "".join(programs(d)[number])]
+    for document, number in found:
+        script = [str(Path(__file__).with_name("published.py")), str(document), str(number), "model_center"]
+        said = run([sys.executable, *launcher, *script])
+        assert said.count("loss: ") == 5 and said.count("answers ") == size  # one batch an epoch
 
 
 TRAIN = """

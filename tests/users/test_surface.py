@@ -21,9 +21,11 @@ def config():
     assert bmt.config["initialized"] is True
     assert bmt.config["loss_scale_steps"] == 1024
     assert {"rank", "local_rank", "world_size"} <= set(bmt.config) == set(dict(bmt.config))
-    assert "comm" not in bmt.config and len(bmt.config) == len(list(bmt.config))
+    assert len(bmt.config) == len(list(bmt.config)) and "topology" not in bmt.config
+    assert bmt.config["tp_zero_size"] == bmt.config["zero_size"] == bmt.world_size()
+    assert bmt.config["load_stream"] == bmt.config["calc_stream"]
     with pytest.raises(KeyError, match="world_size"):
-        bmt.config["calc_stream"]
+        bmt.config["topology"]
     with pytest.raises(TypeError, match="read only"):
         bmt.config["zero_level"] = 2
 
@@ -75,8 +77,10 @@ def not_offered():
     for name in ("ColumnParallelLinear", "RowParallelLinear", "VPEmbedding"):
         with pytest.raises(NotImplementedError, match=f"{name} is not offered"):
             getattr(bmt.nn, name)(WIDTH, WIDTH)
-    with pytest.raises(NotImplementedError, match="PipelineTransformerBlockList is not offered"):
-        bmt.PipelineTransformerBlockList([])
+    with pytest.raises(NotImplementedError, match="parallel=True.* is not offered"):
+        bmt.loss.FusedCrossEntropy(None, -100, "mean", 0.0, True)
+    with pytest.raises(NotImplementedError, match="collectives are over all ranks"):
+        bmt.sum_loss(torch.ones(()), comm="pipe")
 
 
 def waiting():

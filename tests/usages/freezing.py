@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -228,7 +229,7 @@ def skipping_inside_a_layer(side: Side) -> None:
 
     class Skipping(Layer):
         def forward(self, x):
-            return x if random.random() < 0.5 else super().forward(x)
+            return x if self.training and random.random() < 0.5 else super().forward(x)
 
     train_layers(side, Skipping, same_rows=True)
 
@@ -238,7 +239,7 @@ def skipping_inside_by_torch(side: Side) -> None:
 
     class Skipping(Layer):
         def forward(self, x):
-            return x if torch.rand(()) < 0.5 else super().forward(x)
+            return x if self.training and torch.rand(()) < 0.5 else super().forward(x)
 
     train_layers(side, Skipping)
 
@@ -254,6 +255,8 @@ def layers_in_an_order_of_each_rank(side: Side) -> None:
             return self.head(x.mean(1))
 
     model = side.wrap(Ordered())
+    with torch.no_grad():
+        side.see("evaluated", model(ids(9, side.rank), [[0, 1, 2], [2, 0, 1]][side.rank % 2]))
     optimizer = sgd(model.parameters())
     for step in range(3):
         side.loss(lambda rank: model(ids(step, rank), [[0, 1, 2], [2, 0, 1]][rank % 2]).square().mean()).backward()
@@ -282,9 +285,8 @@ def noise_from_numpy(side: Side) -> None:
 
     class Noisy(Layer):
         def forward(self, x):
-            import numpy
-
-            return super().forward(x) * torch.from_numpy(numpy.random.rand(*x.shape).astype("float32"))
+            mask = torch.from_numpy(numpy.random.rand(*x.shape).astype("float32")) if self.training else 1
+            return super().forward(x) * mask
 
     train_layers(side, Noisy)
 
@@ -344,8 +346,6 @@ def train_layers(side: Side, layer, same_rows=False) -> None:
     for step in range(3):
 
         def loss(rank):
-            import numpy
-
             torch.manual_seed(10 * step + rank)
             random.seed(10 * step + rank)
             numpy.random.seed(10 * step + rank)
@@ -801,19 +801,61 @@ def layer_removed(side: Side) -> None:
     side.weights(model)
 
 
+AGAIN = "what the layer draws or counts itself is drawn or counted again in the recomputation"
+LATE = "came into the model after auto_wrap"
+LOCAL = "a reduction of a slice is this rank's"
+ROWS = "rows by their numbers are elements of the slice"
+UNUSED = "a parameter that no rank used has a zero gradient instead of None, so that decay and momentum move it"
+WHOLE = "a slice meets a tensor of the whole shape: broadcast in silence, or an error of sizes"
+
 USAGES = [
-    Usage(gradual_unfreezing), Usage(gradual_unfreezing_by_groups), Usage(discriminative_rates),
-    Usage(frozen_with_a_stale_gradient), Usage(thawed_while_accumulating), Usage(task_heads_in_turn),
-    Usage(task_heads_in_turn_inside), Usage(early_exit), Usage(layer_drop), Usage(layer_drop_of_each_rank),
-    Usage(drop_path), Usage(skipping_inside_a_layer), Usage(skipping_inside_by_torch), Usage(layers_in_an_order_of_each_rank), Usage(noise_from_a_generator), Usage(noise_from_numpy),
-    Usage(counting_layer), Usage(counting_buffer), Usage(batch_norm_in_layers), Usage(recurrent_depth),
-    Usage(recurrent_depth_of_each_rank), Usage(deep_equilibrium), Usage(truncated_time), Usage(lstm_in_the_model),
-    Usage(greedy_layers), Usage(inversion_by_two_indices), Usage(inversion_by_row_numbers),
-    Usage(inversion_by_a_list_of_rows), Usage(inversion_by_a_mask), Usage(inversion_by_take),
-    Usage(inversion_by_index_fill), Usage(new_rows_written), Usage(new_rows_written_under_no_grad),
-    Usage(new_rows_written_in_gathered), Usage(rows_read_for_a_loss), Usage(padding_row),
-    Usage(embedding_with_max_norm), Usage(reinitialised_head), Usage(reset_parameters),
-    Usage(reinitialised_by_transformers), Usage(rewound_weights), Usage(pruned_by_local_threshold),
-    Usage(pruned_by_torch_before), Usage(pruned_by_torch_after), Usage(late_tie), Usage(late_untie),
-    Usage(layer_replaced), Usage(layer_added), Usage(layer_removed),
-]  # fmt: skip
+    Usage(gradual_unfreezing),
+    Usage(gradual_unfreezing_by_groups),
+    Usage(discriminative_rates, wrong=UNUSED),
+    Usage(frozen_with_a_stale_gradient),
+    Usage(thawed_while_accumulating),
+    Usage(task_heads_in_turn, wrong=UNUSED),
+    Usage(task_heads_in_turn_inside, wrong=UNUSED),
+    Usage(early_exit),
+    Usage(layer_drop),
+    Usage(layer_drop_of_each_rank, wrong="the process ends in gloo", on=(2,), slow=True),
+    Usage(drop_path),
+    Usage(skipping_inside_a_layer, wrong=AGAIN, recomputed=True),
+    Usage(skipping_inside_by_torch),
+    Usage(layers_in_an_order_of_each_rank, wrong="parts of different layers are gathered together in evaluation; in training the process ends in gloo", on=(2,), slow=True),
+    Usage(noise_from_a_generator, wrong=AGAIN, recomputed=True),
+    Usage(noise_from_numpy, wrong=AGAIN, recomputed=True),
+    Usage(counting_layer, wrong=AGAIN, recomputed=True),
+    Usage(counting_buffer),
+    Usage(batch_norm_in_layers),
+    Usage(recurrent_depth),
+    Usage(recurrent_depth_of_each_rank),
+    Usage(deep_equilibrium),
+    Usage(truncated_time),
+    Usage(lstm_in_the_model),
+    Usage(greedy_layers),
+    Usage(inversion_by_two_indices, wrong="rows by their numbers are elements of the slice: an error of dimensions"),
+    Usage(inversion_by_row_numbers, wrong=ROWS),
+    Usage(inversion_by_a_list_of_rows, wrong=ROWS),
+    Usage(inversion_by_a_mask, wrong=WHOLE),
+    Usage(inversion_by_take),
+    Usage(inversion_by_index_fill, wrong=ROWS),
+    Usage(new_rows_written, wrong=ROWS, slow=True),
+    Usage(new_rows_written_under_no_grad, wrong=ROWS, slow=True),
+    Usage(new_rows_written_in_gathered),
+    Usage(rows_read_for_a_loss, wrong=ROWS),
+    Usage(padding_row),
+    Usage(embedding_with_max_norm, refused="modified a sharded parameter in place", on=(2,)),
+    Usage(reinitialised_head),
+    Usage(reset_parameters, wrong="an error of dimensions that names no way out"),
+    Usage(reinitialised_by_transformers, wrong="each rank draws the same numbers for its slice", on=(2,)),
+    Usage(rewound_weights),
+    Usage(pruned_by_local_threshold, wrong=LOCAL, on=(2,)),
+    Usage(pruned_by_torch_before),
+    Usage(pruned_by_torch_after, wrong="the forward fails with an error of sizes"),
+    Usage(late_tie),
+    Usage(late_untie, refused=LATE),
+    Usage(layer_replaced, refused=LATE),
+    Usage(layer_added, refused=LATE),
+    Usage(layer_removed),
+]

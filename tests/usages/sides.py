@@ -64,17 +64,23 @@ Recipe = Callable[[Side], None]
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """A recipe, and what becomes of it.
+    """A recipe, and what becomes of it: right unless told.
 
-    refused: pattern of the error that names the way out. wrong: how the result differs from plain torch. on: the
-    numbers of ranks on which it is refused or wrong; on others it is right. only: options of auto_wrap without which
-    it is right.
+    refused: a pattern of the error. wrong: how it differs from plain torch. on: the numbers of ranks on which it is
+    refused or wrong, and right on others. recomputed: it is so only where blocks are recomputed. slow: ranks wait for
+    the timeout, or end.
     """
 
     recipe: Recipe
     refused: str = ""
     wrong: str = ""
     on: tuple[int, ...] = (1, 2)
+    recomputed: bool = False
+    slow: bool = False
+
+    def holds(self, size: int, use_checkpoint: bool) -> bool:
+        """Whether `refused` or `wrong` holds for that number of ranks."""
+        return size in self.on and (use_checkpoint or not self.recomputed)
 
     @property
     def name(self) -> str:

@@ -155,15 +155,29 @@ REDUCTIONS = {
     "float max": lambda g: float(g.max()), "numpy": lambda g: abs(g.cpu().numpy()).max(),
     "list": lambda g: max(g.flatten().tolist()), "histogram": lambda g: torch.histc(g.float(), 4, -0.01, 0.01),
     "allclose": lambda g: torch.allclose(g, g * 1.0), "equal": lambda g: torch.equal(g, g.clone()),
-    "sort": lambda g: g.flatten().sort()[0][:1], "elements": lambda g: g.numel(), "shape": lambda g: list(g.shape),
-    "cosine": lambda g: torch.cosine_similarity(g.flatten(), g.flatten() + 1e-3, dim=0), "kurtosis": lambda g: (
+    "sort": lambda g: g.flatten().sort()[0][:1], "elements": lambda g: g.numel(),     "cosine": lambda g: torch.cosine_similarity(g.flatten(), g.flatten() + 1e-3, dim=0), "kurtosis": lambda g: (
         (g - g.mean()).pow(4).mean() / g.var(unbiased=False).pow(2).clamp(min=1e-12)
     ), "cat": lambda g: torch.cat([g.flatten()]).norm(), "stack": lambda g: torch.stack([g.flatten()]).norm(),
     "first": lambda g: g.flatten()[0], "rms": lambda g: g.square().mean().sqrt(),
 }  # fmt: skip
 
 
-def statistic(name, of):
+REFUSED = (
+    "mean", "abs max", "min", "std", "var", "amax", "any nan", "all finite", "count", "zero share", "logsumexp",
+    "median", "quantile", "dot", "float max", "cosine", "kurtosis", "rms",
+)  # fmt: skip
+"""Of gradients."""
+WRONG = {
+    "gradient": ("topk", "numpy", "list", "histogram", "sort", "elements", "first"),
+    "weight": ("norm", "mean", "abs max", "numpy", "std", "cat", "elements"),
+    "data": ("norm", "mean", "abs max"),
+    "detached": ("norm", "mean", "abs max"),
+}
+
+
+def statistic(name: str, of: str) -> Usage:
+    """The usage that logs REDUCTIONS[name] of every gradient, or of every weight as it is reached by `of`."""
+
     def recipe(side: Side) -> None:
         model = side.wrap(Encoder())
         side.loss(output_loss(model, 0)).backward()
@@ -176,8 +190,11 @@ def statistic(name, of):
                 value = REDUCTIONS[name](tensor)
             side.see(f"{name} of {key}", torch.as_tensor(value, dtype=torch.float64))
 
-    recipe.__name__ = f"{of}: {name}"
-    return Usage(recipe)
+    recipe.__name__ = f"{of}_{name.replace(' ', '_')}"
+    recipe.__doc__ = f"{name} of each {of}, for a log."
+    if name in WRONG[of]:
+        return Usage(recipe, wrong=LOCAL, on=(2,))
+    return Usage(recipe, refused="of a gradient slice would only see" if of == "gradient" and name in REFUSED else "")
 
 
 def number_of_parameters(side: Side) -> None:
@@ -240,7 +257,7 @@ def update_to_weight_ratio(side: Side) -> None:
             side.see("ratio", (p - q).norm() / p.norm())
 
 
-def lr_times_gradient_by_foreach(side: Side) -> None:
+def norms_by_foreach(side: Side) -> None:
     """torch._foreach_norm of weights and of gradients."""
     model = side.wrap(Encoder())
     side.loss(output_loss(model, 0)).backward()
@@ -248,14 +265,30 @@ def lr_times_gradient_by_foreach(side: Side) -> None:
     side.see("weights", torch.stack(torch._foreach_norm([p.detach() for p in model.parameters()])))
 
 
+LOCAL = "a reduction of a slice is this rank's"
+NDIM = "slices have one dimension, so that what is done for matrices is left out"
+
 USAGES = [
-    Usage(clip_by_torch), Usage(clip_by_torch_infinity), Usage(clip_by_torch_in_two_parts), Usage(clip_each_parameter),
-    Usage(clip_by_value), Usage(clip_by_own_code), Usage(clip_by_concatenation), Usage(clip_to_the_weight),
-    Usage(gradients_noise), Usage(sign_descent), Usage(centralized_gradients), Usage(number_of_parameters),
-    Usage(number_of_parameters_by_transformers), Usage(decay_groups_by_dimension), Usage(gradient_noise_scale),
-    Usage(gradients_vector), Usage(update_to_weight_ratio), Usage(lr_times_gradient_by_foreach),
+    Usage(clip_by_torch),
+    Usage(clip_by_torch_infinity),
+    Usage(clip_by_torch_in_two_parts),
+    Usage(clip_each_parameter),
+    Usage(clip_by_value),
+    Usage(clip_by_own_code),
+    Usage(clip_by_concatenation),
+    Usage(clip_to_the_weight, wrong=LOCAL, on=(2,)),
+    Usage(gradients_noise),
+    Usage(sign_descent),
+    Usage(centralized_gradients, wrong=NDIM),
+    Usage(number_of_parameters, wrong="a slice's elements are counted", on=(2,)),
+    Usage(number_of_parameters_by_transformers, wrong="a slice's elements are counted", on=(2,)),
+    Usage(decay_groups_by_dimension, wrong=NDIM),
+    Usage(gradient_noise_scale),
+    Usage(gradients_vector, wrong=LOCAL, on=(2,)),
+    Usage(update_to_weight_ratio, wrong=LOCAL, on=(2,)),
+    Usage(norms_by_foreach, wrong=LOCAL, on=(2,)),
     *[statistic(name, "gradient") for name in REDUCTIONS],
     *[statistic(name, "weight") for name in ("norm", "mean", "abs max", "numpy", "std", "any nan", "cat", "elements")],
     *[statistic(name, "data") for name in ("norm", "mean", "abs max")],
     *[statistic(name, "detached") for name in ("norm", "mean", "abs max")],
-]  # fmt: skip
+]

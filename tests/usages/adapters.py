@@ -1,8 +1,8 @@
 """Adapters by hand and by peft, prompts, and loops of Trainer and Accelerate."""
 
+# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from sides import Side, Usage
-from small import WIDTH, Encoder, Layer, bert, decoder, ids
+from small import WIDTH, Encoder, bert, decoder, ids
 from tiny_models import VOCABULARY
 
 
@@ -215,7 +215,7 @@ def added_tokens(side: Side) -> None:
     train(side, side.wrap(model))
 
 
-# -- peft ----------------------------------------------------------------------------------------------------------------
+# -- peft ---------------------------------------------------------------------------------------------------------
 
 
 def reference_by_disabled_adapter(side: Side) -> None:
@@ -256,7 +256,7 @@ def two_adapters(side: Side) -> None:
     side.weights(model)
 
 
-# -- Trainer and Accelerate ------------------------------------------------------------------------------------------------
+# -- Trainer and Accelerate ---------------------------------------------------------------------------------------
 
 
 class Rows(torch.utils.data.Dataset):
@@ -383,7 +383,9 @@ USAGES = [
     Usage(soft_prompt),
     Usage(soft_prompt_in_the_loop),
     Usage(copied_trunk),
-    Usage(late_adapters_by_hand, wrong="a block's weights are slices again in its forward hooks: an error of dimensions"),
+    Usage(
+        late_adapters_by_hand, wrong="a block's weights are slices again in its forward hooks: an error of dimensions"
+    ),
     Usage(added_tokens),
     Usage(trainer_with_own_loss),
     Usage(trainer_with_a_freezing_callback),

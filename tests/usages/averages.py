@@ -1,5 +1,6 @@
 """Averages of weights, copies of models, and optimizers that change weights for a while."""
 
+# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
 import copy
@@ -10,7 +11,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import hf_bmtrain as bmt
 from sides import Side, Usage
-from small import MLP, Encoder, Layer, bert, decoder, ids, vectors
+from small import MLP, Encoder, Layer, decoder, ids, vectors
 
 
 def step_of(side, model, optimizer, step):

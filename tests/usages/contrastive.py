@@ -1,5 +1,6 @@
 """Sentence embeddings and contrastive learning."""
 
+# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,6 @@
 """Freezing, depth, parts of a model, and embeddings of which some rows train."""
 
+# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
 import random
@@ -11,7 +12,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from sides import Side, Usage
-from small import MLP, WIDTH, Encoder, Layer, bert, decoder, ids, vectors
+from small import WIDTH, Encoder, Layer, bert, decoder, ids
 from tiny_models import VOCABULARY
 
 
@@ -66,7 +67,10 @@ def discriminative_rates(side: Side) -> None:
         decay = 0.0 if name.endswith("bias") or "LayerNorm" in name else 0.05
         groups.setdefault((depth, decay), []).append(p)
     optimizer = torch.optim.AdamW(
-        [{"params": ps, "lr": 1e-2 * 0.8 ** (3 - depth), "weight_decay": decay} for (depth, decay), ps in groups.items()],
+        [
+            {"params": ps, "lr": 1e-2 * 0.8 ** (3 - depth), "weight_decay": decay}
+            for (depth, decay), ps in groups.items()
+        ],
         eps=1e-3,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -822,7 +826,12 @@ USAGES = [
     Usage(drop_path),
     Usage(skipping_inside_a_layer, wrong=AGAIN, recomputed=True),
     Usage(skipping_inside_by_torch),
-    Usage(layers_in_an_order_of_each_rank, wrong="parts of different layers are gathered together in evaluation; in training the process ends in gloo", on=(2,), slow=True),
+    Usage(
+        layers_in_an_order_of_each_rank,
+        wrong="parts of different layers are gathered together in evaluation; in training the process ends in gloo",
+        on=(2,),
+        slow=True,
+    ),
     Usage(noise_from_a_generator, wrong=AGAIN, recomputed=True),
     Usage(noise_from_numpy, wrong=AGAIN, recomputed=True),
     Usage(counting_layer, wrong=AGAIN, recomputed=True),

@@ -1,9 +1,9 @@
 """Training loops: accumulation, other people's optimizers, precision, ranks with other data, habits of DDP."""
 
+# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import math
 
@@ -13,9 +13,8 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-import hf_bmtrain as bmt
 from sides import Side, Usage
-from small import MLP, WIDTH, Encoder, Layer, bert, decoder, ids, vectors
+from small import WIDTH, Encoder, Layer, decoder, ids, vectors
 from tiny_models import VOCABULARY
 
 
@@ -30,7 +29,7 @@ def train_with(side: Side, make_optimizer, steps: int = 3, model=None, loss=None
     side.weights(model)
 
 
-# -- optimizers of others ----------------------------------------------------------------------------------------------
+# -- optimizers of others -----------------------------------------------------------------------------------------
 
 
 class Lion(torch.optim.Optimizer):
@@ -232,7 +231,7 @@ def lbfgs(side: Side) -> None:
     """torch's L-BFGS with a closure, which takes dot products over all parameters."""
     model = side.wrap(Encoder())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    for step in range(2):
+    for _step in range(2):
 
         def closure():
             optimizer.zero_grad()
@@ -305,7 +304,7 @@ def optimizer_state_saved(side: Side) -> None:
     side.weights(model)
 
 
-# -- accumulation ------------------------------------------------------------------------------------------------------
+# -- accumulation -------------------------------------------------------------------------------------------------
 
 
 def accumulation(side: Side) -> None:
@@ -340,7 +339,11 @@ def accumulation_of_tokens(side: Side) -> None:
     model = side.wrap(decoder())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(2):
-        rows = {(rank, part): ids(step, rank, part, length=4 + rank + 2 * part) for rank in range(side.size) for part in (0, 1)}
+        rows = {
+            (rank, part): ids(step, rank, part, length=4 + rank + 2 * part)
+            for rank in range(side.size)
+            for part in (0, 1)
+        }
         total = sum(each[:, 1:].numel() for each in rows.values())
         for part in (0, 1):
 
@@ -368,7 +371,7 @@ def forwards_before_backwards(side: Side) -> None:
     side.weights(model)
 
 
-# -- ranks with other data -----------------------------------------------------------------------------------------------
+# -- ranks with other data ----------------------------------------------------------------------------------------
 
 
 def lengths_of_each_rank(side: Side) -> None:
@@ -440,7 +443,7 @@ def a_rank_that_skips(side: Side) -> None:
     side.gradients(model)
 
 
-# -- habits of DDP -------------------------------------------------------------------------------------------------------
+# -- habits of DDP ------------------------------------------------------------------------------------------------
 
 
 def gradients_averaged_by_hand(side: Side) -> None:
@@ -494,7 +497,7 @@ def loss_reduced_for_the_log(side: Side) -> None:
         optimizer.zero_grad()
 
 
-# -- precision -----------------------------------------------------------------------------------------------------------
+# -- precision ----------------------------------------------------------------------------------------------------
 
 
 def autocast_by_the_user(side: Side) -> None:
@@ -537,7 +540,9 @@ def overflow_on_one_rank(side: Side) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for step in range(3):
         loss = side.loss(
-            lambda rank: model(ids(step, rank)).square().mean() * (math.inf if step == 1 and rank == side.size - 1 else 1)
+            lambda rank: (
+                model(ids(step, rank)).square().mean() * (math.inf if step == 1 and rank == side.size - 1 else 1)
+            )
         )
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -598,7 +603,7 @@ def complex_weights(side: Side) -> None:
     side.see("after", model(ids(9, side.rank)))
 
 
-# -- evaluation in between -------------------------------------------------------------------------------------------------
+# -- evaluation in between ----------------------------------------------------------------------------------------
 
 
 def evaluation_in_between(side: Side) -> None:
@@ -638,7 +643,7 @@ def own_parameter_copied_by_name(side: Side) -> None:
     model = side.wrap(Encoder())
     own = model.state_dict()
     with torch.no_grad():
-        for name, value in own.items():
+        for _name, value in own.items():
             value.copy_(0.5 * value)
     side.weights(model)
 

@@ -1,5 +1,6 @@
 """Distillation, adversarial, multi-task and reinforcement learning, preferences."""
 
+# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
 import copy
@@ -10,7 +11,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from sides import Side, Usage
-from small import MLP, WIDTH, Encoder, Layer, bert, decoder, ids, vectors
+from small import MLP, WIDTH, Encoder, bert, decoder, ids, vectors
 from tiny_models import build
 
 
@@ -29,7 +30,7 @@ def train(side: Side, model, loss, steps: int = 3, lr: float = 0.1) -> None:
     side.weights(model)
 
 
-# -- distillation ----------------------------------------------------------------------------------------------------
+# -- distillation -------------------------------------------------------------------------------------------------
 
 
 def kl(student, teacher, temperature=2.0):
@@ -135,7 +136,7 @@ def self_distillation(side: Side) -> None:
     train(side, model, loss)
 
 
-# -- adversarial -----------------------------------------------------------------------------------------------------
+# -- adversarial --------------------------------------------------------------------------------------------------
 
 
 def gan(side: Side, generator_step, discriminator_step=None, after=lambda d: None) -> None:
@@ -213,7 +214,9 @@ def one_graph_two_backwards(side: Side) -> None:
     for step in range(3):
         fakes = {r: g(vectors(step, r)) for r in side.rows_of}
         d_optimizer.zero_grad()
-        side.loss(lambda r: F.softplus(-d(vectors(step, r, 1))).mean() + F.softplus(d(fakes[r].detach())).mean()).backward()
+        side.loss(
+            lambda r: F.softplus(-d(vectors(step, r, 1))).mean() + F.softplus(d(fakes[r].detach())).mean()
+        ).backward()
         d_optimizer.step()
         g_optimizer.zero_grad()
         side.loss(lambda r: F.softplus(-d(fakes[r])).mean()).backward()
@@ -253,7 +256,7 @@ def domain_adversarial(side: Side) -> None:
     train(side, model, loss)
 
 
-# -- several tasks ---------------------------------------------------------------------------------------------------
+# -- several tasks ------------------------------------------------------------------------------------------------
 
 
 class Tasks(nn.Module):
@@ -293,7 +296,7 @@ def uncertainty_weights_in_the_loop(side: Side) -> None:
 
     def loss(rank, step):
         s = model.log_variances
-        return sum(l * torch.exp(-s[n]) + s[n] for n, l in enumerate(model.losses(ids(step, rank))))
+        return sum(each * torch.exp(-s[n]) + s[n] for n, each in enumerate(model.losses(ids(step, rank))))
 
     train(side, model, loss)
 
@@ -305,7 +308,7 @@ def uncertainty_weights_outside(side: Side) -> None:
     optimizer = torch.optim.SGD([*model.parameters(), s], lr=0.1)
     for step in range(3):
         side.loss(
-            lambda rank: sum(l * torch.exp(-s[n]) + s[n] for n, l in enumerate(model.losses(ids(step, rank))))
+            lambda rank: sum(each * torch.exp(-s[n]) + s[n] for n, each in enumerate(model.losses(ids(step, rank))))
         ).backward()
         if side.sharded:
             s.grad.copy_(bmt.distributed.all_reduce(s.grad, "avg"))
@@ -345,7 +348,7 @@ def pcgrad_by_autograd(side: Side) -> None:
     optimizer = sgd(model, lr=1.0)
     for step in range(2):
         losses = {rank: model.losses(ids(step, rank)) for rank in side.rows_of}
-        parameters = [p for p in model.trunk.parameters()]
+        parameters = list(model.trunk.parameters())
         first = torch.autograd.grad(side.loss(lambda r: losses[r][0]), parameters, retain_graph=True)
         second = torch.autograd.grad(side.loss(lambda r: losses[r][1]), parameters)
         dot = sum((f * s).sum() for f, s in zip(first, second))
@@ -383,7 +386,7 @@ def gradnorm(side: Side) -> None:
     side.see("weights", weights.grad)
 
 
-# -- rewards and preferences -----------------------------------------------------------------------------------------
+# -- rewards and preferences --------------------------------------------------------------------------------------
 
 
 def log_probabilities(model, rows, mask=None):
@@ -528,13 +531,15 @@ def soft_actor(side: Side) -> None:
         side.loss(critic_loss).backward()
         critic_optimizer.step()
         actor_optimizer.zero_grad()
-        side.loss(lambda r: -critic(torch.cat([vectors(step, r), torch.tanh(actor(vectors(step, r)))], 1)).mean()).backward()
+        side.loss(
+            lambda r: -critic(torch.cat([vectors(step, r), torch.tanh(actor(vectors(step, r)))], 1)).mean()
+        ).backward()
         side.gradients(actor)
         actor_optimizer.step()
     side.weights(actor, critic)
 
 
-# -- plain and wrapped -----------------------------------------------------------------------------------------------
+# -- plain and wrapped --------------------------------------------------------------------------------------------
 
 
 def frozen_plain_tower(side: Side) -> None:

@@ -1,14 +1,14 @@
 """Penalties on weights and on gradients, and other terms that are added to a loss."""
 
+# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import hf_bmtrain as bmt
 from sides import Side, Usage
-from small import Encoder, bert, decoder, ids, vectors, MLP
+from small import MLP, Encoder, bert, decoder, ids, vectors
 
 
 def train(side: Side, model, loss, steps: int = 3, lr: float = 0.1, after=None) -> None:
@@ -287,7 +287,9 @@ def manifold_mixup(side: Side) -> None:
     model = side.wrap(Encoder())
 
     def loss(rank, step):
-        handle = model.layers[step].register_forward_pre_hook(lambda module, args: (0.6 * args[0] + 0.4 * args[0].flip(0),))
+        handle = model.layers[step].register_forward_pre_hook(
+            lambda module, args: (0.6 * args[0] + 0.4 * args[0].flip(0),)
+        )
         try:
             return model(ids(step, rank)).square().mean()
         finally:

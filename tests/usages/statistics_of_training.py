@@ -7,9 +7,8 @@ import math
 import torch
 from torch import nn
 
-import hf_bmtrain as bmt
 from sides import Side, Usage
-from small import Encoder, bert, decoder, ids, vectors, MLP
+from small import Encoder, decoder, ids
 
 
 def output_loss(model, step):
@@ -38,7 +37,9 @@ def clip_by_torch_infinity(side: Side) -> None:
     """The same with norm_type=inf, and with error_if_nonfinite."""
     train_with(
         side,
-        lambda m, s: side.see("norm", nn.utils.clip_grad_norm_(m.parameters(), 0.01, math.inf, error_if_nonfinite=True)),
+        lambda m, s: side.see(
+            "norm", nn.utils.clip_grad_norm_(m.parameters(), 0.01, math.inf, error_if_nonfinite=True)
+        ),
     )
 
 
@@ -114,7 +115,7 @@ def gradients_noise(side: Side) -> None:
     """`p.grad += noise`, noise of the whole shape cut by `p.take`."""
 
     def between(model, step):
-        for number, (name, p) in enumerate(model.named_parameters()):
+        for number, (_name, p) in enumerate(model.named_parameters()):
             noise = torch.randn(getattr(p, "full_shape", p.shape), generator=torch.Generator().manual_seed(number))
             p.grad += 0.01 * (p.take(noise) if side.sharded else noise)
 
@@ -155,9 +156,9 @@ REDUCTIONS = {
     "float max": lambda g: float(g.max()), "numpy": lambda g: abs(g.cpu().numpy()).max(),
     "list": lambda g: max(g.flatten().tolist()), "histogram": lambda g: torch.histc(g.float(), 4, -0.01, 0.01),
     "allclose": lambda g: torch.allclose(g, g * 1.0), "equal": lambda g: torch.equal(g, g.clone()),
-    "sort": lambda g: g.flatten().sort()[0][:1], "elements": lambda g: g.numel(),     "cosine": lambda g: torch.cosine_similarity(g.flatten(), g.flatten() + 1e-3, dim=0), "kurtosis": lambda g: (
-        (g - g.mean()).pow(4).mean() / g.var(unbiased=False).pow(2).clamp(min=1e-12)
-    ), "cat": lambda g: torch.cat([g.flatten()]).norm(), "stack": lambda g: torch.stack([g.flatten()]).norm(),
+    "sort": lambda g: g.flatten().sort()[0][:1], "elements": lambda g: g.numel(),
+    "cosine": lambda g: torch.cosine_similarity(g.flatten(), g.flatten() + 1e-3, dim=0),
+    "kurtosis": lambda g: (g - g.mean()).pow(4).mean() / g.var(unbiased=False).pow(2).clamp(min=1e-12), "cat": lambda g: torch.cat([g.flatten()]).norm(), "stack": lambda g: torch.stack([g.flatten()]).norm(),
     "first": lambda g: g.flatten()[0], "rms": lambda g: g.square().mean().sqrt(),
 }  # fmt: skip
 
@@ -226,7 +227,7 @@ def decay_groups_by_dimension(side: Side) -> None:
 
 
 def gradient_noise_scale(side: Side) -> None:
-    """The norms of a small and a large batch's gradients, by `sum(p.grad.pow(2).sum())` before and after a second backward."""
+    """Norms of a small and a large batch's gradients: `sum(p.grad.pow(2).sum())` after one backward and after two."""
     model = side.wrap(Encoder())
     side.loss(output_loss(model, 0)).backward()
     small = sum(p.grad.pow(2).sum() for p in model.parameters())

@@ -1,9 +1,9 @@
 """Hooks, torch.func, gradients with respect to inputs, custom autograd functions, structures of outputs."""
 
+# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 
 import torch
@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import hf_bmtrain as bmt
 from sides import Side, Usage
-from small import MLP, WIDTH, Encoder, Layer, bert, decoder, ids, vectors
-from tiny_models import VOCABULARY
+from small import MLP, WIDTH, Encoder, Layer, decoder, ids, vectors
 
 
 def train(side: Side, model, loss=None, steps: int = 3, lr: float = 0.1) -> None:
@@ -35,13 +33,12 @@ def with_layers(layer, layers=3):
     return model
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
+# -- hooks --------------------------------------------------------------------------------------------------------
 
 
 def noisy_embeddings(side: Side) -> None:
     """NEFTune: a forward hook adds noise to the embedding's output, in training alone."""
     model = side.wrap(decoder())
-    noise = {}
 
     def hook(module, args, output):
         generator = torch.Generator().manual_seed(int(args[0].sum()))
@@ -54,7 +51,7 @@ def noisy_embeddings(side: Side) -> None:
 
 
 def steering_hook(side: Side) -> None:
-    """A forward hook of a block adds a constant vector, and one inside a block scales an output, set before wrapping."""
+    """A forward hook of a block adds a constant, and one inside a block scales an output; set before wrapping."""
     model = Encoder()
     model.layers[1].register_forward_hook(lambda m, a, output: output + 0.3)
     model.layers[2].linear.register_forward_hook(lambda m, a, output: 2 * output)
@@ -341,7 +338,7 @@ def hessian_of_weights(side: Side) -> None:
     side.see("trace", sum(g.sum() for g in torch.autograd.grad(product, list(model.parameters()))))
 
 
-# -- custom functions --------------------------------------------------------------------------------------------------
+# -- custom functions ---------------------------------------------------------------------------------------------
 
 
 class OwnLinear(torch.autograd.Function):
@@ -378,7 +375,6 @@ def with_function(function):
             return x + torch.tanh(function.apply(self.norm(x), self.linear.weight, self.linear.bias))
 
     model = with_layers(Own)
-    forward = model.head.forward
     model.head.forward = lambda x: function.apply(x, model.head.weight, model.head.bias)
     return model
 
@@ -423,7 +419,7 @@ def hypernetwork(side: Side) -> None:
     train(side, side.wrap(with_layers(Hyper)))
 
 
-# -- structures --------------------------------------------------------------------------------------------------------
+# -- structures ---------------------------------------------------------------------------------------------------
 
 Pair = collections.namedtuple("Pair", "hidden extra")
 

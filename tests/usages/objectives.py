@@ -421,7 +421,7 @@ class ActorCritic(nn.Module):
 
 
 def ppo(side: Side) -> None:
-    """Old log-probabilities and a reference's under no_grad, then two epochs of clipped minibatches with a value loss."""
+    """Old and reference log-probabilities under no_grad, then two epochs of clipped minibatches with a value loss."""
     model, reference = ActorCritic(), decoder().requires_grad_(False)
     model, reference = side.wrap(model), side.wrap(reference)
     optimizer = sgd(model, lr=0.5)

@@ -67,8 +67,8 @@ class Usage:
     """A recipe, and what becomes of it: right unless told.
 
     refused: a pattern of the error. wrong: how it differs from plain torch. on: the numbers of ranks on which it is
-    refused or wrong, and right on others. recomputed: it is so only where blocks are recomputed. slow: ranks wait for
-    the timeout, or end.
+    refused or wrong, and right on others. recomputed: it is so only where blocks are recomputed. slow: it takes long,
+    or ranks wait for the timeout, or end.
     """
 
     recipe: Recipe

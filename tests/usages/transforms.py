@@ -751,8 +751,8 @@ USAGES = [
     Usage(head_weight_in_the_loss, refused=MATRIX),
     Usage(head_called_in_the_loss),
     Usage(vocabulary_from_the_weight, wrong="the shape is the slice's"),
-    Usage(compiled_by_the_user),
-    Usage(compiled_loss_function),
+    Usage(compiled_by_the_user, slow=True),
+    Usage(compiled_loss_function, slow=True),
     Usage(traced, wrong="errors of torch that name no way out"),
     Usage(exported, wrong="the error speaks of parameters that came later"),
 ]

@@ -158,7 +158,9 @@ REDUCTIONS = {
     "allclose": lambda g: torch.allclose(g, g * 1.0), "equal": lambda g: torch.equal(g, g.clone()),
     "sort": lambda g: g.flatten().sort()[0][:1], "elements": lambda g: g.numel(),
     "cosine": lambda g: torch.cosine_similarity(g.flatten(), g.flatten() + 1e-3, dim=0),
-    "kurtosis": lambda g: (g - g.mean()).pow(4).mean() / g.var(unbiased=False).pow(2).clamp(min=1e-12), "cat": lambda g: torch.cat([g.flatten()]).norm(), "stack": lambda g: torch.stack([g.flatten()]).norm(),
+    "kurtosis": lambda g: (g - g.mean()).pow(4).mean() / g.var(unbiased=False).pow(2).clamp(min=1e-12),
+    "cat": lambda g: torch.cat([g.flatten()]).norm(),
+    "stack": lambda g: torch.stack([g.flatten()]).norm(),
     "first": lambda g: g.flatten()[0], "rms": lambda g: g.square().mean().sqrt(),
 }  # fmt: skip
 

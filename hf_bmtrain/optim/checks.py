@@ -101,8 +101,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             raise TypeError(
                 f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap a "
                 "parameter is a flat slice on each rank. Use an element-wise optimizer (hf_bmtrain's AdamOptimizer, "
-                "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion), or one that reduces parameters and gradients by "
-                "functions of torch, which are global (LAMB), and not by their `shape`."
+                "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion), or one that reduces parameters and gradients "
+                "by functions of torch, which are global (LAMB), and not by their `shape`."
             )
 
 

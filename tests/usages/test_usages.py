@@ -1,0 +1,41 @@
+"""Training recipes of users give what plain torch gives, or are refused; known differences are expected failures.
+
+`python tests usages` prints the list with its results.
+"""
+
+import pytest
+
+from usages import CONFIGURATIONS, judge, run, usages
+
+PEFT = ("reference_by_disabled_adapter", "two_adapters")
+
+
+def marks(usage, size, use_checkpoint):
+    if usage.slow or not use_checkpoint:
+        yield pytest.mark.full
+    if usage.wrong and usage.holds(size, use_checkpoint):
+        yield pytest.mark.xfail(strict=True, reason=usage.wrong)
+
+
+CASES = [
+    pytest.param(
+        topic, usage, size, use_checkpoint,
+        id=f"{usage.name}-{name.replace(', ', '-').replace(' ', '')}", marks=[*marks(usage, size, use_checkpoint)],
+    )
+    for topic, usage in usages()
+    for name, (size, use_checkpoint) in CONFIGURATIONS.items()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("topic", "usage", "size", "use_checkpoint"), CASES)
+def test_usages(world, topic, usage, size, use_checkpoint):
+    if usage.name in PEFT:
+        pytest.importorskip("peft")
+    results = run(world(size), topic, usage, use_checkpoint)
+    refused = usage.refused and usage.holds(size, use_checkpoint)
+    assert judge(usage, results) == ("refused" if refused else "right"), results
+
+
+def test_there_are_enough():
+    names = [usage.name for _, usage in usages()]
+    assert len(names) == len(set(names)) >= 45

@@ -46,7 +46,8 @@ SAMPLED = {
     "test_reading_questions": 2, "test_reducing_optimizers": 3, "test_residual": 4, "test_scripts": 3,
     "test_state_dict": 2, "test_store": 2, "test_timm": 3, "test_torch_optimizers": 3, "test_train_gpt2": 9,
     "test_trainer": 2, "test_trainer_matrix": 48, "test_transformers_cases": 16, "test_twenty_steps": 6,
-    "test_torch_functions": 24, "test_unused": 6, "test_update_stream": 3, "test_usages": 5, "test_users": 3, "test_world": 12, "test_zoo": 4,
+    "test_torch_functions": 12, "test_unused": 6, "test_update_stream": 3, "test_usages": 9, "test_users": 3,
+    "test_world": 12, "test_zoo": 4,
 }  # fmt: skip
 """One case in so many of a file runs by default, chosen by its name, so that `python -m pytest` takes at most six
 minutes on two cores; `pytest -m "full or not full"` runs all."""

@@ -43,7 +43,7 @@ extern "C" __global__ void adam_prepare(const float* grad_scale, const float* fo
     r.inverse_root = (float)(1.0 / sqrt(1.0 - pow(h[2], (double)step)));
     r.eps = (float)h[3];
     r.seed = (unsigned)step;
-    r.l2 = (float)h[6];
+    r.l2 = (float)(h[6] * grad_scale[0]);
     ((Record*)records)[run] = r;
 }
 
@@ -67,8 +67,8 @@ __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16&
 }
 
 __device__ __forceinline__ void update(const Record& r, float g, float& p, float& m, float& v) {
+    if (r.l2 != 0.0f) g = fmaf(r.l2, p, g);  // before the scaling, which the compiler fuses with what follows
     g *= r.grad_scale;
-    if (r.l2 != 0.0f) g = fmaf(r.l2, p, g);
     m = fmaf(r.one_minus_beta1, g - m, m);
     v = fmaf(r.beta2, v, r.one_minus_beta2 * g * g);
     p = p * r.decay - r.step_size * m / fmaf(sqrtf(v), r.inverse_root, r.eps);

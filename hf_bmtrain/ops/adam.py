@@ -84,7 +84,7 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
     records[:, : len(columns)] = torch.stack(columns, 1)
     bits = records.view(torch.int32)
     bits[:, 10] = steps.to(torch.int32)
-    records[:, 11] = l2
+    records[:, 11] = l2 * grad_scale.double()
 
 
 def adam_update(
@@ -155,13 +155,14 @@ def update_reference(
         return
     for start in range(0, master.numel(), _REFERENCE_CHUNK):
         part = slice(start, start + _REFERENCE_CHUNK)
-        g = grad[part].float() * r["grad_scale"]
+        g = grad[part].float()
         m, v, p = exp_avg[part].float(), exp_avg_sq[part], master[part]
         if master.dtype == torch.int16:
             assert weight is not None
             p, v = join(weight[part], master[part], exp_avg_sq[part])
         if r["l2"]:
             g = g + p * r["l2"]
+        g = g * r["grad_scale"]
         m = m + (g - m) * r["one_minus_beta1"]
         v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"])
         p.mul_(r["decay"]).addcdiv_(m, v.sqrt().mul_(r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])

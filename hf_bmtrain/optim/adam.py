@@ -9,6 +9,7 @@ import torch
 
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..ops.residual import Master
+from ..ops.torch_internals import WithoutTorchFunction
 from ..runtime.world import current_world
 from .checkpoint import load_state, save_state
 from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
@@ -171,7 +172,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
             self.wait()  # an update may still read the gradients
-        super().zero_grad(set_to_none)
+        with WithoutTorchFunction():  # each attribute of a slice looks for overrides otherwise
+            super().zero_grad(set_to_none)
 
     # -- runs and state -----------------------------------------------------------------------------------------
 

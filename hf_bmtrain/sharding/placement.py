@@ -47,6 +47,17 @@ class Placement:
         """Return the placement of a view of the whole tensor, in `shape` and in the same order of elements."""
         return replace(self, shape=shape)
 
+    def as_real(self) -> Placement:
+        """Return the placement of the real and imaginary parts of a complex tensor, in its last dimension."""
+        layout = self.layout
+        twice = replace(
+            layout,
+            numels=tuple(2 * numel for numel in layout.numels),
+            offsets=tuple(2 * offset for offset in layout.offsets),
+            shard_numel=2 * layout.shard_numel,
+        )
+        return replace(self, layout=twice, shape=torch.Size([*self.shape, 2]))
+
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `whole`, of `shape`, as a 1-D view (of a copy, if that is not contiguous)."""
         return whole.reshape(-1)[self.piece.tensor_start : self.piece.tensor_stop]

@@ -202,6 +202,9 @@ class _Call:
                 return self.func(*self.args, **self.kwargs)
         if self.name in RANDOM and mine:
             return self._draw(first)
+        if self.name == "view_as_real" and mine and not self.whole:
+            with WithoutTorchFunction():
+                return SliceTensor.of(torch.view_as_real(first.detach()).view(-1), first.placement.as_real())
         if self.many:
             return self._on_many()
         if self.base in ELEMENT_WISE and (not self.whole or (self.in_place and mine)):

@@ -428,7 +428,7 @@ def block_keeps_its_identity(options):
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Tower().named_parameters()]
     weight = model.layers[0].linear.weight
     assert isinstance(weight, bmt.DistributedParameter)
-    assert weight.dim() == 1
+    assert len(weight.shape) == 1
     assert weight.full_shape == (6, 6)
     with pytest.raises(RuntimeError, match="deep-copied"):
         copy.deepcopy(model)

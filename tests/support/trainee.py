@@ -19,7 +19,7 @@ class Trainee:
         self.manager.zero_grad()
         self.manager.backward(self.model(ids(seed, 0).cuda()))
         generator = torch.Generator().manual_seed(seed)
-        for p in filter(lambda p: p.requires_grad, self.model.parameters()):
+        for p in filter(lambda p: p.grad is not None, self.model.parameters()):
             p.grad.copy_(p.take(torch.randn(p.full_shape, generator=generator)))
 
     def end_step(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 import hf_bmtrain as bmt
 from ranks import Ranks
 from tiny_models import build
-from twins import Layer, Tower, ids
+from twins import Tower, ids
 
 # -- before there is a world: each in a fresh process ------------------------------------------------------------
 
@@ -100,14 +100,6 @@ def resized_in_gathered():
         type(model).resize_token_embeddings(model, 99)
 
 
-def tied_after_wrapping():
-    model, late = wrapped(), Layer()
-    late.linear.weight = model.layers[0].linear._parameters["weight"]
-    model.layers.append(late)
-    bmt.auto_wrap(model)
-    model(ids(0, 0)).backward()
-
-
 def two_inspectors():
     with bmt.inspect.inspect_tensor(), bmt.inspect.inspect_tensor():
         pass
@@ -182,7 +174,6 @@ MISUSES = {
 }  # fmt: skip
 
 ON_TWO_RANKS = {
-    "tied after wrapping": (tied_after_wrapping, RuntimeError, "tie weights before auto_wrap"),
     "unequal results": (
         lambda: bmt.gather_result(torch.ones(1 + bmt.rank())), ValueError, r"rank 1: \(2,\).*Pad to a common length",
     ),

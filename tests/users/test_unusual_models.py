@@ -1,6 +1,7 @@
 """Models that do something unusual: trained as in plain torch, or refused by name."""
 
 import abc
+import copy
 import io
 from typing import Generic, TypeVar
 
@@ -82,6 +83,23 @@ def bases_without_dict():
         assert isinstance(model, GenericTower) and isinstance(model.layers[0], ConcreteLayer)
         assert isinstance(model.layers[0], bmt.CheckpointBlock) and type(model.layers[0]).__name__ == "ConcreteLayer"
         assert type(model.layers[0]).forward is not ConcreteLayer.forward
+
+
+def tied_after_wrapping():
+    """A layer that came later shares a weight with an earlier block: its gradient is the sum of both."""
+    torch.manual_seed(0)
+    plain, late = Tower(), Layer()
+    model, later = copy.deepcopy(plain), copy.deepcopy(late)
+    late.linear.weight = plain.layers[0].linear.weight
+    plain.layers.append(late)
+    bmt.auto_wrap(model)
+    later.linear.weight = model.layers[0].linear._parameters["weight"]
+    model.layers.append(later)
+    bmt.auto_wrap(model)
+    for each in (model, plain):
+        each(ids(0, 0)).backward()
+    for (name, mine), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.gather_gradient(), expected.grad, msg=name)
 
 
 class NumberedTower(Tower):
@@ -277,7 +295,7 @@ def state_dicts_of_modules_in_blocks():
 
 CASES = [
     scripted_modules, reversible_layers, functional_calls, state_dicts_of_modules_in_blocks,
-    registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized, averaged_weights,
+    tied_after_wrapping, registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized, averaged_weights,
     integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
 ]  # fmt: skip
 

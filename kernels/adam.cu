@@ -10,7 +10,7 @@
 // (Loshchilov and Hutter 2019, algorithm 2; eps outside the root.) Moves, for a 16-bit gradient and weight,
 // 14 bytes in and 14 out an element; a bf16 exp_avg takes 2 less each way.
 // GRAD: float, fp16 or bf16. EXP_AVG: float or bf16. WEIGHT: fp16, bf16, or none when the master is the
-// parameter. MASTER: float; or short, with a bf16 weight: how many float32 numbers the master lies above it
+// parameter. COUPLED: whether the decay is in the gradient. MASTER: float; or short, with a bf16 weight: how many float32 numbers the master lies above it
 // (ops/residual.py). Then the weight is read, too: 14 bytes in and 12 out, 10 of each state.
 #include "device.cuh"
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16&
 }
 
 __device__ __forceinline__ void update(const Record& r, float g, float& p, float& m, float& v) {
-    if (r.l2 != 0.0f) g = fmaf(r.l2, p, g);  // before the scaling, which the compiler fuses with what follows
+    if (COUPLED) g = fmaf(r.l2, p, g);  // before the scaling, which the compiler fuses with what follows
     g *= r.grad_scale;
     m = fmaf(r.one_minus_beta1, g - m, m);
     v = fmaf(r.beta2, v, r.one_minus_beta2 * g * g);

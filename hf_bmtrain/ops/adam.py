@@ -24,9 +24,16 @@ _REFERENCE_CHUNK = 1 << 20
 
 @cache
 def variant(
-    grad: torch.dtype, exp_avg: torch.dtype, weight: torch.dtype | None, master: torch.dtype = torch.float32
+    grad: torch.dtype,
+    exp_avg: torch.dtype,
+    weight: torch.dtype | None,
+    master: torch.dtype = torch.float32,
+    coupled: bool = False,
 ) -> Variant:
-    """Return the variant that updates these dtypes. Raise ValueError if there is none."""
+    """Return the variant that updates these dtypes. Raise ValueError if there is none.
+
+    coupled: read l2. The other variants are compiled without it, so that their fused multiplications are the same.
+    """
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
     if master == torch.int16 and weight != torch.bfloat16:
@@ -34,6 +41,7 @@ def variant(
     return Variant(
         "adam",
         (
+            ("COUPLED", "true" if coupled else "false"),
             ("EXP_AVG", C_NAMES[exp_avg]),
             ("GRAD", C_NAMES[grad]),
             ("MASTER", {torch.float32: "float", torch.int16: "short"}[master]),
@@ -48,7 +56,12 @@ def variants(arch: int) -> list[Variant]:
     kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
     kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
     moments = (torch.float32, torch.bfloat16)
-    return [variant(grad, exp_avg, weight, master) for grad, weight, master in kinds for exp_avg in moments]
+    return [
+        variant(grad, exp_avg, weight, master, coupled)
+        for grad, weight, master in kinds
+        for exp_avg in moments
+        for coupled in (False, True)
+    ]
 
 
 def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Tensor, records: Tensor) -> None:
@@ -95,6 +108,7 @@ def adam_update(
     weight: Tensor | None,
     record: Tensor,
     index_base: int = 0,
+    coupled: bool = False,
 ) -> None:
     """Make one AdamW step of n adjacent elements in place, unless the record is marked to be skipped.
 
@@ -107,6 +121,7 @@ def adam_update(
     record       (12,) float32 from `adam_prepare`, a row of its records
     index_base   number of element 0 among all elements of the model, independent of the number of ranks; with the
                  step it determines the random bits, so that training continues equally on another number of ranks
+    coupled      whether l2 of the record counts; it must be 0 otherwise
     All are contiguous, on one device, and do not overlap. The update is faster if all tensors have the same offset
     from alignment to four elements (as slices of equally laid out buffers have). weight_decay is decoupled and eps
     outside the root (Loshchilov and Hutter 2019); l2 times the weight is added to the gradient (Kingma and Ba 2015).
@@ -119,7 +134,7 @@ def adam_update(
     if weight is not None:
         expect("weight", weight, (torch.float16, torch.bfloat16), (n,), device)
     expect("record", record, (torch.float32,), (len(RECORD),), device)
-    chosen = variant(grad.dtype, exp_avg.dtype, None if weight is None else weight.dtype, master.dtype)
+    chosen = variant(grad.dtype, exp_avg.dtype, None if weight is None else weight.dtype, master.dtype, coupled)
     if n == 0:
         return
     if not master.is_cuda:

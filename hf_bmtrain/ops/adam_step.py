@@ -12,6 +12,7 @@ from .adam import HYPER, RECORD, adam_prepare, adam_update
 from .residual import Master
 from .torch_internals import fused_adamw_
 
+_L2 = HYPER.index("l2")
 Hyper = Sequence[float | torch.Tensor]
 """One parameter group's values for the columns of HYPER; numbers or scalar tensors."""
 
@@ -53,6 +54,7 @@ class KernelSteps:
         self._one, self._zero = torch.ones(1, device=device), torch.zeros(1, device=device)
         self._scale, self._flag = self._one, self._zero
         self._sent: list[list[float]] = []
+        self._coupled = [False] * runs
 
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Set the numbers of a step. grad_scale divides the gradients, a nonzero found_inf skips the step; both are
@@ -65,6 +67,8 @@ class KernelSteps:
                 host = torch.tensor(expanded, dtype=torch.float64, pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows
+        coupled = [isinstance(group[_L2], torch.Tensor) or group[_L2] != 0 for group in hyper]
+        self._coupled = [each for each, runs in zip(coupled, self._groups) for _ in range(runs)]
         start = 0
         for values, runs in zip(hyper, self._groups):
             for column, value in enumerate(values):
@@ -85,7 +89,8 @@ class KernelSteps:
     def update(self, run: int, elements: Elements) -> None:
         """Update elements of run number `run` in place."""
         e, (master, weight) = elements, elements.master_and_weight
-        adam_update(e.grad, master, e.exp_avg, e.master.exp_avg_sq, weight, self._records[run], e.index_base)
+        record, coupled = self._records[run], self._coupled[run]
+        adam_update(e.grad, master, e.exp_avg, e.master.exp_avg_sq, weight, record, e.index_base, coupled)
 
     def _on_device(self, value: float | torch.Tensor) -> bool:
         return isinstance(value, torch.Tensor) and value.device == self._hyper.device

@@ -157,7 +157,7 @@ def check_adam(
     values = [torch.randn(n).to(grad), torch.randn(n), torch.randn(n).to(exp_avg), torch.rand(n)]
     g, p, m, v = (Guarded(t, offset, place) for t, offset in zip(values, offsets))
     w = None if weight is None else Guarded(torch.full((n,), torch.nan, dtype=weight), offsets[4], place)
-    adam.adam_update(g.view, p.view, m.view, v.view, None if w is None else w.view, record(place, l2=l2), index_base=5)
+    adam.adam_update(g.view, p.view, m.view, v.view, None if w is None else w.view, record(place, l2=l2), 5, l2 != 0)
     g64, p64, m64, v64 = (t.double() for t in values)
     g64 = g64 / 8 + l2 * p64
     m64 = 0.9 * m64 + 0.1 * g64
@@ -210,9 +210,9 @@ def check_residual(
     r = around[GUARD + offsets[1] :][:n]
     for step in range(1, 4):
         g = Guarded(torch.randn(n).to(grad), offsets[0], place)
-        numbers = record(place, step, l2=0.3 if n % 2 else 0.0)
-        adam.adam_update(g.view, p.view, m.view, v.view, w.view, numbers, index_base=5)
-        adam.adam_update(g.view, r, m2.view, v2.view, w2.view, numbers, index_base=5)
+        numbers, coupled = record(place, step, l2=0.3 if n % 2 else 0.0), bool(n % 2)
+        adam.adam_update(g.view, p.view, m.view, v.view, w.view, numbers, 5, coupled)
+        adam.adam_update(g.view, r, m2.view, v2.view, w2.view, numbers, 5, coupled)
         found, squares = residual.join(*(_plain(t) for t in (w2.view, r, v2.view)))
         pairs = (found, p.view), (squares, v.view), (m2.view, m.view), (w2.view, w.view)
         assert all(torch.equal(_plain(a), _plain(b)) for a, b in pairs), step

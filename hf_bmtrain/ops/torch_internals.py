@@ -91,3 +91,9 @@ equivalent; a store of our own would need a port and an address that every host 
 current_raw_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)
 """`current_raw_stream(device_index)`: return the handle of the current CUDA stream, for kernel launches.
 `torch.cuda.current_stream` makes an object per call and takes several times as long. None in a CPU build of torch."""
+
+# -- compilation ----------------------------------------------------------------------------------------------------
+
+is_tracing: Callable[[], bool] = lambda: torch._guards.TracingContext.try_get() is not None  # noqa: E731
+"""Return whether torch.compile is describing tensors or tracing. `torch.compiler.is_compiling` is true for code that is
+traced, and false while the compiler itself looks at a tensor."""

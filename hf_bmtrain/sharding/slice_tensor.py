@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..comm.storage import shares_storage
-from ..ops.torch_internals import WithoutTorchFunction
+from ..ops.torch_internals import WithoutTorchFunction, is_tracing
 from ..runtime.world import current_world
 from .backward_inputs import backward_to, refuse_grad
 from .norms import SegmentNorms
@@ -78,6 +78,9 @@ class Sliced:
         if func is torch.autograd.grad:
             return refuse_grad()
         name = name_of(func)
+        if (name in DIMENSIONS or name == "size") and is_tracing():  # torch.compile describes the memory
+            with WithoutTorchFunction():
+                return func(*args, **kwargs)
         if name in DIMENSIONS:
             return len(args[0].full_shape)
         if name == "size":
@@ -179,7 +182,8 @@ class _Call:
             self.tensors = list(_tensors_in((args, kwargs)))
             self.slices: list[Any] = [each for each in self.tensors if isinstance(each, Sliced)]
             recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
-            self.whole = recorded and torch.is_grad_enabled()
+            initializes = getattr(func, "__module__", "") == "torch.nn.init"  # whose functions write under no_grad
+            self.whole = recorded and torch.is_grad_enabled() and not initializes
             self.in_place = name.endswith("_") and not name.startswith("__")
             self.base = name[:-1] if self.in_place else name
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
@@ -255,8 +259,8 @@ class _Call:
             if any(each is None for each in operands.values()):
                 return self._on_wholes()
             written = self.args[0]
-            if self.in_place and not isinstance(written, Sliced) and written.shape != like.shape:
-                _refuse_whole_target(self.name, written, like)
+            if self.in_place and not isinstance(written, Sliced):
+                return self._write_ordinary(written, like, operands)
             for each in self.slices:
                 each.settle()
             replace = lambda each: operands[id(each)]  # noqa: E731
@@ -275,6 +279,20 @@ class _Call:
         with torch.set_grad_enabled(self.whole and leaf):
             self.func(*args, **kwargs)
         return written
+
+    def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
+        """Apply an in-place function to an ordinary tensor, which is whole, or laid out like the slices.
+
+        One rank may hold all of a vector and cannot tell these apart, so vectors are gathered in either case.
+        """
+        if target.shape != like.shape or target.shape == like.full_shape:
+            return self._on_wholes()
+        if len(like.full_shape) < 2:
+            assemble_outside(f"{self.name} of a sharded tensor")
+            for key, each in {id(each): each for each in self.slices}.items():
+                operands[key] = each.placement.cut(each.read_whole())
+        replace = lambda each: operands[id(each)]  # noqa: E731
+        return self._write(target, _map(replace, self.args), _map(replace, self.kwargs))
 
     def _on_many(self) -> Any:
         """Apply an operation on lists of tensors, such as `torch._foreach_add_`, position by position to slices."""

@@ -36,12 +36,6 @@ class Lamb(optim.Optimizer):
                     p.sub_(group["lr"] * direction * p.norm() / direction.norm().clamp_min(1e-9))
 
 
-class MatrixOnly(optim.SGD):
-    def step(self, closure=None):
-        assert all(p.dim() == 2 for group in self.param_groups for p in group["params"]), "matrices only"
-        return super().step(closure)
-
-
 class NeedsAGpu(optim.SGD):
     def step(self, closure=None):
         if all(type(p) is torch.nn.Parameter for group in self.param_groups for p in group["params"]):
@@ -202,17 +196,12 @@ def muon(parameters):
     return optim.Muon(parameters, lr=0.1)
 
 
-def matrix_only(parameters):
-    return MatrixOnly(parameters, lr=0.1)
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (factored, "Adafactor depends on the shapes"), (hugging_face_adafactor, "Adafactor depends on the shapes"),
         (hugging_face_adafactor_with_a_rate, "Adafactor depends on the shapes"),
         (optim.LBFGS, "LBFGS depends on the shapes"),
-        (matrix_only, r"it fails on a flat piece \(matrices only\)"),
         *([(muon, "2D|depends on the shapes")] if hasattr(optim, "Muon") else []),  # torch 2.9 brought it
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -369,23 +369,19 @@ def accelerate_with_several_models(side: Side) -> None:
     side.weights(model)
 
 
-MATRIX = "A matrix product with a slice"
-
 USAGES = [
     Usage(reference_by_disabled_adapter),
     Usage(two_adapters),
     Usage(lora_by_hand),
     Usage(lora_by_parametrization),
     Usage(relora),
-    Usage(merged_without_gathered, refused=MATRIX),
-    Usage(bottleneck_by_hook, wrong="a block's weights are slices again in its forward hooks: an error of dimensions"),
+    Usage(merged_without_gathered),
+    Usage(bottleneck_by_hook),
     Usage(biases_alone),
     Usage(soft_prompt),
     Usage(soft_prompt_in_the_loop),
     Usage(copied_trunk),
-    Usage(
-        late_adapters_by_hand, wrong="a block's weights are slices again in its forward hooks: an error of dimensions"
-    ),
+    Usage(late_adapters_by_hand),
     Usage(added_tokens),
     Usage(trainer_with_own_loss),
     Usage(trainer_with_a_freezing_callback),

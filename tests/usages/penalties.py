@@ -337,18 +337,16 @@ def activation_penalty_by_hooks(side: Side) -> None:
     train(side, model, loss)
 
 
-AT_REST = "a parameter read outside its forward is this rank's slice, also under autograd"
-MATRIX = "A matrix product with a slice"
 TWICE = "backward of a backward"
 
 USAGES = [
-    Usage(l2_of_all_weights, wrong=AT_REST),
-    Usage(l2_after_the_forward, wrong=AT_REST, on=(2,)),
-    Usage(l1_of_the_head, wrong=AT_REST, on=(2,)),
-    Usage(group_lasso_of_rows, wrong=AT_REST),
-    Usage(orthogonality, refused=MATRIX),
-    Usage(distance_to_the_start, wrong=AT_REST),
-    Usage(elastic_weight_consolidation, wrong=AT_REST),
+    Usage(l2_of_all_weights),
+    Usage(l2_after_the_forward),
+    Usage(l1_of_the_head),
+    Usage(group_lasso_of_rows),
+    Usage(orthogonality),
+    Usage(distance_to_the_start),
+    Usage(elastic_weight_consolidation),
     Usage(gradient_penalty, refused=TWICE),
     Usage(r1_penalty_without_blocks, refused=TWICE),
     Usage(r_drop),

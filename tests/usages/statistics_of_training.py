@@ -165,19 +165,6 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
-REFUSED = (
-    "mean", "abs max", "min", "std", "var", "amax", "any nan", "all finite", "count", "zero share", "logsumexp",
-    "median", "quantile", "dot", "float max", "cosine", "kurtosis", "rms",
-)  # fmt: skip
-"""Of gradients."""
-WRONG = {
-    "gradient": ("topk", "numpy", "list", "histogram", "sort", "elements", "first"),
-    "weight": ("norm", "mean", "abs max", "numpy", "std", "cat", "elements"),
-    "data": ("norm", "mean", "abs max"),
-    "detached": ("norm", "mean", "abs max"),
-}
-
-
 def statistic(name: str, of: str) -> Usage:
     """The usage that logs REDUCTIONS[name] of every gradient, or of every weight as it is reached by `of`."""
 
@@ -195,9 +182,7 @@ def statistic(name: str, of: str) -> Usage:
 
     recipe.__name__ = f"{of}_{name.replace(' ', '_')}"
     recipe.__doc__ = f"{name} of each {of}, for a log."
-    if name in WRONG[of]:
-        return Usage(recipe, wrong=LOCAL, on=(2,))
-    return Usage(recipe, refused="of a gradient slice would only see" if of == "gradient" and name in REFUSED else "")
+    return Usage(recipe, wrong=COUNTED, on=(2,)) if name == "elements" else Usage(recipe)
 
 
 def number_of_parameters(side: Side) -> None:
@@ -268,8 +253,7 @@ def norms_by_foreach(side: Side) -> None:
     side.see("weights", torch.stack(torch._foreach_norm([p.detach() for p in model.parameters()])))
 
 
-LOCAL = "a reduction of a slice is this rank's"
-NDIM = "slices have one dimension, so that what is done for matrices is left out"
+COUNTED = "a slice's elements are counted"
 
 USAGES = [
     Usage(clip_by_torch),
@@ -279,17 +263,17 @@ USAGES = [
     Usage(clip_by_value),
     Usage(clip_by_own_code),
     Usage(clip_by_concatenation),
-    Usage(clip_to_the_weight, wrong=LOCAL, on=(2,)),
+    Usage(clip_to_the_weight),
     Usage(gradients_noise),
     Usage(sign_descent),
-    Usage(centralized_gradients, wrong=NDIM),
-    Usage(number_of_parameters, wrong="a slice's elements are counted", on=(2,)),
-    Usage(number_of_parameters_by_transformers, wrong="a slice's elements are counted", on=(2,)),
-    Usage(decay_groups_by_dimension, wrong=NDIM),
+    Usage(centralized_gradients),
+    Usage(number_of_parameters, wrong=COUNTED, on=(2,)),
+    Usage(number_of_parameters_by_transformers, wrong=COUNTED, on=(2,)),
+    Usage(decay_groups_by_dimension),
     Usage(gradient_noise_scale),
-    Usage(gradients_vector, wrong=LOCAL, on=(2,)),
-    Usage(update_to_weight_ratio, wrong=LOCAL, on=(2,)),
-    Usage(norms_by_foreach, wrong=LOCAL, on=(2,)),
+    Usage(gradients_vector),
+    Usage(update_to_weight_ratio),
+    Usage(norms_by_foreach),
     *[statistic(name, "gradient") for name in REDUCTIONS],
     *[statistic(name, "weight") for name in ("norm", "mean", "abs max", "numpy", "std", "any nan", "cat", "elements")],
     *[statistic(name, "data") for name in ("norm", "mean", "abs max")],

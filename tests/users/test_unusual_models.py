@@ -295,8 +295,8 @@ def state_dicts_of_modules_in_blocks():
 
 CASES = [
     scripted_modules, reversible_layers, functional_calls, state_dicts_of_modules_in_blocks,
-    tied_after_wrapping, registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized, averaged_weights,
-    integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
+    tied_after_wrapping, registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized,
+    averaged_weights, integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
 ]  # fmt: skip
 
 

@@ -14,6 +14,13 @@ def scale(hidden: torch.Tensor, weight: torch.Tensor, eps: float):
     return hidden * torch.rsqrt(variance + eps) * weight
 
 
+def new_script():
+    """A TorchScript function that nothing has run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        return torch.jit.script(scale)
+
+
 class Scaled(Layer):
     """A root mean square norm by TorchScript, before or after the layer."""
 
@@ -49,15 +56,13 @@ def make(script, last, tower=Tower):
 
 
 def scripted(last, tower=Tower):
-    with warnings.catch_warnings(action="ignore"):
-        script = torch.jit.script(scale)  # which nothing has run
+    script = new_script()
     check_twins(lambda: make(script, last, tower), lambda model, step, rank: model(ids(step, rank)))
 
 
 def failing():
     """An error of the function itself in a recomputation is raised."""
-    with warnings.catch_warnings(action="ignore"):
-        script = torch.jit.script(scale)
+    script = new_script()
     calls = iter(range(100))  # a forward of three layers, then recomputations, whose inputs no longer fit
 
     def call(x, weight, eps):

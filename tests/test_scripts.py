@@ -11,10 +11,9 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 SCRIPTS = runpy.run_path(str(TESTS / "__main__.py"))
 NAMES = [
-    "bmtrain_suite", "gpt2_memory", "hook_time", "identical", "lora_memory", "parity", "peer_reduction", "plain_boolq",
-    "plan_memory", "programs", "step_path", "stress", "torch_functions", "trainer_matrix", "trainer_resume",
-    "upstream_cases", "usages", "zoo",
-    "zoo_bf16",
+    "bmtrain_suite", "gpt2_memory", "hook_time", "identical", "lora_memory", "model_center_suite", "parity",
+    "peer_reduction", "plain_boolq", "plan_memory", "programs", "step_path", "stress", "torch_functions",
+    "trainer_matrix", "trainer_resume", "upstream_cases", "usages", "zoo", "zoo_bf16",
 ]  # fmt: skip
 
 
@@ -54,4 +53,4 @@ def test_a_script_runs_from_anywhere(tmp_path, words):
 def test_an_unknown_name_is_refused(tmp_path):
     done = run("paritee", cwd=tmp_path)
     assert done.returncode == 1
-    assert "no script 'paritee' in tests; there are bmtrain_suite, gpt2_memory" in done.stderr
+    assert "no script 'paritee' in tests; there are bmtrain_suite, model_center_suite, gpt2_memory" in done.stderr

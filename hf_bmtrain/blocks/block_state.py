@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..recompute.planner import AutoCheckpoint
 from ..recompute.replay import Replay
+from ..recompute.scripts import ends_recomputation, keep_scripts
 from ..runtime.schedule import Schedule
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
@@ -126,6 +127,7 @@ class BlockState:
 
         def run(*args, **kwargs):
             nonlocal again
+            keep_scripts()
             recorder = self._recorder
             if not again:
                 again = True
@@ -139,7 +141,11 @@ class BlockState:
             if recorder is not None:
                 recorder.planner.mark(recomputed=True)
             with self.replay.restore(snapshot):
-                return self._inside(layer_forward, *args, **kwargs)
+                try:
+                    return self._inside(layer_forward, *args, **kwargs)
+                except RuntimeError as error:
+                    if not ends_recomputation(error):
+                        raise
 
         with self.replay.record(args, kwargs) as snapshot:
             return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)

@@ -41,6 +41,10 @@ context manager sets hooks but does not read them. In torch 2.6 they cannot be r
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Return whether a transform of torch.func is active. There is no public equivalent."""
 
+optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
+"""Set whether TorchScript functions that are not optimized yet may be, in this thread. The public
+`torch.jit.optimized_execution` is a context, which ends."""
+
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass

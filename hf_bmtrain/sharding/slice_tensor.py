@@ -208,7 +208,7 @@ class _Call:
             return self._draw(first)
         if self.name == "view_as_real" and mine and not self.whole:
             with WithoutTorchFunction():
-                return SliceTensor.of(torch.view_as_real(first.detach()).view(-1), first.placement.as_real())
+                return SliceTensor.of(torch.view_as_real(self.args[0].detach()).view(-1), first.placement.as_real())
         if self.many:
             return self._on_many()
         if self.base in ELEMENT_WISE and (not self.whole or (self.in_place and mine)):

@@ -67,7 +67,7 @@ class KernelSteps:
                 host = torch.tensor(expanded, dtype=torch.float64, pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows
-        coupled = [isinstance(group[_L2], torch.Tensor) or group[_L2] != 0 for group in hyper]
+        coupled = [isinstance(l2, torch.Tensor) or bool(l2) for l2 in (group[_L2] for group in hyper)]
         self._coupled = [each for each, runs in zip(coupled, self._groups) for _ in range(runs)]
         start = 0
         for values, runs in zip(hyper, self._groups):

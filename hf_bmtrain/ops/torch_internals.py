@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
+from torch._guards import TracingContext
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -98,6 +99,6 @@ current_raw_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)
 
 # -- compilation ----------------------------------------------------------------------------------------------------
 
-is_tracing: Callable[[], bool] = lambda: torch._guards.TracingContext.try_get() is not None  # noqa: E731
+is_tracing: Callable[[], bool] = lambda: TracingContext.try_get() is not None  # noqa: E731
 """Return whether torch.compile is describing tensors or tracing. `torch.compiler.is_compiling` is true for code that is
 traced, and false while the compiler itself looks at a tensor."""

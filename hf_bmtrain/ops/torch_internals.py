@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 from torch._guards import TracingContext
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 

@@ -343,13 +343,28 @@ class _Call:
             wholes = {key: each.read_whole() for key, each in unique.items()}
         versions = {key: whole._version for key, whole in wholes.items()}
         replace = lambda each: wholes.get(id(each), each)  # noqa: E731
-        result = self.func(*_map(replace, self.args), **_map(replace, self.kwargs))
+        try:
+            result = self.func(*_map(replace, self.args), **_map(replace, self.kwargs))
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         written = {id(whole): unique[key] for key, whole in wholes.items() if whole._version != versions[key]}
         for key, whole in wholes.items():
             if id(whole) in written:
                 self._write_back(unique[key], whole)
         copies = [*wholes.values()]
         return _map(lambda each: written.get(id(each), _read_only(each, copies)), result)
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise an error that helps if another tensor has the shape of a slice, of which the whole is used."""
+        with WithoutTorchFunction():
+            for piece in self.slices:
+                for each in self.tensors:
+                    if not isinstance(each, Sliced) and each.dim() == 1 and each.shape == piece.shape:
+                        raise RuntimeError(
+                            f"{self.name}: a tensor of this rank's {len(each)} elements meets a parameter of shape "
+                            f"{tuple(piece.full_shape)}, which is whole here. Make it of parameter.full_shape. ({error})"
+                        ) from error
 
     def _write_back(self, target: Any, whole: torch.Tensor) -> None:
         with WithoutTorchFunction():

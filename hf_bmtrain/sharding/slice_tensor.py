@@ -363,7 +363,7 @@ class _Call:
                     if not isinstance(each, Sliced) and each.dim() == 1 and each.shape == piece.shape:
                         raise RuntimeError(
                             f"{self.name}: a tensor of this rank's {len(each)} elements meets a parameter of shape "
-                            f"{tuple(piece.full_shape)}, which is whole here. Make it of parameter.full_shape. ({error})"
+                            f"{tuple(piece.full_shape)}, whole here. Make it of parameter.full_shape. ({error})"
                         ) from error
 
     def _write_back(self, target: Any, whole: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ REASONS = {
     "no_grad": "a block is its layer, so a list that holds a layer twice holds one block",
     "optim": "asks for torch.optim.Adam's bits; a float32 weight differs in its last one",
     "optim_state": "deep-copies the slices of a sharded model, which is refused",
-    "other_hidden": "multiplies a parameter by a tensor of its slice's shape, where a parameter is whole under autograd",
+    "other_hidden": "multiplies a parameter, whole under autograd, by a tensor of its slice's shape",
     "parallel_projection": PARALLEL,
     "row_parallel_linear": PARALLEL,
     "send_recv": PARALLEL,

@@ -13,7 +13,7 @@ from ..runtime.launcher import accelerator_is_running
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
-from ..sharding.slice_tensor import SliceTensor
+from ..slices.tensor import SliceTensor
 
 States = dict[Any, dict[str, Any]]
 """The "state" of an optimizer's state dict: by the number of the parameter, its values by name."""

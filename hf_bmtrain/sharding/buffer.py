@@ -17,9 +17,9 @@ from ..comm.storage import ResizableStorage, shares_storage
 from ..comm.streams import Ticket
 from ..ops.torch_internals import make_subclass
 from ..runtime.schedule import Schedule
+from ..slices.placement import Placement
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
-from .placement import Placement
 from .unused import UnusedParameters
 
 

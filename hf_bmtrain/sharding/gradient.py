@@ -13,9 +13,9 @@ from ..comm.reduce import Flight, Reducer
 from ..comm.streams import finish
 from ..ops.grad_norm import Segments, as_real
 from ..ops.torch_internals import WithoutTorchFunction
-from .norms import SegmentNorms
-from .placement import Placement
-from .slice_tensor import SliceTensor
+from ..slices.norms import SegmentNorms
+from ..slices.placement import Placement
+from ..slices.tensor import SliceTensor
 from .unused import UnusedParameters
 
 

@@ -11,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime.schedule import refuse_double_backward
 from ..runtime.world import current_world
+from ..slices.tensor import Sliced, SliceTensor
 from .buffer import ShardedBuffer
 from .on_demand import OnDemandGather
-from .slice_tensor import Sliced, SliceTensor
 
 
 class DistributedParameter(Sliced, torch.nn.Parameter):
@@ -85,6 +85,10 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
 
     def settle(self) -> None:
         self.buffer.update.wait()
+
+    def autograd_leaves(self) -> list[torch.nn.Parameter]:
+        """Return the tensors that autograd knows for this: the whole in a block, or those of its readers outside."""
+        return [self.whole] if self.on_demand is None else self.on_demand.wholes(self.index)
 
     def read_whole(self) -> torch.Tensor:
         if torch.is_grad_enabled() and self.requires_grad:

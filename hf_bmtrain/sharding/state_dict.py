@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from ..runtime.world import current_world
-from .slice_tensor import Sliced
+from ..slices.tensor import Sliced
 from .slots import Slot, find_slots
 
 

@@ -36,11 +36,6 @@ def admit(model: torch.nn.Module) -> None:
 def _admit_modules(model: torch.nn.Module) -> None:
     """Raise ValueError for the first module that computes out of reach of the blocks' gathers."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"auto_wrap: '{name}' is a scripted module, whose parameters are out of reach of Python: use the "
-                "module that was given to torch.jit.script."
-            )
         if callable(getattr(module, "backward_pass", None)):
             raise ValueError(
                 f"auto_wrap: '{name}' is a {type(module).__name__} with a backward_pass() of its own (reversible "
@@ -54,8 +49,8 @@ def admit_parameters(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"auto_wrap: '{name}' is a {type(module).__name__} (torch.jit), which keeps its parameters where no "
-                "slices can be put: pass the module that it was made from, with compile=True if speed is the reason."
+                f"auto_wrap: '{name}' is a scripted module, whose parameters are out of reach of Python: use the "
+                "module that was given to torch.jit.script."
             )
         if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
             raise ValueError(

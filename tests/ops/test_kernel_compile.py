@@ -47,14 +47,15 @@ def ask_for_everything() -> None:
             rows = place(torch.ones(2, n, dtype=dtype))
             attempt(peer_sum.peer_mean, rows, flat, 1, flat, None if total is None else place(total))
         attempt(cross_entropy.rescale_, place(torch.ones(3, 5, dtype=dtype)), torch.ones(1), torch.ones(3))
-    kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None))
-    for grad, master, exp_avg, weight in kinds:
+    kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None), (False, True))
+    for grad, master, exp_avg, weight, coupled in kinds:
         tensors = [place(torch.ones(n, dtype=d)) for d in (grad, master, exp_avg, torch.float32)]
         attempt(
             adam.adam_update,
             *tensors,
             None if weight is None else place(torch.ones(n, dtype=weight)),
-            torch.zeros(12),
+            torch.zeros(len(adam.RECORD)),
+            coupled=coupled,
         )
     adam.adam_prepare(
         *(
@@ -62,9 +63,9 @@ def ask_for_everything() -> None:
             for t in (
                 torch.ones(1),
                 torch.zeros(1),
-                torch.ones(1, 6, dtype=torch.float64),
+                torch.ones(1, len(adam.HYPER), dtype=torch.float64),
                 torch.zeros(1),
-                torch.zeros(1, 12),
+                torch.zeros(1, len(adam.RECORD)),
             )
         )
     )
@@ -77,9 +78,9 @@ def ask_for_everything() -> None:
         attempt(loss.gradient_, logits, targets, torch.ones(3), torch.ones(3))
 
 
-def attempt(function, *arguments) -> None:
+def attempt(function, *arguments, **options) -> None:
     with contextlib.suppress(ValueError):
-        function(*arguments)
+        function(*arguments, **options)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

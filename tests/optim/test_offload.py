@@ -78,7 +78,7 @@ def write(trainee, number):
     if hasattr(trainee.optimizer, "wait"):
         trainee.optimizer.wait()
     for index, parameter in enumerate(trainee.model.parameters()):
-        values = parameter.detach()
+        values = parameter.detach().as_subclass(torch.Tensor)
         kind = (index + number) % 5
         if kind == 0:
             values.mul_(torch.arange(values.numel()) % 3 > 0)

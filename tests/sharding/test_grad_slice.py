@@ -8,7 +8,7 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.ops.grad_norm import Segments
 from hf_bmtrain.runtime.world import current_world
-from hf_bmtrain.sharding.norms import SegmentNorms
+from hf_bmtrain.slices.norms import SegmentNorms
 from twins import Tower, ids
 
 

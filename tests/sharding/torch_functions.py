@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -93,6 +94,9 @@ def functions() -> dict[str, Callable[[Any], Any]]:
             table[name] = lambda x, name=name: getattr(torch, name)(x)
     table |= {
         "x + 1": lambda x: x + 1,
+        "x * numpy.float64": lambda x: x * numpy.float64(0.5),
+        "numpy.float32 + x": lambda x: x + numpy.float32(0.5),
+        "x.mul_(numpy.float64)": lambda x: _in_place(x, lambda y: y.mul_(numpy.float64(0.5))),
         "1 - x": lambda x: 1 - x,
         "2 / x": lambda x: 2 / x,
         "2 ** x": lambda x: 2**x,

@@ -126,7 +126,7 @@ MISUSES = {
     "meta model": (lambda: bmt.auto_wrap(meta()), ValueError, "Load or initialise the model on CPU"),
     "scripted module": (
         lambda: bmt.auto_wrap(nn.Sequential(Tower(), torch.jit.script(nn.Linear(2, 2)))), ValueError,
-        r"'1' is a RecursiveScriptModule .* pass the module that it was made from",
+        r"'1' is a scripted module, .* use the module that was given to torch\.jit\.script",
     ),
     "wrapped twice": (lambda: bmt.auto_wrap(wrapped()), ValueError, "wrapped already"),
     "half after wrapping": (lambda: wrapped().half(), RuntimeError, "Cast the model before auto_wrap"),
@@ -139,7 +139,9 @@ MISUSES = {
     "loss scale 0": (lambda: bmt.optim.OptimManager(loss_scale=0), ValueError, "positive or None"),
     "stepped before backward": (stepped_between, RuntimeError, "Run forward again"),
     "tensor hook": (lambda: wrapped().head.weight.register_hook(print), RuntimeError, "post_accumulate_grad_hook"),
-    "whole data": (lambda: setattr(wrapped().head.weight, "data", torch.ones(2, 6)), RuntimeError, "take"),
+    "other data": (
+        lambda: setattr(wrapped().head.weight, "data", torch.ones(3, 6)), RuntimeError, r"set to what fits.*\(2, 6\)",
+    ),
     "resized embeddings": (
         lambda: wrapped(lambda: build("llama")).resize_token_embeddings(99), RuntimeError, "before auto_wrap",
     ),

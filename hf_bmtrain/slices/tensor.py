@@ -21,10 +21,10 @@ from ..comm.storage import shares_storage
 from ..ops.torch_internals import WithoutTorchFunction, is_tracing
 from ..runtime.world import current_world
 from .backward_inputs import backward_to, refuse_grad
+from .functions import CONVERSIONS, DIMENSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, VIEWS, name_of
 from .norms import SegmentNorms
 from .placement import Placement
-from .slice_functions import CONVERSIONS, DIMENSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, VIEWS, name_of
-from .slice_reductions import REDUCTIONS
+from .reductions import REDUCTIONS
 
 
 class Sliced:
@@ -163,7 +163,7 @@ class WholeCopy(torch.Tensor):
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor]) -> Any:
     """Return a view of one of `copies` as a WholeCopy, and other tensors as they are."""
-    if hasattr(value, "setflags"):  # a NumPy array
+    if _is_array(value):
         value.setflags(write=False)
     elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):
         return value.as_subclass(WholeCopy)
@@ -263,7 +263,7 @@ class _Call:
                 return self._write_ordinary(written, like, operands)
             for each in self.slices:
                 each.settle()
-            replace = lambda each: operands[id(each)]  # noqa: E731
+            replace = lambda each: operands.get(id(each), each)  # noqa: E731
             args, kwargs = _map(replace, self.args), _map(replace, self.kwargs)
             if self.in_place:
                 return self._write(written, args, kwargs)
@@ -291,7 +291,7 @@ class _Call:
             assemble_outside(f"{self.name} of a sharded tensor")
             for key, each in {id(each): each for each in self.slices}.items():
                 operands[key] = each.placement.cut(each.read_whole())
-        replace = lambda each: operands[id(each)]  # noqa: E731
+        replace = lambda each: operands.get(id(each), each)  # noqa: E731
         return self._write(target, _map(replace, self.args), _map(replace, self.kwargs))
 
     def _on_many(self) -> Any:
@@ -445,7 +445,7 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def _map(function: Callable[[Any], Any], values: Any) -> Any:
     """Return nested tuples, lists and dicts with every tensor and NumPy array in them replaced by `function` of it."""
-    if isinstance(values, torch.Tensor) or hasattr(values, "setflags"):
+    if isinstance(values, torch.Tensor) or _is_array(values):
         return function(values)
     if type(values) in (tuple, list, torch.Size):
         return type(values)([_map(function, each) for each in values])
@@ -456,3 +456,8 @@ def _map(function: Callable[[Any], Any], values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _map(function, each) for key, each in values.items()}
     return values
+
+
+def _is_array(value: Any) -> bool:
+    """Whether `value` is a NumPy array, which torch works without."""
+    return type(value).__name__ == "ndarray"

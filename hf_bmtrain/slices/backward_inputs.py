@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,15 +18,10 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
     """
     leaves: list[Any] = []
     for each in inputs:
-        leaves += wholes_of(each) if hasattr(each, "buffer") else [each]
+        leaves += each.autograd_leaves() if hasattr(each, "autograd_leaves") else [each]
     if leaves:
         with WithoutTorchFunction():
             torch.autograd.backward(tensors, inputs=leaves, **options)
-
-
-def wholes_of(piece: Any) -> list[torch.nn.Parameter]:
-    """Return the leaves that autograd knows for a slice: its whole in a block, or those of its readers outside."""
-    return [piece.whole] if piece.on_demand is None else piece.on_demand.wholes(piece.index)
 
 
 def refuse_grad(*args: Any, **kwargs: Any) -> None:
@@ -33,3 +30,21 @@ def refuse_grad(*args: Any, **kwargs: Any) -> None:
         "the ranks on its way to `.grad`. Call loss.backward(inputs=parameters) on every rank, and read "
         "parameter.grad (this rank's slice) or parameter.gather_gradient() (the whole)."
     )
+
+
+def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
+    """Return `backward` with slices among its inputs handled as in `backward_to`."""
+
+    @wraps(backward)
+    def backward_with_slices(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
+        named = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
+        if not any(hasattr(each, "autograd_leaves") for each in named):
+            return backward(tensors, grad_tensors, *args, inputs=inputs, **options)
+        options |= dict(zip(("retain_graph", "create_graph"), args))
+        return backward_to(tensors, inputs=named, grad_tensors=grad_tensors, **options)
+
+    return backward_with_slices
+
+
+if torch.__version__ < "2.11":  # torch asks the class of the tensors for an override, but not that of the inputs
+    torch.autograd.backward = _ask_inputs(torch.autograd.backward)

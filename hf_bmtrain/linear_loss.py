@@ -66,7 +66,7 @@ def linear_cross_entropy(
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check(hidden, weight, targets, bias)
-    targets = how.indices(targets, _shape(weight)[0])
+    targets = how.indices(targets, weight.shape[0])
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
     recorded, device = torch.is_grad_enabled(), hidden.device.type
@@ -206,13 +206,9 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     return min(most, max(1, -(-even // 128) * 128))
 
 
-def _shape(parameter: Tensor) -> torch.Size:
-    return parameter.full_shape if isinstance(parameter, DistributedParameter) else parameter.shape
-
-
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     """Raise ValueError unless shapes, dtypes and devices are those that `linear_cross_entropy` names."""
-    shape = _shape(weight)
+    shape = weight.shape
     if len(shape) != 2 or 0 in shape or hidden.dim() < 1 or hidden.shape[-1] != shape[1]:
         raise ValueError(
             f"hidden of shape (..., H) needs a weight of shape (V, H); got hidden {tuple(hidden.shape)} and weight "
@@ -223,9 +219,9 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
             f"hidden of shape {tuple(hidden.shape)} needs targets of shape {tuple(hidden.shape[:-1])}, got "
             f"{tuple(targets.shape)}"
         )
-    if bias is not None and _shape(bias) != shape[:1]:
+    if bias is not None and bias.shape != shape[:1]:
         raise ValueError(
-            f"a weight of shape {tuple(shape)} needs a bias of {shape[0]} numbers, got {tuple(_shape(bias))}"
+            f"a weight of shape {tuple(shape)} needs a bias of {shape[0]} numbers, got {tuple(bias.shape)}"
         )
     tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     autocast = torch.is_autocast_enabled(hidden.device.type)

@@ -16,7 +16,7 @@ from ..runtime.world import current_world
 from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, find_slots
-from ..sharding.state_dict import slice_entries
+from ..sharding.state_dict import slice_on_load
 from .autograd import enter_backward, uncached_autocast
 from .base import ShardedModule, extend_class
 
@@ -96,8 +96,11 @@ class DistributedModule(ShardedModule):
         return find_slots([self])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        slice_entries(self._slots(), state_dict, prefix, local_metadata, errors)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        slicing = self.register_load_state_dict_pre_hook(slice_on_load)  # after the user's, which may rename keys
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        finally:
+            slicing.remove()
 
 
 def distribute(module: torch.nn.Module, schedule: Schedule) -> None:

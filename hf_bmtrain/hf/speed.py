@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..runtime.world import current_world
-from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -95,7 +94,7 @@ def count_parameters(model: torch.nn.Module, only_trainable: bool = False, exclu
         (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
     looked_up = embeddings - others
     counted = [p for p in model.parameters() if p not in looked_up and (p.requires_grad or not only_trainable)]
-    return sum((p.full_shape if isinstance(p, DistributedParameter) else p.shape).numel() for p in counted)
+    return sum(p.numel() for p in counted)
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -42,6 +42,15 @@ context manager sets hooks but does not read them. In torch 2.6 they cannot be r
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Return whether a transform of torch.func is active. There is no public equivalent."""
 
+
+def differentiates_by_functorch() -> bool:
+    """Return whether a transform of torch.func other than vmap is active. There is no public equivalent."""
+    if not functorch_transforms_active():
+        return False
+    functorch: Any = _C._functorch
+    return any(each.key() != functorch.TransformType.Vmap for each in functorch.get_interpreter_stack())
+
+
 optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
 """Set whether TorchScript functions that are not optimized yet may be, in this thread. The public
 `torch.jit.optimized_execution` is a context, which ends."""

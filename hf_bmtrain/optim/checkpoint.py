@@ -14,6 +14,7 @@ from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from ..slices.tensor import SliceTensor
+from .runs import stored_numel
 
 States = dict[Any, dict[str, Any]]
 """The "state" of an optimizer's state dict: by the number of the parameter, its values by name."""
@@ -112,16 +113,16 @@ def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
     """Return this rank's part of `value` if it is whole, otherwise `value`. Raises ValueError if it fits neither."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    if value.shape == parameter.shape:
-        return SliceTensor.of(value, parameter.placement)
+    if _is_laid_out_like(value, parameter):
+        return SliceTensor.of(value.as_subclass(torch.Tensor), parameter.placement)
     if value.numel() == parameter.full_shape.numel():
         return parameter.take(value.reshape(parameter.full_shape)).clone()
     if value.numel() == 1:
         return value
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
-        f"{tuple(parameter.full_shape)} nor this rank's {parameter.numel()} elements of it: it was saved for another "
-        "model, or on another rank."
+        f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it: it was saved for "
+        "another model, or on another rank."
     )
 
 
@@ -176,8 +177,8 @@ def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[li
             if not isinstance(parameter, DistributedParameter):
                 others[key][name] = _copy(value)
                 continue
-            fits = isinstance(value, torch.Tensor) and len(value.shape) == 1 and value.shape == parameter.shape
-            mine[name, key] = fits, parameter.numel(), None if fits and value.numel() != 1 else _copy(value)
+            fits, numel = _is_laid_out_like(value, parameter), stored_numel(parameter)
+            mine[name, key] = fits, numel, None if fits and numel != 1 else _copy(value)
     everyone = world.gather_objects(mine)
     if any(other.keys() != mine.keys() for other in everyone):
         raise RuntimeError("The ranks' optimizers hold state for different parameters: build them alike on all ranks.")
@@ -190,6 +191,12 @@ def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[li
             copies = [(numel, copy) for _, numel, copy in held if copy is not None]
             others[key][name] = max(copies, key=lambda each: each[0])[1]
     return sliced, others
+
+
+def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:
+    """Return whether `value` is a slice tensor, or an ordinary one with the shape of this rank's part."""
+    part = value.part if isinstance(value, SliceTensor) else value
+    return isinstance(part, torch.Tensor) and part.shape == (stored_numel(parameter),)
 
 
 def _copy(value: Any) -> Any:

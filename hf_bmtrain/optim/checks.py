@@ -30,7 +30,8 @@ _ROWS, _COLUMNS, _CUT, _STEPS, _LR = 6, 8, 19, 3, 0.05
 def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     """Check that `optimizer` can step over slices. Return its WholeState, or None if it holds no slice.
 
-    Raises RuntimeError if it holds parameters from before wrapping, and TypeError if its update depends on shapes.
+    Raises RuntimeError if it holds parameters from before wrapping, or ordinary ones that nobody averages, and
+    TypeError if its update depends on shapes.
     """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [p for p in parameters if getattr(p, "sharded_elsewhere", False)]
@@ -40,6 +41,7 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
             "sharded; they belong to it no more, and nothing would be trained. Make the optimizer after auto_wrap, "
             "from model.parameters()."
         )
+    _check_averaged(optimizer, parameters)
     known = getattr(optimizer, "whole_state", None)
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     if known is None and slices:
@@ -47,6 +49,22 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
             _check_element_wise(optimizer, slices[0].device)
         known = optimizer.whole_state = WholeState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
+
+
+def _check_averaged(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> None:
+    """Raise RuntimeError if ordinary parameters alongside slices have other gradients on each rank. Collective."""
+    world = current_world()
+    ordinary = [p for p in parameters if not isinstance(p, DistributedParameter) and p.requires_grad]
+    if world.size == 1 or not ordinary or len(ordinary) == len(parameters):
+        return
+    gradients = [None if p.grad is None else (p.grad.double().sum().item(), tuple(p.shape)) for p in ordinary]
+    everyone = world.gather_objects(gradients)
+    if any(other != gradients for other in everyone):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds {len(ordinary)} ordinary parameters that are not sharded (the first has "
+            f"shape {tuple(ordinary[0].shape)}), and their gradients differ between the ranks, because nobody averages "
+            "them. Wrap the outermost model, which holds them too, or average their gradients before step()."
+        )
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:

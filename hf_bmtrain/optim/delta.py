@@ -8,7 +8,7 @@ import torch
 
 from ..ops.adam_step import Hyper
 from ..runtime.world import current_world
-from .runs import RunState
+from .runs import RunState, stored_numel
 
 PIECE = 1 << 20  # elements at once, so that intermediate results take little memory
 
@@ -30,7 +30,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
     ordinary, sliced = totals.unbind()  # the number of elements, Σδ, Σδ²
     for state, values in zip(states, settings):
         sums = ordinary if state.run.buffer is None else sliced
-        sums[0] += sum(parameter.numel() for parameter in state.run.parameters)
+        sums[0] += sum(stored_numel(parameter) for parameter in state.run.parameters)
         for delta in _deltas(state, values):
             sums[1:] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
     if any(state.run.buffer is not None for state in states):

@@ -74,8 +74,8 @@ class Run:
         flat = torch.zeros(self.weights.numel(), dtype=torch.float32, device=self.weights.device)
         for parameter in self.parameters:
             assert parameter.grad is not None
-            start = self.begin(parameter)
-            flat[start : start + parameter.numel()] = _values(parameter.grad)
+            start, values = self.begin(parameter), _values(parameter.grad)
+            flat[start : start + len(values)] = values
         return flat
 
 
@@ -187,7 +187,7 @@ class RunState:
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
         """Return the views of one parameter's part, under the names of torch's AdamW."""
         begin = self.run.begin(parameter)
-        part, stored = slice(begin, begin + parameter.numel()), self.master.stored
+        part, stored = slice(begin, begin + stored_numel(parameter)), self.master.stored
         views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
         if stored is not None:
             views["residual" if self.master.is_residual else "master"] = stored[part]
@@ -217,7 +217,7 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
     float32 master becomes a residual, the weights are written: with their own bits, unless the loaded state is of other
     weights.
     """
-    earlier = {name: _values(value) if value.shape else value for name, value in earlier.items()}
+    earlier = {name: value if name == "step" else _values(value) for name, value in earlier.items()}
     if not ("residual" in earlier and "residual" in views):
         earlier = shown(parameter, earlier, loaded)
     for name, view in views.items():
@@ -226,6 +226,11 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
     stored = views.get("residual", views.get("master"))
     if stored is not None and "master" in earlier:
         Master(_values(parameter), stored, views["exp_avg_sq"]).write(earlier["master"])
+
+
+def stored_numel(parameter: torch.Tensor) -> int:
+    """Return how many elements of `parameter` this rank stores."""
+    return parameter.placement.piece.length if isinstance(parameter, DistributedParameter) else parameter.numel()
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Repetition of a forward that changes state: buffers, attributes of modules, and containers among its arguments."""
+"""Repetition of a forward that changes state: buffers, attributes, generators, and containers among its arguments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from .attributes import Attributes
 from .contents import Contents
+from .generators import Generators, generators_of
 
 
 @dataclass
@@ -19,26 +20,30 @@ class Snapshot:
     """The state at the beginning of one forward.
 
     buffers: values of the buffers that the forward changed, by number. attributes: those of the layer's modules.
-    arguments: the contents of the mutable containers (lists, dicts, caches) among its arguments.
+    arguments: the contents of the mutable containers (lists, dicts, caches) among its arguments. generators: the states
+    of the random generators from which the forward draws.
     """
 
     buffers: dict[int, torch.Tensor]
     attributes: Attributes
     arguments: Contents
+    generators: Generators
 
 
 class Replay:
     """Repeats, without side effects, forwards of a layer that change state (running means, counters, a cache).
 
     The first forward in training mode and the first in evaluation mode copy all buffers and compare their values
-    afterwards, which waits for the device; later ones copy only the buffers that changed. Attributes and containers
-    are put back in place; the tensors in them are not copied.
+    afterwards, which waits for the device; later ones copy only the buffers that changed. The same holds for random
+    generators other than torch's default ones, which its checkpoint puts back. Attributes and containers are put back
+    in place; the tensors in them are not copied.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer = weakref.proxy(layer)  # the layer owns this object
+        self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]  # it owns this
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
         self._changing: dict[bool, set[int]] = {}  # numbers of places
+        self._drawn: dict[bool, list[Any]] = {}  # generators
         self._attributes: Attributes | None = None
 
     def _present_attributes(self) -> Attributes:
@@ -58,7 +63,8 @@ class Replay:
         before = {n: buffer for n, buffer in enumerate(self._present()) if buffer is not None}
         versions = {n: _version(buffer) for n, buffer in before.items()}
         copies = {n: buffer.clone() for n, buffer in before.items() if known is None or n in known}
-        snapshot = Snapshot(copies, self._present_attributes(), Contents((*args, *kwargs.values())))
+        generators = Generators(generators_of(self._layer) if known is None else self._drawn[training])
+        snapshot = Snapshot(copies, self._present_attributes(), Contents((*args, *kwargs.values())), generators)
         yield snapshot
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
@@ -71,7 +77,7 @@ class Replay:
                 "put back for its recomputation. Wrap the model with use_checkpoint=False."
             )
         if known is None:
-            self._changing[training] = changed
+            self._changing[training], self._drawn[training] = changed, generators.moved()
             snapshot.buffers = {n: copies[n] for n in changed}
 
     @contextmanager
@@ -79,7 +85,7 @@ class Replay:
         """Under `with`, buffers, attributes and containers are as in the snapshot; at the end they are as before."""
         present, attributes = self._present(), self._present_attributes()
         undo = None if snapshot.attributes is attributes else snapshot.attributes.put_back()
-        arguments = snapshot.arguments.put_back()
+        arguments, generators = snapshot.arguments.put_back(), snapshot.generators.put_back()
         for n, value in snapshot.buffers.items():
             buffers, name = self._places[n]
             buffers[name] = value.clone()
@@ -90,6 +96,7 @@ class Replay:
                 buffers, name = self._places[n]
                 buffers[name] = present[n]
             arguments.put_back()
+            generators.put_back()
             if undo is not None:
                 undo()
             elif not attributes.is_present():

@@ -129,7 +129,7 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
     def __repr__(self) -> str:
         return (
             f"DistributedParameter(full_shape={tuple(self.full_shape)}, dtype={self.dtype}, device='{self.device}', "
-            f"requires_grad={self.requires_grad}, {self.numel()} elements on rank {self.buffer.rank})"
+            f"requires_grad={self.requires_grad}, {self.placement.piece.length} elements on rank {self.buffer.rank})"
         )
 
     # -- refused ------------------------------------------------------------------------------------------------
@@ -142,8 +142,9 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol):
         raise RuntimeError(
-            f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled: this rank holds {self.numel()} "
-            "of its elements. Save bmt.save(model, file), model.state_dict() or parameter.gather(), on all ranks."
+            f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled: this rank holds "
+            f"{self.placement.piece.length} of its elements. Save "
+            "bmt.save(model, file), model.state_dict() or parameter.gather(), on all ranks."
         )
 
     def __deepcopy__(self, memo):

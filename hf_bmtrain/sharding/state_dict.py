@@ -75,11 +75,22 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     return destination.on_cpu()
 
 
-def slice_entries(slots: Sequence[Slot], state_dict: dict, prefix: str, metadata: dict, errors: list[str]) -> None:
-    """Replace the whole tensors of `state_dict` that belong to `slots` by this rank's part, to be loaded in place.
+def slice_on_load(
+    module: torch.nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+    strict,
+    missing,
+    unexpected,
+    errors: list[str],
+) -> None:
+    """Replace the whole tensors of the module's slots in `state_dict` by this rank's part, to be loaded in place.
 
-    It may run twice for a module (a DistributedModule inside a block); entries that are parts already stay as they are.
+    A hook before a module loads. It may run twice for one (a DistributedModule inside a block); entries that are parts
+    already stay as they are.
     """
+    slots = find_slots([module])
     for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
         buffer.prepare_write()
     for slot in slots:
@@ -103,12 +114,8 @@ def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
     filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
         if id(module._parameters) in filled:
-            module.register_load_state_dict_pre_hook(_slice_on_load)
+            module.register_load_state_dict_pre_hook(slice_on_load)
             module.register_state_dict_post_hook(_gather_on_save)
-
-
-def _slice_on_load(module, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
-    slice_entries(find_slots([module]), state_dict, prefix, metadata, errors)
 
 
 def _gather_on_save(module, state_dict, prefix, metadata) -> None:

@@ -51,19 +51,21 @@ VIEWS = frozenset("view reshape flatten ravel squeeze unsqueeze unflatten view_a
 
 _WITHOUT_ELEMENTS = frozenset(
     """
-    numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed
-    is_conj is_neg is_inference is_pinned is_shared is_same_size is_set_to is_distributed is_coalesced
-    element_size get_device data_ptr storage untyped_storage storage_type result_type can_cast is_tensor is_storage
+    storage_offset is_floating_point is_complex is_signed
+    is_conj is_neg is_inference is_pinned is_shared is_set_to is_distributed is_coalesced
+    element_size get_device storage untyped_storage storage_type result_type can_cast is_tensor is_storage
     new_empty new_zeros new_ones new_full new_tensor new new_empty_strided
     requires_grad_ detach_ retain_grad register_hook register_post_accumulate_grad_hook backward record_stream
-    as_subclass _make_subclass _is_view share_memory_ __repr__ __format__ __hash__ __len__ __dir__ __reduce_ex__
+    as_subclass _make_subclass _is_view share_memory_ __repr__ __format__ __hash__ __dir__ __reduce_ex__
     __deepcopy__ __setstate__ _typed_storage
     """.split()
 )
 _TENSORS_BEHIND_ATTRIBUTES = frozenset("T mT H mH real imag".split())
 
-DIMENSIONS = frozenset("dim ndim ndimension".split())
-"""Return the number of the whole's dimensions, because recipes choose by it (no weight decay for vectors)."""
+SHAPES = frozenset(
+    "dim ndim ndimension shape size numel nelement nbytes stride is_contiguous is_same_size __len__".split()
+)
+"""Functions of the whole shape, because recipes choose and count by it (no weight decay for vectors)."""
 
 
 def name_of(function: Any) -> str:
@@ -78,7 +80,7 @@ def _find_attributes() -> Iterator[Any]:
     """Yield the functions behind the attributes of tensors that are no tensors of their elements, such as `.grad`."""
     for base in torch.Tensor.__mro__:
         for name, value in vars(base).items():
-            if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | DIMENSIONS:
+            if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | SHAPES:
                 yield from (value.__get__, value.__set__, value.__delete__)
 
 

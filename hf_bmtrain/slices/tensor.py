@@ -12,6 +12,7 @@ All but the element-wise ones are collective.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from ..comm.storage import shares_storage
 from ..ops.torch_internals import WithoutTorchFunction, is_tracing
 from ..runtime.world import current_world
 from .backward_inputs import backward_to, refuse_grad
-from .functions import CONVERSIONS, DIMENSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, VIEWS, name_of
+from .functions import CONVERSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, SHAPES, VIEWS, name_of
 from .norms import SegmentNorms
 from .placement import Placement
 from .reductions import REDUCTIONS
@@ -29,6 +30,8 @@ from .reductions import REDUCTIONS
 
 class Sliced:
     """The base of tensors that hold this rank's 1-D part of a whole tensor.
+
+    Its shape, strides and number of elements are the whole's; the memory is that of `part`.
 
     placement: where the part is in the whole. is_parameter: autograd records what is computed from it.
     """
@@ -42,6 +45,12 @@ class Sliced:
         return self.placement.shape
 
     @property
+    def part(self) -> torch.Tensor:
+        """This rank's elements, (n,): an ordinary tensor that shares their memory and version. Not waited for."""
+        with WithoutTorchFunction():
+            return self.detach().as_subclass(torch.Tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
     def data(self) -> SliceTensor:
         """The slice without its history. Writes to it count as writes to this tensor."""
         return self.detach()  # pyright: ignore[reportAttributeAccessIssue]
@@ -50,10 +59,10 @@ class Sliced:
     def data(self, values: torch.Tensor) -> None:
         """Copy `values`, a slice or whole, into the slice. Raises RuntimeError if shape, dtype or device differ."""
         me: Any = self
-        shapes = me.shape, me.full_shape
+        shapes = me.part.shape, me.full_shape
         if values.shape not in shapes or (values.dtype, values.device) != (me.dtype, me.device):
             raise RuntimeError(
-                f"`.data` of a slice can only be set to what fits it ({tuple(me.shape)}, or {tuple(me.full_shape)} as "
+                f"`.data` of a slice can only be set to what fits it ({tuple(shapes[0])}, or {tuple(me.full_shape)} as "
                 f"a whole, {me.dtype}, {me.device}), not {tuple(values.shape)}, {values.dtype}, {values.device}: cast "
                 "before auto_wrap."
             )
@@ -70,6 +79,8 @@ class Sliced:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is _SET_GRAD:
+            return _set_grad(*args)
         if func in METADATA:
             with WithoutTorchFunction():
                 return func(*args, **kwargs)
@@ -78,13 +89,13 @@ class Sliced:
         if func is torch.autograd.grad:
             return refuse_grad()
         name = name_of(func)
-        if (name in DIMENSIONS or name == "size") and is_tracing():  # torch.compile describes the memory
+        if name in SHAPES:
             with WithoutTorchFunction():
-                return func(*args, **kwargs)
-        if name in DIMENSIONS:
-            return len(args[0].full_shape)
-        if name == "size":
-            return _size(*args, **kwargs)
+                if is_tracing():  # torch.compile describes the memory
+                    return func(*args, **kwargs)
+                return func(*_map(_on_meta, args), **_map(_on_meta, kwargs))
+        if name == "data_ptr":
+            return _data_ptr(*args)
         if name == "type" and len(args) + len(kwargs) == 1:
             return args[0].as_subclass(torch.Tensor).type()
         return _Call(func, name, args, kwargs).run()
@@ -189,6 +200,8 @@ class _Call:
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
     def run(self) -> Any:
+        if getattr(self.func, "__module__", "").startswith("torch.distributed"):
+            return self._communicate()
         collective = REDUCTIONS.get(self.func)
         if collective is not None and not self.whole:
             with WithoutTorchFunction():
@@ -229,12 +242,8 @@ class _Call:
             return result if result is first else SliceTensor.of(result.detach(), first.placement)
 
     def _view(self, first: Any) -> Any:
-        def stand_in(value: Any) -> Any:
-            shape = value.full_shape if isinstance(value, Sliced) else value.shape
-            return torch.empty(shape, device="meta")
-
         with WithoutTorchFunction():
-            shape = self.func(*_map(stand_in, self.args), **_map(stand_in, self.kwargs)).shape
+            shape = self.func(*_map(_on_meta, self.args), **_map(_on_meta, self.kwargs)).shape
             first.settle()
             return SliceTensor.of(first.detach(), first.placement.with_shape(shape))
 
@@ -333,22 +342,38 @@ class _Call:
         likes = [next((each for each in members if isinstance(each, Sliced)), None) for members in zip(*lists)]
         return [part if like is None else SliceTensor.of(part, like.placement) for part, like in zip(result, likes)]
 
+    def _communicate(self) -> Any:
+        """Run a collective of torch.distributed on the whole tensors."""
+        given = inspect.signature(self.func).bind(*self.args, **self.kwargs).arguments
+        some = given.get("group") not in (None, torch.distributed.group.WORLD)
+        if some or given.get("async_op") or self.name in ("send", "recv", "isend", "irecv"):
+            raise RuntimeError(
+                f"torch.distributed.{self.name} of slices gathers them first, so all ranks must call it, and wait for "
+                "it: no subgroup, no async_op=True. Use parameter.gather() on all ranks, and communicate the copy."
+            )
+        self.whole = False
+        return self._on_wholes(counted=False)
+
     # -- whole tensors --------------------------------------------------------------------------------------------
 
-    def _on_wholes(self) -> Any:
-        """Run the function on whole copies on every rank, and write back what it has written to them. Collective."""
+    def _on_wholes(self, counted: bool = True) -> Any:
+        """Run the function on whole copies on every rank, and write back what it has written to them. Collective.
+
+        counted: torch counts its writes. Otherwise the values are compared.
+        """
         unique = {id(each): each for each in self.slices}
         assemble_outside(f"{self.name} of a sharded tensor")
         with torch.inference_mode(False), torch.set_grad_enabled(self.whole):
             wholes = {key: each.read_whole() for key, each in unique.items()}
-        versions = {key: whole._version for key, whole in wholes.items()}
+        versions = {key: whole._version if counted else whole.clone() for key, whole in wholes.items()}
         replace = lambda each: wholes.get(id(each), each)  # noqa: E731
         try:
             result = self.func(*_map(replace, self.args), **_map(replace, self.kwargs))
         except RuntimeError as error:
             self._explain(error)
             raise
-        written = {id(whole): unique[key] for key, whole in wholes.items() if whole._version != versions[key]}
+        same = (lambda whole, seen: whole._version == seen) if counted else torch.equal
+        written = {id(whole): unique[key] for key, whole in wholes.items() if not same(whole, versions[key])}
         for key, whole in wholes.items():
             if id(whole) in written:
                 self._write_back(unique[key], whole)
@@ -390,16 +415,32 @@ def assemble_outside(occasion: str) -> None:
         world.assemble(occasion)
 
 
-def _size(tensor: Any, dim: int | None = None) -> Any:
-    """Return the size of a slice, which has one dimension."""
-    if dim is not None and len(tensor.full_shape) != 1:
-        raise RuntimeError(
-            f"size({dim}) of a slice of a tensor of shape {tuple(tensor.full_shape)}: use parameter.full_shape, or "
-            f"`with bmt.gathered(parameter, modify=True) as (whole,):` to initialise it. The slice has "
-            f"{tensor.numel()} elements."
-        )
+_SET_GRAD: Callable[[Any, Any], None] = vars(torch._C.TensorBase)["grad"].__set__
+
+
+def _set_grad(tensor: Any, gradient: torch.Tensor | None) -> None:
+    """Set `.grad` to a slice, to an ordinary tensor laid out like it, or to this rank's part of a whole gradient."""
     with WithoutTorchFunction():
-        return tensor.size() if dim is None else tensor.size(dim)
+        if gradient is not None and tensor.shape != gradient.shape == tensor.full_shape:
+            gradient = SliceTensor.of(tensor.placement.cut(gradient), tensor.placement)
+        _SET_GRAD(tensor, gradient)
+
+
+def _data_ptr(tensor: Any) -> int:
+    """Return the address of a slice, unless code that trusts `numel()` would read beyond it."""
+    with WithoutTorchFunction():
+        if tensor.placement.communicator.size > 1:
+            raise RuntimeError(
+                f"data_ptr() of a slice of a tensor of shape {tuple(tensor.full_shape)}: this rank stores "
+                f"{len(tensor)} of its elements there. Pass `tensor.part` to kernels that are element-wise."
+            )
+        return tensor.data_ptr()
+
+
+def _on_meta(value: Any) -> Any:
+    """Return a meta tensor of the whole shape for a slice, and any other tensor on the meta device."""
+    shape = getattr(value, "full_shape", value.shape)
+    return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
 def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:

@@ -65,6 +65,11 @@ def admit_parameters(model: torch.nn.Module) -> None:
                 f"auto_wrap: '{name}' is on the meta device and has no values. Load or initialise the model on CPU "
                 "before wrapping."
             )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"auto_wrap: '{name}' has a hook on its gradient, which its slices would not have. Register it after "
+                "auto_wrap, by parameter.register_post_accumulate_grad_hook, which sees the averaged gradient."
+            )
         if type(parameter.data) is not torch.Tensor and not isinstance(parameter, DistributedParameter):
             raise ValueError(
                 f"auto_wrap: '{name}' holds a {type(parameter.data).__name__}, whose elements cannot be cut into flat "

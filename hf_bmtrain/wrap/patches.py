@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..blocks.base import RefuseDataParallel, moved
 from ..blocks.block import CheckpointBlock, weak_method
 from ..blocks.block_state import BlockState
-from ..ops.torch_internals import pytree
+from ..ops.torch_internals import differentiates_by_functorch, pytree
 from ..runtime.launcher import check_accelerator, mixed_precision
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
@@ -162,11 +162,11 @@ def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
 class Guard:
     """A forward pre-hook that checks one model before its training forwards.
 
-    Raises RuntimeError if the model was wrapped in DistributedDataParallel, if Accelerate shards it or sees another
-    number of ranks, if it holds a parameter that is not sharded, or if one of a block was renamed. Parameters and
-    modules can be replaced without any call (FSDP writes into the dicts of a module), so every training forward checks
-    all of them: module by module in the first one and after the tree of modules or a name has changed, otherwise in
-    the dicts that were found then.
+    Raises RuntimeError if the model is exported or called in a transform of torch.func, if it was wrapped in
+    DistributedDataParallel, if Accelerate shards it or sees another number of ranks, if it holds a parameter that is
+    not sharded, or if one of a block was renamed. Parameters and modules can be replaced without any call (FSDP writes
+    into the dicts of a module), so every training forward checks all of them: module by module in the first one and
+    after the tree of modules or a name has changed, otherwise in the dicts that were found then.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -177,8 +177,19 @@ class Guard:
         self._names: list[str] = []  # of the parameters then
 
     def __call__(self, model: torch.nn.Module, args: tuple) -> None:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise RuntimeError(
+                f"A sharded {type(model).__name__} cannot be traced or exported, because its weights come and go: load "
+                "its state dict (bmt.save, model.state_dict()) into a model that is not wrapped, and export that."
+            )
         if not torch.is_grad_enabled():
             return
+        if differentiates_by_functorch():
+            raise RuntimeError(
+                f"A transform of torch.func around a sharded {type(model).__name__}: its blocks are gathered and "
+                "released by autograd's own backward. Use loss.backward(), torch.autograd.grad with respect to "
+                "inputs, or a model that is not wrapped."
+            )
         if DistributedDataParallel._active_ddp_module is not None:
             iter(RefuseDataParallel())
         check_accelerator(self._ranks)

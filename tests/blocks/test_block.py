@@ -428,8 +428,8 @@ def block_keeps_its_identity(options):
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Tower().named_parameters()]
     weight = model.layers[0].linear.weight
     assert isinstance(weight, bmt.DistributedParameter)
-    assert len(weight.shape) == 1
-    assert weight.full_shape == (6, 6)
+    assert weight.full_shape == weight.shape == (6, 6)
+    assert weight.part.dim() == 1
     with pytest.raises(RuntimeError, match="deep-copied"):
         copy.deepcopy(model)
     with pytest.raises(RuntimeError, match="moved or cast"):

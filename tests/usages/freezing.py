@@ -805,7 +805,6 @@ def layer_removed(side: Side) -> None:
     side.weights(model)
 
 
-AGAIN = "what the layer draws or counts itself is drawn or counted again in the recomputation"
 LATE = "came into the model after auto_wrap"
 
 USAGES = [
@@ -820,7 +819,7 @@ USAGES = [
     Usage(layer_drop),
     Usage(layer_drop_of_each_rank, wrong="the process ends in gloo", on=(2,), slow=True),
     Usage(drop_path),
-    Usage(skipping_inside_a_layer, wrong=AGAIN, recomputed=True),
+    Usage(skipping_inside_a_layer),
     Usage(skipping_inside_by_torch),
     Usage(
         layers_in_an_order_of_each_rank,
@@ -828,8 +827,8 @@ USAGES = [
         on=(2,),
         slow=True,
     ),
-    Usage(noise_from_a_generator, wrong=AGAIN, recomputed=True),
-    Usage(noise_from_numpy, wrong=AGAIN, recomputed=True),
+    Usage(noise_from_a_generator),
+    Usage(noise_from_numpy),
     Usage(counting_layer),
     Usage(counting_buffer),
     Usage(batch_norm_in_layers),

@@ -648,8 +648,6 @@ def own_parameter_copied_by_name(side: Side) -> None:
     side.weights(model)
 
 
-HABIT = "a collective of torch over slices mixes other parts of the parameter"
-NDIM = "slices have one dimension, so that what is done for matrices is left out"
 SHAPES = "depends on the shapes of parameters"
 
 USAGES = [
@@ -665,8 +663,8 @@ USAGES = [
     Usage(adafactor, refused=SHAPES),
     Usage(lbfgs, refused=SHAPES, on=(2,)),
     Usage(closure_of_sgd),
-    Usage(galore, wrong=NDIM, on=(2,)),
-    Usage(optimizer_of_torch_distributed, wrong=HABIT, on=(2,), slow=True),
+    Usage(galore),
+    Usage(optimizer_of_torch_distributed, refused="all ranks must call it", on=(2,), slow=True),
     Usage(optimizer_state_saved),
     Usage(accumulation),
     Usage(accumulation_with_no_sync, refused="no attribute 'no_sync'"),
@@ -677,8 +675,8 @@ USAGES = [
     Usage(loss_of_zero),
     Usage(a_rank_without_a_loss, refused="did not reach this operation", on=(2,), slow=True),
     Usage(a_rank_that_skips, refused="do different things", on=(2,), slow=True),
-    Usage(gradients_averaged_by_hand, wrong=HABIT, on=(2,), slow=True),
-    Usage(gradients_of_equal_slices_averaged, wrong=HABIT, on=(2,)),
+    Usage(gradients_averaged_by_hand),
+    Usage(gradients_of_equal_slices_averaged),
     Usage(weights_broadcast_by_hand),
     Usage(loss_reduced_for_the_log),
     Usage(autocast_by_the_user),

@@ -646,6 +646,6 @@ USAGES = [
     Usage(soft_actor),
     Usage(frozen_plain_tower),
     Usage(plain_tower_that_trains),
-    Usage(plain_tower_around_the_wrapped, wrong="nobody averages the plain head's gradient", on=(2,)),
+    Usage(plain_tower_around_the_wrapped, refused="nobody averages", on=(2,)),
     Usage(one_loss_of_two_wrapped),
 ]

@@ -182,7 +182,7 @@ def statistic(name: str, of: str) -> Usage:
 
     recipe.__name__ = f"{of}_{name.replace(' ', '_')}"
     recipe.__doc__ = f"{name} of each {of}, for a log."
-    return Usage(recipe, wrong=COUNTED, on=(2,)) if name == "elements" else Usage(recipe)
+    return Usage(recipe)
 
 
 def number_of_parameters(side: Side) -> None:
@@ -253,8 +253,6 @@ def norms_by_foreach(side: Side) -> None:
     side.see("weights", torch.stack(torch._foreach_norm([p.detach() for p in model.parameters()])))
 
 
-COUNTED = "a slice's elements are counted"
-
 USAGES = [
     Usage(clip_by_torch),
     Usage(clip_by_torch_infinity),
@@ -267,8 +265,8 @@ USAGES = [
     Usage(gradients_noise),
     Usage(sign_descent),
     Usage(centralized_gradients),
-    Usage(number_of_parameters, wrong=COUNTED, on=(2,)),
-    Usage(number_of_parameters_by_transformers, wrong=COUNTED, on=(2,)),
+    Usage(number_of_parameters),
+    Usage(number_of_parameters_by_transformers),
     Usage(decay_groups_by_dimension),
     Usage(gradient_noise_scale),
     Usage(gradients_vector),

@@ -1,0 +1,71 @@
+"""Random generators other than torch's own: Python's, NumPy's, and those that the modules of a layer hold."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def generators_of(layer: torch.nn.Module) -> list[Any]:
+    """Return the process's generators of Python and NumPy, and those among the attributes of the layer's modules."""
+    numpy = sys.modules.get("numpy.random")
+    own = (value for module in layer.modules() for value in vars(module).values())
+    return [random, *([] if numpy is None else [numpy]), *(value for value in own if _access(value) is not None)]
+
+
+class Generators:
+    """The states of some generators when this object was made."""
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._states = [(generator, _read(generator)) for generator in generators]
+
+    def moved(self) -> list[Any]:
+        """Return the generators that have drawn since."""
+        return [generator for generator, state in self._states if not _equal(state, _read(generator))]
+
+    def put_back(self) -> Generators:
+        """Give the generators their states again. Returns their present ones."""
+        present = Generators(generator for generator, _ in self._states)
+        for generator, state in self._states:
+            access = _access(generator)
+            assert access is not None
+            access[1](state)
+        return present
+
+
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return the functions that read and write the state of a generator, None for anything else."""
+    if isinstance(generator, random.Random) or generator is random:
+        return generator.getstate, generator.setstate
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    if isinstance(generator, numpy.RandomState) or generator is numpy:
+        return generator.get_state, generator.set_state
+    if isinstance(generator, numpy.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
+
+
+def _read(generator: Any) -> Any:
+    access = _access(generator)
+    assert access is not None
+    return access[0]()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return all(map(_equal, a, b))
+    same = a == b
+    return bool(same if isinstance(same, bool) else same.all())

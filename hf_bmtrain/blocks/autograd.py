@@ -104,6 +104,25 @@ def enter_backward(
     return _replace(outputs, iter(_apply(_EnterBackward, before, token, *found))), True
 
 
+def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
+    """`enter_backward` that leaves the tensors in `outputs` as they are, and calls `before` from hooks on them.
+
+    So what a model returns is what its layers passed on, and a hook or `retain_grad()` on a hidden state sees its whole
+    gradient. Leaves, on which a hook would stay, and models being compiled are behind the boundary nevertheless.
+    """
+    strange: list[Any] = []
+    found = list(dict.fromkeys(tensors_in((outputs,), set(), strange)))
+    if not found or strange or torch.compiler.is_compiling() or any(tensor.is_leaf for tensor in found):
+        return enter_backward(before, token, outputs)
+
+    def reached(gradient: torch.Tensor) -> None:
+        refuse_double_backward()
+        before(token)
+
+    torch.autograd.graph.register_multi_grad_hook(found, reached, mode="any")
+    return outputs, True
+
+
 def _enter_containers(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None
 ) -> tuple[Any, bool]:

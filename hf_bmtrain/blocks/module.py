@@ -17,7 +17,7 @@ from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, find_slots
 from ..sharding.state_dict import slice_on_load
-from .autograd import enter_backward, uncached_autocast
+from .autograd import uncached_autocast, watch_backward
 from .base import ShardedModule, extend_class
 
 _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
@@ -72,7 +72,7 @@ class DistributedModule(ShardedModule):
                 forward_pass.release()
                 raise
         if torch.is_grad_enabled():
-            outputs, differentiable = enter_backward(forward_pass.before_backward, forward_pass.end(), outputs)
+            outputs, differentiable = watch_backward(forward_pass.before_backward, forward_pass.end(), outputs)
             if differentiable:
                 return outputs
         forward_pass.release()

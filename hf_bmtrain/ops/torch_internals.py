@@ -44,9 +44,7 @@ functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_a
 
 
 def differentiates_by_functorch() -> bool:
-    """Return whether a transform of torch.func other than vmap is active. There is no public equivalent."""
-    if not functorch_transforms_active():
-        return False
+    """Return whether one of the active transforms of torch.func is not vmap. There is no public equivalent."""
     functorch: Any = _C._functorch
     return any(each.key() != functorch.TransformType.Vmap for each in functorch.get_interpreter_stack())
 

@@ -41,9 +41,10 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
             "sharded; they belong to it no more, and nothing would be trained. Make the optimizer after auto_wrap, "
             "from model.parameters()."
         )
-    _check_averaged(optimizer, parameters)
     known = getattr(optimizer, "whole_state", None)
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
+    if slices:
+        _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
         if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # ours are element-wise
             _check_element_wise(optimizer, slices[0].device)
@@ -51,11 +52,10 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     return known
 
 
-def _check_averaged(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> None:
-    """Raise RuntimeError if ordinary parameters alongside slices have other gradients on each rank. Collective."""
+def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
+    """Raise RuntimeError if `ordinary` parameters alongside slices have other gradients on each rank. Collective."""
     world = current_world()
-    ordinary = [p for p in parameters if not isinstance(p, DistributedParameter) and p.requires_grad]
-    if world.size == 1 or not ordinary or len(ordinary) == len(parameters):
+    if world.size == 1 or not ordinary:
         return
     gradients = [None if p.grad is None else (p.grad.double().sum().item(), tuple(p.shape)) for p in ordinary]
     everyone = world.gather_objects(gradients)
@@ -89,8 +89,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
     For each parameter group, three new optimizers of the same class and options make three steps: one on a small matrix
     and two on the same values in flat parts. Adafactor, LAMB, Muon and LBFGS move them differently. Such an optimizer
-    is tried on slices of a matrix as well, whose reductions are global: one that steps along the gradient divided by
-    its norm is right. Collective then, and all ranks come to it alike, because they try the same values.
+    is tried on slices of a matrix as well, of which functions of torch see the whole. Collective then, and all ranks
+    come to it alike, because they try the same values.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
@@ -117,10 +117,10 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         reason = _difference(functools.partial(_move_slices, optimizer, group, values, tries), moved)
         if reason is not None:
             raise TypeError(
-                f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap a "
-                "parameter is a flat slice on each rank. Use an element-wise optimizer (hf_bmtrain's AdamOptimizer, "
-                "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion), or one that reduces parameters and gradients "
-                "by functions of torch, which are global (LAMB), and not by their `shape`."
+                f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap each "
+                "rank stores a part of them. Use an element-wise optimizer (hf_bmtrain's AdamOptimizer, "
+                "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion), or one that computes with whole matrices by "
+                "functions of torch in float32 (Adafactor, LAMB, LBFGS)."
             )
 
 

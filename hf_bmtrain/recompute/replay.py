@@ -21,13 +21,13 @@ class Snapshot:
 
     buffers: values of the buffers that the forward changed, by number. attributes: those of the layer's modules.
     arguments: the contents of the mutable containers (lists, dicts, caches) among its arguments. generators: the states
-    of the random generators from which the forward draws.
+    of the random generators from which the forward draws, None if it draws from none.
     """
 
     buffers: dict[int, torch.Tensor]
     attributes: Attributes
     arguments: Contents
-    generators: Generators
+    generators: Generators | None
 
 
 class Replay:
@@ -63,7 +63,8 @@ class Replay:
         before = {n: buffer for n, buffer in enumerate(self._present()) if buffer is not None}
         versions = {n: _version(buffer) for n, buffer in before.items()}
         copies = {n: buffer.clone() for n, buffer in before.items() if known is None or n in known}
-        generators = Generators(generators_of(self._layer) if known is None else self._drawn[training])
+        drawn = generators_of(self._layer) if known is None else self._drawn[training]
+        generators = Generators(drawn) if drawn else None
         snapshot = Snapshot(copies, self._present_attributes(), Contents((*args, *kwargs.values())), generators)
         yield snapshot
         after = self._present()
@@ -77,6 +78,7 @@ class Replay:
                 "put back for its recomputation. Wrap the model with use_checkpoint=False."
             )
         if known is None:
+            assert generators is not None
             self._changing[training], self._drawn[training] = changed, generators.moved()
             snapshot.buffers = {n: copies[n] for n in changed}
 
@@ -85,7 +87,8 @@ class Replay:
         """Under `with`, buffers, attributes and containers are as in the snapshot; at the end they are as before."""
         present, attributes = self._present(), self._present_attributes()
         undo = None if snapshot.attributes is attributes else snapshot.attributes.put_back()
-        arguments, generators = snapshot.arguments.put_back(), snapshot.generators.put_back()
+        arguments = snapshot.arguments.put_back()
+        generators = None if snapshot.generators is None else snapshot.generators.put_back()
         for n, value in snapshot.buffers.items():
             buffers, name = self._places[n]
             buffers[name] = value.clone()
@@ -96,7 +99,8 @@ class Replay:
                 buffers, name = self._places[n]
                 buffers[name] = present[n]
             arguments.put_back()
-            generators.put_back()
+            if generators is not None:
+                generators.put_back()
             if undo is not None:
                 undo()
             elif not attributes.is_present():

@@ -35,15 +35,13 @@ class Releasable(Protocol):
 class Gradient(Protocol):
     """The gradient of a flat buffer, sent to its reduction and received later. in_flight: between the two.
 
-    undecided: it was received, and `decide` finds out which parameters no rank used.
+    receive: returns True if `decide` must find out which parameters no rank used.
     """
 
     @property
     def in_flight(self) -> bool: ...
     def send(self) -> None: ...
-    def receive(self) -> None: ...
-    @property
-    def undecided(self) -> bool: ...
+    def receive(self) -> bool: ...
     def decide(self) -> None: ...
     def discard(self) -> None: ...
 
@@ -323,8 +321,7 @@ class Schedule:
         """Receive all gradients except the last `ahead` groups."""
         while len(self._in_flight) > ahead:
             for gradient in self._in_flight[0]:
-                gradient.receive()
-                if gradient.undecided:
+                if gradient.receive():
                     self._undecided.append(gradient)
             self._in_flight.popleft()
 
@@ -332,8 +329,7 @@ class Schedule:
         """Find out which parameters no rank used, where this rank did not use all."""
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:
-            if gradient.undecided:  # unless the buffer was sent again
-                gradient.decide()
+            gradient.decide()
 
 
 def refuse_double_backward() -> None:

@@ -43,6 +43,7 @@ class GradientBuffer:
         self._unused, self._alone = unused, self._communicator.size == 1
         self._entry = code("reduction of the gradient of", unused.number)
         self.slices: list[weakref.ref[Any]] = []
+        self._indices = range(len(wholes))
         self._pieces = [placement.piece for placement in placements]
         self.requires_grad = [whole.requires_grad for whole in wholes]
         self._wholes_require_grad = list(self.requires_grad)
@@ -61,8 +62,9 @@ class GradientBuffer:
         self._parts = [number for number, position in enumerate(present) if position % 2]
         self._version = -1
         self._segments: Segments | None = None  # torch measures float64
+        self._is_complex = like.is_complex()
         if like.dtype.to_real() != torch.float64:
-            numbers = 2 if like.is_complex() else 1  # an element is so many real numbers
+            numbers = 2 if self._is_complex else 1  # an element is so many real numbers
             ends = [*(piece.shard_start for piece in self._pieces), self._pieces[-1].shard_stop]
             self._segments = Segments([numbers * end for end in ends], like.device)
 
@@ -121,11 +123,12 @@ class GradientBuffer:
         for whole in self._wholes:
             whole.grad = None
         self._communicator.journal.note(self._entry)
-        self._unused.count()
+        self._unused.sent += 1
         lacking = [index for index, gradient in enumerate(gradients) if gradient is None]
         if lacking:
             self._note_absent(lacking)
-        self._collected.clear()
+        if self._collected:
+            self._collected.clear()
         self._flight = self._reducer.send(gradients, shard, total)
 
     def _note_absent(self, lacking: list[int]) -> None:
@@ -139,34 +142,35 @@ class GradientBuffer:
         if self._absent:
             self._unused.post(self._absent)
 
-    def receive(self) -> None:
+    def receive(self) -> bool:
         """Wait for the mean, which is added to an accumulation, and set the slices' `.grad` to views of `shard`.
 
-        The slices of parameters that this rank did not use are left to `decide`.
+        The slices of parameters that this rank did not use are left to `decide`. Returns True if there are any.
         """
         assert self._flight is not None
         self._flight.land()
         self._squares, self._flight, self._begun = self._flight.squares, None, False
         self._count_write()
         if not self._absent:
-            self._hand_out(range(len(self.slices)))
-            return
+            self._hand_out(self._indices)
+            return False
         # Hooks are called in the same order on every rank, which they may rely on.
         hooked = any(slice_ is not None and slice_._gradient_hooks for slice_ in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()
-            self._hand_out(index for index in range(len(self.slices)) if index not in unused)
-        else:
-            absent = set(self._absent)
-            self._hand_out(index for index in range(len(self.slices)) if index not in absent)
-
-    @property
-    def undecided(self) -> bool:
-        """True from `receive` to `decide`, if this rank did not use all parameters."""
-        return self._flight is None and bool(self._absent)
+            self._hand_out(index for index in self._indices if index not in unused)
+            return False
+        absent = set(self._absent)
+        self._hand_out(index for index in self._indices if index not in absent)
+        return True
 
     def decide(self) -> None:
-        """Set the `.grad` of parameters that another rank used. The host waits until all gradients have arrived."""
+        """Set the `.grad` of parameters that another rank used. The host waits until all gradients have arrived.
+
+        Nothing happens if the gradient was sent again since, which decides as well.
+        """
+        if self._flight is not None or not self._absent:
+            return
         unused = self._find_unused()
         absent, self._absent = self._absent, []
         self._hand_out(index for index in absent if index not in unused)
@@ -252,7 +256,12 @@ class GradientBuffer:
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         self._version = self.shard._version
         if self._segments is not None:
-            self._norms = SegmentNorms(as_real(self.shard), self._segments, self._communicator, self._squares)
+            self._norms = SegmentNorms(
+                as_real(self.shard) if self._is_complex else self.shard,
+                self._segments,
+                self._communicator,
+                self._squares,
+            )
 
     def _hand_out(self, indices: Iterable[int]) -> None:
         """Set the `.grad` of these slices, and call their hooks."""

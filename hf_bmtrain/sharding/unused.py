@@ -12,20 +12,17 @@ class UnusedParameters:
 
     A rank that used all of them does nothing. Another one posts those that it did not use before it sends the buffer's
     gradient, and reads all ranks' posts after the mean has arrived on the host: every rank has sent by then, so a rank
-    without a post used all. Every rank calls `count` once per gradient that it sends.
+    without a post used all. The posts of one gradient are deleted after the mean of a later one has arrived: every rank
+    has read them by then.
 
-    The posts of one gradient are deleted after the mean of a later one has arrived: every rank has read them by then.
+    sent: the number of gradients that were sent, which the owner counts.
     """
 
     def __init__(self, control: Control, number: int) -> None:
         """number: of the buffer, the same on every rank."""
         self._control, self.number = control, number
-        self._sent = 0
+        self.sent = 0
         self._read: str | None = None
-
-    def count(self) -> None:
-        """Count a gradient that is about to be sent."""
-        self._sent += 1
 
     def post(self, indices: Sequence[int]) -> None:
         """Tell the other ranks that this one did not use these parameters, before the gradient is sent."""
@@ -45,4 +42,4 @@ class UnusedParameters:
 
     @property
     def _key(self) -> str:
-        return f"unused/{self.number}/{self._sent}"
+        return f"unused/{self.number}/{self.sent}"

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..blocks.base import RefuseDataParallel, moved
 from ..blocks.block import CheckpointBlock, weak_method
 from ..blocks.block_state import BlockState
-from ..ops.torch_internals import differentiates_by_functorch, pytree
+from ..ops.torch_internals import differentiates_by_functorch, functorch_transforms_active, pytree
 from ..runtime.launcher import check_accelerator, mixed_precision
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
@@ -184,7 +184,7 @@ class Guard:
             )
         if not torch.is_grad_enabled():
             return
-        if differentiates_by_functorch():
+        if functorch_transforms_active() and differentiates_by_functorch():
             raise RuntimeError(
                 f"A transform of torch.func around a sharded {type(model).__name__}: its blocks are gathered and "
                 "released by autograd's own backward. Use loss.backward(), torch.autograd.grad with respect to "

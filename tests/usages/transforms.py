@@ -710,7 +710,7 @@ USAGES = [
     Usage(scaled_gradients_by_module_hooks),
     Usage(gradient_statistics_by_module_hooks),
     Usage(calls_counted_by_hooks, wrong=AGAIN, recomputed=True),
-    Usage(hidden_state_hooks, wrong="no gradient arrives at a hidden state that is not itself in the loss"),
+    Usage(hidden_state_hooks),
     Usage(optimizer_in_backward),
     Usage(optimizer_in_backward_of_torch),
     Usage(parameter_hook, refused="Use register_post_accumulate_grad_hook"),

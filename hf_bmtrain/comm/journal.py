@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 KEPT = 8192
@@ -60,7 +61,7 @@ class Journal:
         self.name = name
         self.count = self.digest = 0
         self.problem: str | None = None
-        self._last = [(0, 0, 0)] * KEPT  # (number, entry, digest), each at its number modulo KEPT
+        self._last: deque[tuple[int, int, int]] = deque([(0, 0, 0)], KEPT)  # a list would be slow under torch.compile
 
     def note(self, entry: int) -> None:
         """Add an entry, see `code`. Raises RuntimeError if the ranks have been found to differ."""
@@ -68,7 +69,7 @@ class Journal:
             raise RuntimeError(self.problem)
         self.count += 1
         self.digest = (self.digest * _FACTOR + entry) & _MASK
-        self._last[self.count % KEPT] = self.count, entry, self.digest
+        self._last.append((self.count, entry, self.digest))
 
     def check(self, seconds: float = 0) -> None:
         """Raise RuntimeError if the ranks are, within `seconds`, found to differ."""
@@ -101,4 +102,8 @@ class Journal:
         return next((entry for count, entry, _ in self._kept() if count == number), None)
 
     def _kept(self) -> list[tuple[int, int, int]]:
-        return sorted(set(self._last))
+        while True:
+            try:
+                return list(self._last)
+            except RuntimeError:  # another thread has just added an entry
+                continue

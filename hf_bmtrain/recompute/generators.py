@@ -11,7 +11,12 @@ import torch
 
 
 def generators_of(layer: torch.nn.Module) -> list[Any]:
-    """Return the process's generators of Python and NumPy, and those among the attributes of the layer's modules."""
+    """Return the process's generators of Python and NumPy, and those among the attributes of the layer's modules.
+
+    None while torch.compile traces the layer: it cannot read their states.
+    """
+    if torch.compiler.is_compiling():
+        return []
     numpy = sys.modules.get("numpy.random")
     own = (value for module in layer.modules() for value in vars(module).values())
     return [random, *([] if numpy is None else [numpy]), *(value for value in own if _access(value) is not None)]

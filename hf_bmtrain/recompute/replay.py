@@ -78,8 +78,8 @@ class Replay:
                 "put back for its recomputation. Wrap the model with use_checkpoint=False."
             )
         if known is None:
-            assert generators is not None
-            self._changing[training], self._drawn[training] = changed, generators.moved()
+            self._changing[training] = changed
+            self._drawn[training] = [] if generators is None else generators.moved()
             snapshot.buffers = {n: copies[n] for n in changed}
 
     @contextmanager

@@ -719,7 +719,7 @@ USAGES = [
     Usage(state_dict_hooks),
     Usage(functional_call, refused=LATE),
     Usage(functional_call_of_its_own, refused=LATE),
-    Usage(functional_gradient, refused=LATE),
+    Usage(functional_gradient, refused="transform of torch.func"),
     Usage(vmapped),
     Usage(forward_mode, refused="transform of torch.func"),
     Usage(saliency),

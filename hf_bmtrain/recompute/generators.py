@@ -17,7 +17,7 @@ def generators_of(layer: torch.nn.Module) -> list[Any]:
     """
     if torch.compiler.is_compiling():
         return []
-    numpy = sys.modules.get("numpy.random")
+    numpy = _numpy_random()
     own = (value for module in layer.modules() for value in vars(module).values())
     return [random, *([] if numpy is None else [numpy]), *(value for value in own if _access(value) is not None)]
 
@@ -48,7 +48,7 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | 
         return generator.getstate, generator.setstate
     if isinstance(generator, torch.Generator):
         return generator.get_state, generator.set_state
-    numpy = sys.modules.get("numpy.random")
+    numpy = _numpy_random()
     if numpy is None:
         return None
     if isinstance(generator, numpy.RandomState) or generator is numpy:
@@ -57,6 +57,12 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | 
         bits = generator.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return None
+
+
+def _numpy_random() -> Any:
+    """Return numpy.random, which NumPy imports when it is first used, or None without NumPy."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
 
 
 def _read(generator: Any) -> Any:

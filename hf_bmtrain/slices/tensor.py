@@ -79,9 +79,9 @@ class Sliced:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is _SET_GRAD:
-            return _set_grad(*args)
         if func in METADATA:
+            if func == _SET_GRAD:
+                return _set_grad(*args)
             with WithoutTorchFunction():
                 return func(*args, **kwargs)
         if func is torch.autograd.backward:

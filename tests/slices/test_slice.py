@@ -1,0 +1,78 @@
+"""What a slice says of itself, its part, and what may be set as its gradient."""
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from twins import WIDTH, Tower, ids
+
+
+def describes_the_whole():
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    for mine, plain in zip(model.parameters(), twin.parameters()):
+        assert (mine.shape, mine.numel(), mine.stride(), mine.nbytes) == (
+            plain.shape, plain.numel(), plain.stride(), plain.nbytes,
+        )  # fmt: skip
+        assert mine.data.shape == plain.shape
+    stored = torch.tensor([sum(len(p.part) for p in model.parameters())])
+    assert bmt.sum_loss(stored.float()) * bmt.world_size() == sum(p.numel() for p in twin.parameters())
+
+
+def part_is_the_memory():
+    model = bmt.auto_wrap(Tower())
+    weight = model.layers[0].linear.weight
+    assert type(weight.part) is torch.Tensor
+    assert weight.part.dim() == 1
+    before, version = weight.gather().detach(), weight._version
+    weight.part.mul_(2)
+    assert weight._version > version
+    torch.testing.assert_close(weight.gather().detach(), 2 * before, rtol=0, atol=0)
+
+
+def address_is_refused_where_it_would_mislead():
+    weight = bmt.auto_wrap(Tower()).head.weight
+    if bmt.world_size() == 1:
+        assert weight.data_ptr() == weight.part.data_ptr()
+    else:
+        with pytest.raises(RuntimeError, match=r"Pass `tensor\.part`"):
+            weight.data_ptr()
+
+
+def whole_gradient_is_set():
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    for each in (model, twin):
+        for number, parameter in enumerate(each.parameters()):
+            parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape) + number
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    for mine, plain in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(mine.gather().detach(), plain.detach(), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="assigned grad|assign a gradient of size"):
+        model.head.weight.grad = torch.zeros(3, WIDTH)
+    model.head.weight.grad = None
+    assert model.head.weight.grad is None
+
+
+def collectives_of_torch():
+    """By hand, as in scripts without DistributedDataParallel; the gradients are averaged already."""
+    model = bmt.auto_wrap(Tower())
+    model(ids(0, bmt.rank())).backward()
+    gradient = model.layers[0].linear.weight.gather_gradient()
+    for parameter in model.parameters():
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= bmt.world_size()
+    torch.testing.assert_close(model.layers[0].linear.weight.gather_gradient(), gradient)
+    with pytest.raises(RuntimeError, match="no async_op=True"):
+        torch.distributed.all_reduce(model.head.weight.grad, async_op=True)
+
+
+@pytest.mark.parametrize(
+    "case", [describes_the_whole, part_is_the_memory, address_is_refused_where_it_would_mislead, whole_gradient_is_set]
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_slice(world, size, case):
+    world(size)(case)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its functions do not ask a tensor's class before")
+def test_collectives(world):
+    world(2)(collectives_of_torch)

@@ -57,7 +57,8 @@ def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.n
     world = current_world()
     if world.size == 1 or not ordinary:
         return
-    gradients = [None if p.grad is None else (p.grad.double().sum().item(), tuple(p.shape)) for p in ordinary]
+    # As texts, because nan differs from itself.
+    gradients = [None if p.grad is None else f"{p.grad.double().sum().item()} of {tuple(p.shape)}" for p in ordinary]
     everyone = world.gather_objects(gradients)
     if any(other != gradients for other in everyone):
         raise RuntimeError(

@@ -13,7 +13,7 @@ import torch
 def generators_of(layer: torch.nn.Module) -> list[Any]:
     """Return the process's generators of Python and NumPy, and those among the attributes of the layer's modules.
 
-    None while torch.compile traces the layer: it cannot read their states.
+    Empty while torch.compile traces the layer, because it cannot read their states.
     """
     if torch.compiler.is_compiling():
         return []

@@ -20,11 +20,11 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
     """This rank's 1-D slice of a parameter. `model.parameters()` yields slices, and optimizers update them.
 
     `DistributedParameter(data)` shards `data` (any shape, rank 0's values) over all ranks, as in BMTrain. Collective.
-    The slice is a view of the shard of its `ShardedBuffer`: writing to it writes the shard. It may be empty on a rank.
+    The slice is a view of the shard of its `ShardedBuffer`: writing to it writes the shard. Its `part` may be empty.
     The attribute of a `DistributedModule` is whole when it is read inside a forward. Raises ValueError if `data` is on
     the meta device.
 
-    full_shape: shape of the whole parameter. init_method: fills a whole tensor, see `init_parameters`. group: a name
+    full_shape: shape of the whole parameter, as `shape` is. init_method: fills a whole tensor, see `init_parameters`. group: a name
     for `grouped_parameters`.
 
     A backward sets the `.grad` of every parameter in the blocks that it passed through, and of those outside blocks

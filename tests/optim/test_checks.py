@@ -152,6 +152,24 @@ def checked_once():
         assert check.call_count == 2
 
 
+def ordinary_parameters():
+    """Alongside slices they must have the same gradient on every rank, also nan."""
+    for value, alike in ((1.0, True), (float("nan"), True), (float(bmt.rank()), False)):
+        model, plain = bmt.auto_wrap(Tower()), torch.nn.Parameter(torch.ones(2))
+        optimizer = sgd([*model.parameters(), plain])
+        plain.grad = torch.full((2,), value)
+        model(ids(0, bmt.rank())).backward()
+        if alike:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="nobody averages"):
+                optimizer.step()
+
+
+def test_ordinary_parameters(world):
+    world(2)(ordinary_parameters)
+
+
 HOOKS = """
 import torch, hf_bmtrain as bmt
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks

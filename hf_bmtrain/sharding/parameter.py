@@ -24,8 +24,8 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
     The attribute of a `DistributedModule` is whole when it is read inside a forward. Raises ValueError if `data` is on
     the meta device.
 
-    full_shape: shape of the whole parameter, as `shape` is. init_method: fills a whole tensor, see `init_parameters`. group: a name
-    for `grouped_parameters`.
+    full_shape: shape of the whole parameter, as `shape` is. init_method: fills a whole tensor, see `init_parameters`.
+    group: a name for `grouped_parameters`.
 
     A backward sets the `.grad` of every parameter in the blocks that it passed through, and of those outside blocks
     whose buffers its forward read, if any rank used the parameter; a rank that did not use it counts as zero. A

@@ -42,6 +42,9 @@ context manager sets hooks but does not read them. In torch 2.6 they cannot be r
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Return whether a transform of torch.func is active. There is no public equivalent."""
 
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""Return whether torch.export traces. Public since torch 2.7; before, an exported model fails with another error."""
+
 
 def differentiates_by_functorch() -> bool:
     """Return whether one of the active transforms of torch.func is not vmap. There is no public equivalent."""

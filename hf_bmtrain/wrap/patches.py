@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..blocks.base import RefuseDataParallel, moved
 from ..blocks.block import CheckpointBlock, weak_method
 from ..blocks.block_state import BlockState
-from ..ops.torch_internals import differentiates_by_functorch, functorch_transforms_active, pytree
+from ..ops.torch_internals import differentiates_by_functorch, functorch_transforms_active, is_exporting, pytree
 from ..runtime.launcher import check_accelerator, mixed_precision
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
@@ -177,7 +177,7 @@ class Guard:
         self._names: list[str] = []  # of the parameters then
 
     def __call__(self, model: torch.nn.Module, args: tuple) -> None:
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(
                 f"A sharded {type(model).__name__} cannot be traced or exported, because its weights come and go: load "
                 "its state dict (bmt.save, model.state_dict()) into a model that is not wrapped, and export that."

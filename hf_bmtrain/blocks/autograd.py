@@ -1,10 +1,11 @@
 """Boundaries around the forward of sharded layers for autograd, and autocast without its cache.
 
-The boundaries are identity functions that call back when backward reaches the layers and when it has left them.
-`enter_backward` is applied to the outputs: its backward runs once all their gradients exist, before any node of the
-layers. `leave_backward` is applied to the inputs: its backward runs once all their gradients exist, after the nodes
-that made them. By then the gradients of the layers' weights are complete as well: autograd's engine runs, of the nodes
-that are ready, those that accumulate gradients first and then the one that was made last.
+The boundaries call back when backward reaches the layers and when it has left them. They are identity functions, but
+for the outputs of a model, which `watch_backward` leaves as they are: hooks on them call back at the first gradient.
+`enter_backward` is applied to the outputs of a layer: its backward runs once all their gradients exist, before any node
+of the layer. `leave_backward` is applied to the inputs: its backward runs once all their gradients exist, after the
+nodes that made them. By then the gradients of the layers' weights are complete as well: autograd's engine runs, of the
+nodes that are ready, those that accumulate gradients first and then the one that was made last.
 """
 
 from __future__ import annotations
@@ -105,10 +106,10 @@ def enter_backward(
 
 
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
-    """`enter_backward` that leaves the tensors in `outputs` as they are, and calls `before` from hooks on them.
+    """Call `before` from hooks on the differentiable tensors in `outputs`; otherwise like `enter_backward`.
 
-    So what a model returns is what its layers passed on, and a hook or `retain_grad()` on a hidden state sees its whole
-    gradient. Leaves, on which a hook would stay, and models being compiled are behind the boundary nevertheless.
+    What a model returns is then what its layers passed on, and a hook or `retain_grad()` on a hidden state sees its
+    whole gradient. Leaves, on which a hook would stay, and models being compiled get an identity function.
     """
     strange: list[Any] = []
     found = list(dict.fromkeys(tensors_in((outputs,), set(), strange)))

@@ -46,7 +46,8 @@ class Sliced:
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's elements, (n,): an ordinary tensor that shares their memory and version. Not waited for."""
+        """This rank's elements, (n,): an ordinary tensor that shares their memory and version."""
+        self.settle()
         with WithoutTorchFunction():
             return self.detach().as_subclass(torch.Tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -107,7 +108,7 @@ class SliceTensor(Sliced, torch.Tensor):
     In element-wise operations it behaves as a plain tensor does, and the result is a SliceTensor again; see the module
     for any other. Its norm is that of the whole and its found-inf flag that of any rank, so
     `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and what Trainer and Accelerate build on them are right
-    without changes. `.as_subclass(torch.Tensor)` is the part as a plain tensor. It is pickled as one.
+    without changes. It is pickled as a plain tensor, its `part`.
     """
 
     segment: tuple[SegmentNorms, int] | None = None
@@ -415,7 +416,7 @@ def assemble_outside(occasion: str) -> None:
         world.assemble(occasion)
 
 
-_SET_GRAD: Callable[[Any, Any], None] = vars(torch._C.TensorBase)["grad"].__set__
+_SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, types take it for a value
 
 
 def _set_grad(tensor: Any, gradient: torch.Tensor | None) -> None:

@@ -105,7 +105,9 @@ class _Work:
         d_rows = rows.new_empty(rows.shape) if for_rows else None
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
-        space = rows.new_empty(size, -(-classes // 8) * 8)[:, :classes]  # rows aligned to 16 bytes for cuBLAS
+        space = rows.new_empty(size, -(-classes // 8) * 8)  # rows aligned to 16 bytes for cuBLAS
+        space[:, classes:].zero_()  # the product of torch 2.13 on CPUs with AMX multiplies what is there by 0
+        space = space[:, :classes]
         for start in range(0, count, size):
             chunk, part = rows[start : start + size], targets[start : start + size]
             logits, here = space[: len(chunk)], losses[start : start + size]

@@ -111,9 +111,11 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
     What a model returns is then what its layers passed on, and a hook or `retain_grad()` on a hidden state sees its
     whole gradient. Leaves, on which a hook would stay, and models being compiled get an identity function.
     """
+    if torch.compiler.is_compiling():
+        return enter_backward(before, token, outputs)
     strange: list[Any] = []
     found = list(dict.fromkeys(tensors_in((outputs,), set(), strange)))
-    if not found or strange or torch.compiler.is_compiling() or any(tensor.is_leaf for tensor in found):
+    if not found or strange or any(tensor.is_leaf for tensor in found):
         return enter_backward(before, token, outputs)
 
     def reached(gradient: torch.Tensor) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from array import array
+from itertools import pairwise
 from typing import NamedTuple
 
 KEPT = 8192
@@ -61,15 +62,16 @@ class Journal:
         self.name = name
         self.count = self.digest = 0
         self.problem: str | None = None
-        self._last: deque[tuple[int, int, int]] = deque([(0, 0, 0)], KEPT)  # a list would be slow under torch.compile
+        # After each entry, at its number modulo 2 * KEPT. torch.compile, which may trace `note`, leaves arrays alone.
+        self._digests = array("Q", bytes(8 * 2 * KEPT))
 
     def note(self, entry: int) -> None:
         """Add an entry, see `code`. Raises RuntimeError if the ranks have been found to differ."""
         if self.problem is not None:
             raise RuntimeError(self.problem)
-        self.count += 1
         self.digest = (self.digest * _FACTOR + entry) & _MASK
-        self._last.append((self.count, entry, self.digest))
+        self._digests[(self.count + 1) % (2 * KEPT)] = self.digest
+        self.count += 1
 
     def check(self, seconds: float = 0) -> None:
         """Raise RuntimeError if the ranks are, within `seconds`, found to differ."""
@@ -81,29 +83,40 @@ class Journal:
 
     def excerpt(self) -> Excerpt:
         """Return the last entries."""
-        last = self._kept()[-SENT - 1 :]
-        return Excerpt(last[0][0], last[0][2], [entry for _, entry, _ in last[1:]])
+        first, digests = self._kept()
+        start = max(0, len(digests) - 1 - SENT)
+        return Excerpt(first + start, digests[start], _entries(digests[start:]))
 
     def compare(self, theirs: Excerpt) -> Difference | None:
         """Return the first difference that is known, or None."""
-        mine = {count: (entry, digest) for count, entry, digest in self._kept()}
-        digest, equal = theirs.digest, theirs.count in mine and mine[theirs.count][1] == theirs.digest
+        first, digests = self._kept()
+        mine = dict(enumerate(digests, first))
+        digest, equal = theirs.digest, mine.get(theirs.count) == theirs.digest
         for number, entry in enumerate(theirs.entries, theirs.count + 1):
             digest = (digest * _FACTOR + entry) & _MASK
-            if number in mine:
-                own, own_digest = mine[number]
-                if own_digest != digest:
+            if number - 1 in mine and number in mine:
+                if mine[number] != digest:
+                    (own,) = _entries([mine[number - 1], mine[number]])
                     return Difference(number, own, entry, equal)
                 equal = True
         return None
 
     def entry(self, number: int) -> int | None:
         """Return an entry by its number, None if it is not kept."""
-        return next((entry for count, entry, _ in self._kept() if count == number), None)
+        first, digests = self._kept()
+        known = first < number < first + len(digests)
+        return _entries(digests[number - first - 1 : number - first + 1])[0] if known else None
 
-    def _kept(self) -> list[tuple[int, int, int]]:
-        while True:
-            try:
-                return list(self._last)
-            except RuntimeError:  # another thread has just added an entry
-                continue
+    def _kept(self) -> tuple[int, list[int]]:
+        """Return a number of entries and the digests after as many and after each later one.
+
+        Half of what the array holds, so that what another thread adds meanwhile is not among them.
+        """
+        count = self.count
+        first = max(0, count - KEPT)
+        return first, [self._digests[number % (2 * KEPT)] for number in range(first, count + 1)]
+
+
+def _entries(digests: list[int]) -> list[int]:
+    """Return the entries that lead from each digest to the next."""
+    return [(after - before * _FACTOR) & _MASK for before, after in pairwise(digests)]

@@ -175,6 +175,21 @@ def check_a_loss_scale_saves_small_gradients(device) -> None:
         assert error < 2**-7
 
 
+def check_no_uninitialized_memory_is_used(device) -> None:
+    """What torch.empty returns is nan under deterministic algorithms; it must not reach the gradients."""
+    hidden, weight, bias, targets, _ = case(device, torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3, device=device).isnan().all()
+        loss = linear_cross_entropy(hidden, weight, targets, bias)
+        loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert loss.isfinite()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
 class OnAnyDevice:
     """The tests that hold on any device; a test class gives its `device`."""
 
@@ -195,7 +210,8 @@ class OnAnyDevice:
         "check",
         [
             check_only_what_is_wanted, check_misuse, check_autocast, check_weight_gradient_is_summed_in_float32,
-            check_a_loss_scale_saves_small_gradients, check_layouts, check_wrong_inputs,
+            check_a_loss_scale_saves_small_gradients, check_layouts, check_no_uninitialized_memory_is_used,
+            check_wrong_inputs,
         ],
     )  # fmt: skip
     def test_check(self, check):

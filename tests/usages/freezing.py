@@ -851,7 +851,7 @@ USAGES = [
     Usage(padding_row),
     Usage(embedding_with_max_norm, refused="modified a sharded parameter in place", on=(2,)),
     Usage(reinitialised_head),
-    Usage(reset_parameters, refused="use parameter.full_shape"),
+    Usage(reset_parameters),
     Usage(reinitialised_by_transformers),
     Usage(rewound_weights),
     Usage(pruned_by_local_threshold),

@@ -648,8 +648,6 @@ def own_parameter_copied_by_name(side: Side) -> None:
     side.weights(model)
 
 
-SHAPES = "depends on the shapes of parameters"
-
 USAGES = [
     Usage(lion),
     Usage(schedule_free),
@@ -660,8 +658,8 @@ USAGES = [
     Usage(novograd),
     Usage(prodigy),
     Usage(prodigy_by_sums),
-    Usage(adafactor, refused=SHAPES),
-    Usage(lbfgs, refused=SHAPES, on=(2,)),
+    Usage(adafactor),
+    Usage(lbfgs),
     Usage(closure_of_sgd),
     Usage(galore),
     Usage(optimizer_of_torch_distributed, refused="all ranks must call it", on=(2,), slow=True),

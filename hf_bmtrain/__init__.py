@@ -6,7 +6,7 @@
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 
 A file imports only from the folders to its left, or from its own folder:
-ops, comm, runtime, sharding, recompute, blocks, wrap, optim, the files of this folder, hf.
+ops, comm, runtime, slices, sharding, recompute, blocks, wrap, optim, checkpoint, the files of this folder, hf.
 """
 
 import importlib
@@ -17,6 +17,8 @@ from .alias import install_as_bmtrain
 from .blocks.block import CheckpointBlock
 from .blocks.block_list import PipelineTransformerBlockList, TransformerBlockList
 from .blocks.module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
+from .checkpoint.load_state import load_state
+from .checkpoint.save_state import save_state
 from .config import config
 from .distributed import gather_result, sum_loss
 from .runtime.world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
@@ -37,9 +39,9 @@ __all__ = [
     "BMTrainModelWrapper", "Block", "CheckpointBlock", "DistributedModule", "DistributedParameter",
     "ParameterInitializer", "PipelineTransformerBlockList", "TransformerBlockList", "auto_wrap", "config",
     "current_world", "distributed", "gather_result", "gathered", "grouped_parameters", "init_distributed",
-    "init_parameters", "inspect", "install_as_bmtrain", "load", "loss", "lr_scheduler", "nn", "optim",
-    "print_block", "print_dict", "print_rank", "rank", "save", "see_memory", "store", "sum_loss", "synchronize",
-    "utils", "wait_loader", "world_size",
+    "init_parameters", "inspect", "install_as_bmtrain", "load", "load_state", "loss", "lr_scheduler", "nn", "optim",
+    "print_block", "print_dict", "print_rank", "rank", "save", "save_state", "see_memory", "store", "sum_loss",
+    "synchronize", "utils", "wait_loader", "world_size",
 ]  # fmt: skip
 
 

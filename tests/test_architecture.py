@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_bmtrain"
-ORDER = "ops comm runtime slices sharding recompute blocks wrap optim (root) hf __init__".split()
+ORDER = "ops comm runtime slices sharding recompute blocks wrap optim checkpoint (root) hf __init__".split()
 """A file imports only from folders to its left, or from its own folder without a circle; (root): the files at the
 root of the package."""
 

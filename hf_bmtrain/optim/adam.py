@@ -258,6 +258,18 @@ class AdamOptimizer(torch.optim.Optimizer):
         finally:
             self.state = kept
 
+    def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the state as it is stored, of the present weights: with "residual" where `state_dict` has "master".
+
+        The optimizer's own tensors, which the next step changes; nothing is copied.
+        """
+        self._finish()
+        for state in self._states:
+            if state.is_stale:
+                state.master.follow_weight()
+                state.version = state.run.weights._version
+        return dict(self.state)
+
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the state of any AdamW as float32; torch would cast it to the dtype of the parameters.
 
@@ -265,6 +277,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         if "sliced" in state_dict:  # a gathered state
             return load_state(self, state_dict, current_world())
+        self._load(state_dict, copy=True)
+
+    def take_state_dict(self, state_dict: dict) -> None:
+        """Load a state dict as `load_state_dict` does, but keep its tensors where they need no conversion."""
+        self._load(state_dict, copy=False)
+
+    def _load(self, state_dict: dict, copy: bool) -> None:
         self._finish()
         groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -272,6 +291,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(keys, mine):
             for name, value in state_dict["state"].get(key, {}).items():
-                self.state[parameter][name] = value.detach().to("cpu", torch.float32, copy=True)
+                dtype = value.dtype if name == "residual" else torch.float32
+                self.state[parameter][name] = value.detach().to("cpu", dtype, copy=copy)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []

@@ -150,7 +150,7 @@ def _gather(
     Returns the state, empty unless `keep`, and the names of the gathered tensors.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
-    sliced, whole = _divide(parameters, state, world)
+    sliced, whole = divide_state(parameters, state, world)
     places: dict[tuple[str, ShardedBuffer], dict[int, Any]] = {}  # the keys of a buffer's slices, by index
     for name, key in sliced:
         places.setdefault((name, parameters[key].buffer), {})[parameters[key].index] = key
@@ -162,7 +162,7 @@ def _gather(
     return whole if keep else {}, sorted({name for name, _ in sliced})
 
 
-def _divide(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
+def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
     """Return the (name, key) of slices' per-element tensors, in the same order on all ranks, and all other values.
 
     A tensor is per-element if it has its slice's shape on every rank; a single rank cannot distinguish a step count

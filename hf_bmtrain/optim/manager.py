@@ -251,9 +251,13 @@ class OptimManager:
         """
         world = current_world()
         world.assemble("OptimManager.state_dict")
+        own = self.own_state()
+        return {"optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers], **own}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state of schedulers and loss scale, without the optimizers'. The same on every rank."""
         self._end_last_step()
         return {
-            "optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
             "loss_scale": None if self._scale is None else self.loss_scale,
             "clean_steps": int(self._clean_steps),
@@ -265,7 +269,18 @@ class OptimManager:
         Every rank passes a state saved with gather_opt whole; the argument gather_opt is optional. Raises ValueError,
         with the manager's own state unchanged, for the state of other optimizers or of another manager.
         """
-        states, schedulers = state_dict["optimizers"], state_dict["lr_schedulers"]
+        self.check_own_state(state_dict)
+        self._end_last_step()
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"]):
+            gathered = "sliced" in state
+            if gather_opt is not None and gathered != gather_opt:
+                raise ValueError(f"the state was saved with gather_opt={gathered}: load it with that, or leave it out.")
+            load_state(optimizer, state, current_world())
+        self.load_own_state(state_dict)
+
+    def check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `state`, of `own_state`, is of a manager with the same optimizers and schedulers."""
+        schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
@@ -273,23 +288,22 @@ class OptimManager:
                 f"{len(mine)} with {sum(mine)}: add the same ones first."
             )
         scale = None if self._scale is None else self.loss_scale
-        if (state_dict["loss_scale"] is None) != (scale is None):
+        if (state["loss_scale"] is None) != (scale is None):
             raise ValueError(
-                f"saved with loss_scale {state_dict['loss_scale']}, this manager has {scale}: make "
+                f"saved with loss_scale {state['loss_scale']}, this manager has {scale}: make "
                 "OptimManager with the same choice of a loss scale or None."
             )
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Load what `own_state` returned."""
+        self.check_own_state(state)
         self._end_last_step()
-        for optimizer, state in zip(self.optimizers, states):
-            gathered = "sliced" in state
-            if gather_opt is not None and gathered != gather_opt:
-                raise ValueError(f"the state was saved with gather_opt={gathered}: load it with that, or leave it out.")
-            load_state(optimizer, state, current_world())
-        for scheduler, state in zip(self.schedulers, schedulers):
+        for scheduler, saved in zip(self.schedulers, state["lr_schedulers"]):
             if scheduler is not None:
-                scheduler.load_state_dict(state)
+                scheduler.load_state_dict(saved)
         if self._scale is not None:
-            self._scale.fill_(state_dict["loss_scale"])
-        self._clean_steps.fill_(state_dict["clean_steps"])
+            self._scale.fill_(state["loss_scale"])
+        self._clean_steps.fill_(state["clean_steps"])
 
     # -- the end of the last step -------------------------------------------------------------------------------
 

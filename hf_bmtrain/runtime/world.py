@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ class World:
     rank: 0 ... size - 1. local_rank: on this host. device: where this rank computes and stores its shards. gather,
     reduce: communicators for flat tensors. schedule: what is open in the current forward and backward. control:
     agreement between the ranks' Python. watch: finds out that the ranks do different things. zero_level,
-    loss_scale_factor, loss_scale_steps: defaults.
+    loss_scale_factor, loss_scale_steps: defaults. kept: by folder, what saves its checkpoints.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class World:
     zero_level: int
     loss_scale_factor: float
     loss_scale_steps: int
+    kept: dict[Path, Any] = field(default_factory=dict)
 
     def assemble(self, occasion: str, seconds: float = 300) -> None:
         """Wait for every rank. Raises RuntimeError that names the ranks that are missing or at another occasion.

@@ -1,0 +1,143 @@
+"""What a checkpoint contains: the tensors of a model and of its optimizers, and this rank's part of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ops.torch_internals import WithoutTorchFunction
+from ..optim.adam import AdamOptimizer
+from ..optim.checkpoint import divide_state
+from ..optim.manager import OptimManager
+from ..runtime.world import World
+from ..sharding.parameter import DistributedParameter
+from ..slices.tensor import Sliced
+from .header import TensorSpec
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint.
+
+    first: the element of the whole at which this rank's part begins. part: 1-D; for a tensor that every rank holds
+    (sharded is False) all of it. It may share the tensor's memory, or be a copy of one that is not contiguous.
+    """
+
+    spec: TensorSpec
+    first: int
+    part: torch.Tensor
+    sharded: bool
+
+
+def model_entries(model: torch.nn.Module) -> list[Entry]:
+    """Return the entries of the state dict of `model`, a tied weight under the first of its names. Not collective."""
+    entries = [_of_parameter(name, parameter, parameter) for name, parameter in model.named_parameters()]
+    for name, buffer in named_persistent_buffers(model):
+        entries.append(_whole(name, buffer))
+    return entries
+
+
+def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, buffer) for the buffers that a state dict contains, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
+    """Return the entry of `values`, which are laid out like `parameter`."""
+    if not isinstance(parameter, DistributedParameter):
+        return _whole(name, values)
+    part = values.part if isinstance(values, Sliced) else values
+    spec = TensorSpec(name, part.dtype, tuple(parameter.full_shape))
+    return Entry(spec, parameter.placement.piece.tensor_start, part.detach().reshape(-1), True)
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Entry:
+    part = tensor.detach().reshape(-1)
+    return Entry(TensorSpec(name, tensor.dtype, tuple(tensor.shape)), 0, part, False)
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of an OptimManager, of a sequence or of None, or the one that was given."""
+    if given is None:
+        return []
+    if isinstance(given, OptimManager):
+        return list(given.optimizers)
+    return list(given) if isinstance(given, Iterable) else [given]
+
+
+def file_base(number: int) -> str:
+    """Return the name of the files of optimizer `number`, without its ending."""
+    return "optimizer" if number == 0 else f"optimizer{number + 1}"
+
+
+def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the optimizer's parameters by their names in `model`, in its order. Raises ValueError for another's."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = [tuple(parameter.shape) for parameter in mine if parameter not in names]
+    if strangers:
+        raise ValueError(
+            f"{type(optimizer).__name__} updates {len(strangers)} parameters that are not the model's, of shapes "
+            f"{', '.join(map(str, strangers[:5]))}: pass the module that holds all that it updates."
+        )
+    return {names[parameter]: parameter for parameter in mine}
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the parameter groups with the names of their parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def optimizer_entries(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, world: World
+) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
+    """Return the entries `<parameter>.<name>` of the state that is laid out like its parameter, and all other state.
+
+    The latter by the parameter's name, copied to the CPU: step counts and the like. Collective. Raises RuntimeError for
+    state that fits neither.
+    """
+    parameters = named(optimizer, model)
+    state: dict[Any, dict[str, Any]] = dict(optimizer.state)
+    if isinstance(optimizer, AdamOptimizer):
+        state = optimizer.stored_state()
+    with WithoutTorchFunction():
+        held = {name: state[parameter] for name, parameter in parameters.items() if parameter in state}
+    sliced, others = divide_state(parameters, held, world)
+    for name, values in others.items():
+        for key, value in values.items():
+            if _holds_slices(value):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} keeps '{key}' of {name}, which is not laid out like a parameter: its "
+                    "state cannot be saved in parts. Save optimizer.state_dict() of each rank with torch.save."
+                )
+    entries = [_of_parameter(f"{name}.{key}", parameters[name], held[name][key]) for key, name in sliced]
+    return sorted(entries, key=lambda entry: entry.spec.name), others
+
+
+def _holds_slices(value: Any) -> bool:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return any(map(_holds_slices, value))
+    return isinstance(value, Sliced)
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]], groups: list[dict[str, Any]]
+) -> None:
+    """Load this rank's `state`, by the number of the parameter; `groups` have such numbers as well."""
+    saved = {"state": state, "param_groups": groups}
+    if isinstance(optimizer, AdamOptimizer):
+        optimizer.take_state_dict(saved)
+    else:
+        optimizer.load_state_dict(saved)

@@ -1,0 +1,187 @@
+"""Safetensors files as byte ranges: where each tensor is, computed from names, shapes and dtypes alone.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON) and the tensors, without gaps, in C
+order (https://github.com/huggingface/safetensors, "Format"). Every rank can compute the header, so a rank's part of a
+tensor is a byte range of the final file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+FILE_BYTES = 5 * 10**9
+"""Tensors are divided into files of at most this many bytes; a larger tensor has a file of its own."""
+LARGEST_HEADER = 100_000_000
+"""Bytes; the safetensors library refuses longer ones."""
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Damaged(ValueError):
+    """A file of a checkpoint does not hold what was saved, or is missing."""
+
+
+class TensorSpec(NamedTuple):
+    """A whole tensor, without its values."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor in a file, its bytes start:stop."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file to be written. head: its bytes up to the first tensor. size: of the file in bytes."""
+
+    name: str
+    head: bytes
+    tensors: dict[str, StoredTensor]
+    size: int
+
+
+def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) -> tuple[list[FilePlan], bytes | None]:
+    """Divide tensors into files as Hugging Face names them: `base`.safetensors, or `base`-00001-of-0000n.safetensors.
+
+    Returns the files, and the bytes of `base`.safetensors.index.json if there are several, else None. Depends on the
+    arguments alone. Raises ValueError for a dtype that safetensors lacks, or a header that it would refuse.
+    """
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if groups[-1] and filled + spec.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += spec.nbytes
+    count = len(groups)
+    names = [
+        f"{base}-{i:05}-of-{count:05}.safetensors" if count > 1 else f"{base}.safetensors" for i in range(1, count + 1)
+    ]
+    plans = [_plan_file(name, group) for name, group in zip(names, groups)]
+    if count == 1:
+        return plans, None
+    total = sum(spec.nbytes for group in groups for spec in group)
+    places = {spec.name: name for name, group in zip(names, groups) for spec in group}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return plans, json.dumps(index, indent=2).encode()
+
+
+def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
+    # Wide elements first, so that each tensor is aligned to its elements.
+    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places, end = [], 0
+    for spec in ordered:
+        if spec.dtype not in _NAMES:
+            raise ValueError(
+                f"{spec.name} is {spec.dtype}, which a safetensors file cannot hold: cast it, or register it as a "
+                "buffer that is not persistent."
+            )
+        places.append((end, end + spec.nbytes))
+        described[spec.name] = {
+            "dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": list(places[-1])
+        }  # fmt: skip
+        end += spec.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > LARGEST_HEADER:
+        raise ValueError(
+            f"{name} would have a header of {len(text):,} bytes for {len(specs):,} tensors; safetensors admits "
+            f"{LARGEST_HEADER:,}."
+        )
+    head = len(text).to_bytes(8, "little") + text
+    tensors = {
+        spec.name: StoredTensor(name, spec.dtype, tuple(spec.shape), len(head) + start, len(head) + stop)
+        for spec, (start, stop) in zip(ordered, places)
+    }
+    return FilePlan(name, head, tensors, len(head) + end)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file. Raises Damaged if the header is not consistent with the file."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+            raise Damaged(f"{path.name} has {size:,} bytes and claims a header of {length:,}")
+        text = file.read(length)
+    try:
+        described = json.loads(text)
+        described.pop("__metadata__", None)
+        tensors = {name: _stored(path.name, 8 + length, value) for name, value in described.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"the header of {path.name} cannot be read: {type(error).__name__}: {error}") from error
+    end = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if tensor.start != end or tensor.stop - tensor.start != nbytes or tensor.stop > size:
+            raise Damaged(
+                f"{path.name}: {name} of shape {tensor.shape} takes {nbytes:,} bytes, the header gives it bytes "
+                f"{tensor.start:,} to {tensor.stop:,} of {size:,}"
+            )
+        end = tensor.stop
+    if end != size:
+        raise Damaged(f"{path.name} has {size:,} bytes, its header describes {end:,}")
+    return tensors
+
+
+def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
+    (start, stop), shape = value["data_offsets"], value["shape"]
+    if not all(isinstance(number, int) and number >= 0 for number in (start, stop, *shape)):
+        raise ValueError(f"shape {shape}, data_offsets {[start, stop]}")
+    return StoredTensor(file, DTYPES[value["dtype"]], tuple(shape), begin + start, begin + stop)
+
+
+def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
+    """Return the tensors of `base`.safetensors, or of the files that its index names, in `folder`.
+
+    Raises Damaged if a file is missing or contradicts the index, FileNotFoundError if neither is there.
+    """
+    single, index = folder / f"{base}.safetensors", folder / f"{base}.safetensors.index.json"
+    if not index.exists():
+        return read_header(single)
+    try:
+        places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{index.name} cannot be read: {type(error).__name__}: {error}") from error
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(places.values())):
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
+            raise Damaged(f"{index.name} names a file {file!r}, which is not in its folder")
+        try:
+            tensors.update(read_header(folder / file))
+        except FileNotFoundError as error:
+            raise Damaged(f"{file} is missing, which {index.name} names") from error
+    lost = sorted(name for name, file in places.items() if name not in tensors or tensors[name].file != file)
+    if lost:
+        raise Damaged(f"{index.name} names {len(lost)} tensors that are not in its files: {', '.join(lost[:5])}")
+    return tensors

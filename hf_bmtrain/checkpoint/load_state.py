@@ -1,0 +1,182 @@
+"""`load_state`: resume from the newest checkpoint that is whole, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.world import World, current_world
+from ..sharding.parameter import DistributedParameter
+from . import small_state
+from .contents import Entry, file_base, load_optimizer, model_entries, named, optimizers_of
+from .folder import find
+from .header import Damaged, StoredTensor, find_tensors
+from .manifest import Manifest
+from .ranges import Wanted, check_file, read_parts
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+class Resumed(NamedTuple):
+    """What `load_state` has loaded. extra: what this rank passed to `save_state`."""
+
+    step: int
+    folder: Path
+    extra: Any
+
+
+def load_state(
+    folder: str | os.PathLike, model: torch.nn.Module, optimizer: Any = None, scheduler: Any = None
+) -> Resumed | None:
+    """Load the newest checkpoint in `folder` that is whole, or the checkpoint that `folder` is. Collective.
+
+    Returns None, with nothing changed, if there is none. Each rank reads its own parts of the files, for any number of
+    ranks, and every byte that it uses is compared with its checksum. A checkpoint that is incomplete or damaged is
+    passed over, with a warning that names file and tensor, for the one before it. With as many ranks as saved, training
+    goes on bit by bit as if it had not stopped; with another number, random generators are seeded anew.
+
+    optimizer, scheduler: as for `save_state`; what is not passed is not loaded. Raises RuntimeError on every rank if no
+    checkpoint is whole, or if it is of another model or optimizer; values that fit may have been loaded then.
+    """
+    world, root = current_world(), Path(folder).absolute()
+    world.assemble("load_state")
+    if root in world.kept:
+        world.kept[root].finish(world)
+    found, damaged = world.control.broadcast_object(find(root) if world.rank == 0 else None)
+    passed_over = [f"{each}: {reason}" for each, reason in damaged]
+    if not found and not passed_over:
+        return None
+    for each, _ in found:
+        loading = _Loading(world, each, model, optimizer, scheduler)
+        for stage in (loading.open, loading.read):
+            problem = _attempt(world, stage)
+            if problem is not None:
+                passed_over.append(f"{each}: {problem}")
+                break
+        else:
+            for reason in passed_over if world.rank == 0 else ():
+                _log.warning("load_state passed over %s", reason)
+            return Resumed(loading.manifest.step, each, loading.apply())
+    raise RuntimeError(f"load_state: no checkpoint in {root} is whole. {'; '.join(passed_over)}")
+
+
+def _attempt(world: World, stage: Any) -> str | None:
+    """Run a stage, and return how the files are damaged, on all ranks. Raises RuntimeError for any other problem."""
+    damage = problem = None
+    try:
+        stage()
+    except (Damaged, OSError) as error:
+        damage = str(error)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    everyone = world.gather_objects((damage, problem))
+    for rank, (_, text) in enumerate(everyone):
+        if text is not None:
+            raise RuntimeError(f"load_state: the checkpoint cannot be loaded. rank {rank}: {text}")
+    reports = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text is not None]
+    return reports[0] if reports else None
+
+
+class _Loading:
+    """One checkpoint that is being loaded."""
+
+    manifest: Manifest
+    _state: dict[str, Any]
+
+    def __init__(self, world: World, folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+        self._world, self._folder, self._model = world, folder, model
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._wanted: list[Wanted] = []
+        self._wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._states: list[dict[int, dict[str, Any]]] = []
+
+    def open(self) -> None:
+        """Read what is small, and find out what this rank needs of the rest. Changes nothing."""
+        self.manifest = Manifest.read(self._folder)
+        self.manifest.check_sizes(self._folder)
+        for name, pieces in self.manifest.files.items():
+            small = name.endswith((".json", ".pt"))
+            heads = [piece for piece in pieces if small or piece.start < 8 + _header_bytes(self._folder / name)]
+            for _, problem in check_file(self._folder, name, heads):
+                if problem is not None:
+                    raise Damaged(problem)
+        self._state = small_state.decode((self._folder / small_state.NAME).read_bytes())
+        small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state)
+        self._want_model(find_tensors(self._folder, "model"))
+        for number, optimizer in enumerate(optimizers_of(self._optimizer)):
+            self._want_optimizer(optimizer, number, find_tensors(self._folder, file_base(number)))
+
+    def _want_model(self, tensors: dict[str, StoredTensor]) -> None:
+        entries = model_entries(self._model)
+        _check_names(entries, tensors)
+        targets = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        for entry in entries:
+            part, stored = entry.part, tensors[entry.spec.name]
+            if not entry.sharded:
+                part = torch.empty_like(part)
+                self._wholes.append((targets[entry.spec.name], part))
+            self._wanted.append(Wanted(entry.spec.name, stored, entry.first, part))
+
+    def _want_optimizer(self, optimizer: torch.optim.Optimizer, number: int, tensors: dict[str, StoredTensor]) -> None:
+        parameters = named(optimizer, self._model)
+        places = {name: place for place, name in enumerate(parameters)}
+        saved = self._state["optimizers"][number]
+        state: dict[int, dict[str, Any]] = {places[name]: dict(values) for name, values in saved["others"].items()}
+        for key, stored in tensors.items():
+            name, _, what = key.rpartition(".")
+            piece = parameters[name]
+            assert isinstance(piece, DistributedParameter), name
+            where = piece.placement.piece
+            values = torch.empty(where.length, dtype=stored.dtype)
+            self._wanted.append(Wanted(key, stored, where.tensor_start, values))
+            state.setdefault(places[name], {})[what] = values
+        self._states.append(state)
+
+    def read(self) -> None:
+        """Read this rank's parts: the model's into place, the optimizers' into host memory."""
+        buffers = {p.buffer for p in self._model.parameters() if isinstance(p, DistributedParameter)}
+        for buffer in sorted(buffers, key=lambda buffer: buffer.number):
+            buffer.prepare_write()
+        try:
+            read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
+        finally:  # a rank that holds none of a buffer must gather it anew as well
+            torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
+
+    def apply(self) -> Any:
+        """Load what was read, now that all ranks have. Returns this rank's `extra`."""
+        with torch.no_grad():
+            for target, values in self._wholes:
+                target.copy_(values.view(target.shape))
+        for optimizer, saved, state in zip(optimizers_of(self._optimizer), self._state["optimizers"], self._states):
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            numbers = iter(range(sum(sizes)))
+            groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in saved["groups"]]
+            load_optimizer(optimizer, state, groups)
+        return small_state.restore(
+            self._world, self._model, self._optimizer, self._scheduler, self._state, self.manifest.step
+        )
+
+
+def _header_bytes(path: Path) -> int:
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(8), "little")
+
+
+def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None:
+    """Raise ValueError unless the tensors are those of the model, in names and shapes."""
+    mine = {entry.spec.name: tuple(entry.spec.shape) for entry in entries}
+    missing, unexpected = [name for name in mine if name not in tensors], [name for name in tensors if name not in mine]
+    shapes = [
+        f"{name} {tensors[name].shape}, here {shape}"
+        for name, shape in mine.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if missing or unexpected or shapes:
+        raise ValueError(
+            f"it is of another model: missing {len(missing)} ({', '.join(missing[:5])}), unexpected "
+            f"{len(unexpected)} ({', '.join(unexpected[:5])}), of other shapes {len(shapes)} ({', '.join(shapes[:5])})"
+        )

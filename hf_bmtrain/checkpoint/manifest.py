@@ -1,0 +1,91 @@
+"""The manifest of a checkpoint: its files and the checksums of their pieces. It is written last."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .header import Damaged
+
+NAME = "manifest.json"
+_FORMAT = 1
+
+
+class Checked(NamedTuple):
+    """Bytes of a file, from `start`, that were written at once, and their CRC-32 (zlib's)."""
+
+    start: int
+    length: int
+    crc: int
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint contains.
+
+    step: the caller's count. number: one more than that of the checkpoint saved before it in the same folder.
+    world_size: ranks that saved it. versions: of packages. files: by name, pieces that cover each file without gaps.
+    """
+
+    step: int
+    number: int
+    world_size: int
+    versions: dict[str, str]
+    files: dict[str, list[Checked]] = field(default_factory=dict)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        pieces = self.files[name]
+        return pieces[-1].start + pieces[-1].length if pieces else 0
+
+    def add(self, name: str, pieces: Iterable[Checked], size: int) -> None:
+        """Add a file of `size` bytes. Raises Damaged unless the pieces cover it."""
+        ordered = sorted(Checked(*piece) for piece in pieces)
+        end = 0
+        for piece in ordered:
+            if piece.start != end:
+                raise Damaged(f"{name}: no checksum covers bytes {end:,} to {piece.start:,}")
+            end += piece.length
+        if end != size:
+            raise Damaged(f"{name}: checksums cover {end:,} of {size:,} bytes")
+        self.files[name] = ordered
+
+    def to_bytes(self) -> bytes:
+        content = json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps({"hf_bmtrain": _FORMAT, "crc": zlib.crc32(content.encode()), "content": content}).encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Return the manifest of a checkpoint. Raises Damaged unless it is what was written."""
+        try:
+            outer = json.loads((folder / NAME).read_bytes())
+            content = outer["content"]
+            if outer["hf_bmtrain"] != _FORMAT:
+                raise ValueError(f"format {outer['hf_bmtrain']}, this version reads {_FORMAT}")
+            if zlib.crc32(content.encode()) != outer["crc"]:
+                raise ValueError("its checksum differs")
+            fields: dict[str, Any] = json.loads(content)
+        except FileNotFoundError as error:
+            raise Damaged(f"{NAME} is missing: it was never completed, or something else wrote the folder") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{NAME} cannot be read: {error}") from error
+        files = fields.pop("files")
+        outside = [name for name in files if Path(name).name != name]
+        if outside:
+            raise Damaged(f"{NAME} names files outside its folder: {', '.join(outside[:5])}")
+        return cls(**fields, files={name: [Checked(*piece) for piece in pieces] for name, pieces in files.items()})
+
+    def check_sizes(self, folder: Path) -> None:
+        """Raise Damaged unless every file is there with its size. Reads no contents."""
+        for name in self.files:
+            try:
+                size = os.path.getsize(folder / name)
+            except OSError as error:
+                raise Damaged(f"{name} is missing") from error
+            if size != self.size(name):
+                raise Damaged(f"{name} has {size:,} bytes, {self.size(name):,} were saved")

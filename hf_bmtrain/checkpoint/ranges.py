@@ -1,0 +1,222 @@
+"""Byte ranges of files, written and read by threads, in pieces with checksums."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .header import Damaged, StoredTensor
+from .manifest import Checked, Manifest
+
+PIECE_BYTES = 4 << 20
+"""A multiple of every element's size, so that no element is in two pieces."""
+_THREADS = 4  # zlib and the system calls release the interpreter
+
+
+class Part(NamedTuple):
+    """Values to be written to a file: a 1-D tensor, on any device, and the byte at which they begin."""
+
+    file: str
+    start: int
+    values: torch.Tensor
+
+
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory, uint8 (n,)."""
+    return values.detach().reshape(-1).view(torch.uint8)
+
+
+def checksum(values: torch.Tensor) -> int:
+    """Return the CRC-32 of a contiguous tensor's memory on the CPU."""
+    return zlib.crc32(memory_of(as_bytes(values)))
+
+
+def memory_of(data: torch.Tensor) -> memoryview:
+    """Return the memory of a uint8 tensor on the CPU."""
+    return memoryview(data.numpy())  # pyright: ignore[reportArgumentType], numpy's types say it only from Python 3.12
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_parts(folder: Path, parts: Iterable[Part]) -> dict[str, list[Checked]]:
+    """Write parts into files that exist, and flush the files to disk. Returns the pieces by file."""
+    written: dict[str, list[Checked]] = {}
+    with ExitStack() as stack:
+        files: dict[str, int] = {}
+        jobs: list[tuple[str, Future[Checked]]] = []
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint"))
+        for part in parts:
+            if part.file not in files:
+                files[part.file] = os.open(folder / part.file, os.O_WRONLY)
+                stack.callback(os.close, files[part.file])
+            data = as_bytes(part.values)
+            for at in range(0, len(data), PIECE_BYTES):
+                piece = data[at : at + PIECE_BYTES]
+                jobs.append((part.file, pool.submit(_write_piece, files[part.file], part.start + at, piece)))
+        for name, job in jobs:
+            written.setdefault(name, []).append(job.result())
+        for handle in files.values():
+            os.fsync(handle)
+    return written
+
+
+def _write_piece(handle: int, start: int, data: torch.Tensor) -> Checked:
+    values = memory_of(data.cpu())
+    crc, at = zlib.crc32(values), 0
+    while at < len(values):
+        count = os.pwrite(handle, values[at:], start + at)
+        if not count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        at += count
+    return Checked(start, len(values), crc)
+
+
+def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked]:
+    """Write a new file that begins with `data`, and flush it to disk. Returns the pieces of `data`.
+
+    size: bytes to reserve for the file, so that a full disk is found before training data is written.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        if size:
+            _reserve(handle, size)
+        view = memoryview(data)
+        at = 0
+        while at < len(view):
+            at += os.pwrite(handle, view[at:], at)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return [
+        Checked(at, len(view[at : at + PIECE_BYTES]), zlib.crc32(view[at : at + PIECE_BYTES]))
+        for at in range(0, len(view), PIECE_BYTES)
+    ]
+
+
+def _reserve(handle: int, size: int) -> None:
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(handle, size)  # this file system cannot reserve
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """Elements of a stored tensor that are to be read: from the element `first` on, as many as `values` has.
+
+    values: 1-D, of any device; other dtypes than the stored one are converted to.
+    """
+
+    name: str
+    stored: StoredTensor
+    first: int
+    values: torch.Tensor
+
+
+def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]) -> None:
+    """Fill the `values` of each from the files. Raises Damaged, naming tensor and file, if a checksum differs.
+
+    A piece that overlaps with what is wanted is read whole. Without a manifest nothing is checked.
+    """
+    with ExitStack() as stack:
+        files: dict[str, int] = {}
+        for each in wanted:
+            if each.stored.file not in files:
+                files[each.stored.file] = os.open(folder / each.stored.file, os.O_RDONLY)
+                stack.callback(os.close, files[each.stored.file])
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint"))
+        jobs = [
+            pool.submit(_read_piece, files[each.stored.file], each, piece)
+            for each in wanted
+            for piece in _pieces_of(each, manifest)
+        ]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _pieces_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
+    """Yield the pieces with a byte that is wanted; without a manifest pieces that are not checked, with CRC -1."""
+    size = wanted.stored.dtype.itemsize
+    start = wanted.stored.start + wanted.first * size
+    stop = start + len(wanted.values) * size
+    if manifest is None:
+        for at in range(start, stop, PIECE_BYTES):
+            yield Checked(at, min(PIECE_BYTES, stop - at), -1)
+        return
+    pieces = manifest.files[wanted.stored.file]
+    for piece in pieces[max(0, bisect_right(pieces, (start, PIECE_BYTES + 1, 0)) - 1) :]:
+        if piece.start >= stop:
+            return
+        if piece.start + piece.length > start and start < stop:
+            yield piece
+
+
+def _read_piece(handle: int, wanted: Wanted, piece: Checked) -> None:
+    data = torch.empty(piece.length, dtype=torch.uint8)
+    _read(handle, data, piece, f"{wanted.name} in {wanted.stored.file}")
+    size = wanted.stored.dtype.itemsize
+    begin = wanted.stored.start + wanted.first * size
+    first, last = max(begin, piece.start), min(begin + len(wanted.values) * size, piece.start + piece.length)
+    values = data[first - piece.start : last - piece.start].view(wanted.stored.dtype)
+    wanted.values[(first - begin) // size : (last - begin) // size].copy_(values)
+
+
+def _read(handle: int, data: torch.Tensor, piece: Checked, what: str) -> None:
+    """Fill `data` with a piece. Raises Damaged if the file is shorter, or the checksum differs."""
+    view = memory_of(data)
+    at = 0
+    while at < len(view):
+        count = os.preadv(handle, [view[at:]], piece.start + at)
+        if not count:
+            raise Damaged(f"{what}: the file ends at byte {piece.start + at:,}")
+        at += count
+    if piece.crc != -1 and zlib.crc32(view) != piece.crc:
+        raise Damaged(
+            f"{what}: bytes {piece.start:,} to {piece.start + piece.length:,} do not have the checksum that was saved"
+        )
+
+
+def check_file(folder: Path, name: str, pieces: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
+    """Read a file and yield, for each piece, its bytes and what is wrong with it, None if nothing is."""
+    try:
+        handle = os.open(folder / name, os.O_RDONLY)
+    except OSError as error:
+        yield 0, f"{name}: {error.strerror}"
+        return
+    try:
+        for piece in pieces:
+            try:
+                _read(handle, torch.empty(piece.length, dtype=torch.uint8), piece, name)
+            except Damaged as error:
+                yield piece.length, str(error)
+            else:
+                yield piece.length, None
+    finally:
+        os.close(handle)

@@ -1,0 +1,312 @@
+"""`save_state`: a checkpoint of everything that training needs, each rank's parts written in place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..runtime.world import World, current_world, wait_loader
+from . import small_state
+from .contents import Entry, file_base, model_entries, optimizer_entries, optimizers_of
+from .folder import find, lock, prune, publish, stage
+from .header import FilePlan, plan_files
+from .manifest import NAME as MANIFEST
+from .manifest import Checked, Manifest
+from .ranges import Part, write_file, write_parts
+
+_PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
+_SECONDS = 1800  # that a rank's background thread waits for the others'
+
+Agree = Callable[[str, str | None], str | None]
+"""Exchanges the ranks' problems at a named point, and returns all of them in one text, None if there is none."""
+
+
+def save_state(
+    folder: str | os.PathLike,
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    non_blocking: bool = False,
+) -> SavingState:
+    """Save all that training needs to `folder`/checkpoint-`step`, for `load_state`. Collective.
+
+    `model*.safetensors` there, with the config, is what Hugging Face's `from_pretrained` opens;
+    `optimizer*.safetensors` has the optimizer's state in the parameters' shapes. Every rank writes its parts of these
+    files, so all must see `folder`. Nothing is gathered. Random generators of every rank, buffers, schedulers and the
+    loss scale are saved too.
+
+    The files are written to a folder of another name, flushed to disk, checksummed, and published by one rename: a
+    kill at any moment leaves the earlier checkpoints or, in addition, this one. Older ones are deleted after that.
+    Raises RuntimeError on every rank if one fails; the earlier checkpoints are untouched then.
+
+    optimizer: an OptimManager, an optimizer or a sequence of them; their parameters must be the model's. scheduler: one
+    or several objects with a `state_dict`, besides those of an OptimManager. extra: this rank's tensors, numbers,
+    strings, lists and dicts. step: None counts on from the newest checkpoint in `folder`. keep: the number of
+    checkpoints that remain, this one included; None keeps all. While this process lives, no other job may save there.
+
+    non_blocking: return as soon as the values are copied to host memory; a thread writes them. Its errors are raised on
+    all ranks by the next `save_state` or `load_state` of the folder, or by `wait` of what is returned.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep}: at least the checkpoint that is being saved remains")
+    world, root = current_world(), Path(folder).absolute()
+    world.assemble("save_state")
+    keeper = world.kept.setdefault(root, _Keeper())
+    keeper.finish(world)
+    bases = {"model": model_entries(model)}
+    others = []
+    for number, each in enumerate(optimizers_of(optimizer)):
+        bases[file_base(number)], rest = optimizer_entries(each, model, world)
+        others.append(rest)
+    state = small_state.collect(world, model, optimizer, others, scheduler, extra)
+    files, small = _plan(bases)
+    job = _Job(world.rank, world.size, root, files, keep)
+    problem, begun = None, (0, 0)
+    if world.rank == 0:
+        try:
+            begun = job.begin(keeper, step, small, state, model)
+        except Exception as error:
+            problem = _describe(error)
+    digest = zlib.crc32(b"".join(file.head for file in files))
+    first, begun = world.control.broadcast_object((digest, begun))
+    if first != digest:
+        problem = problem or "it holds other tensors than rank 0: the ranks' models or optimizers differ"
+    job.step, job.number = begun
+    _raise(job, _agreement(world)("begin", problem))
+    parts = _parts(bases, files, world)
+    if non_blocking:
+        parts = [part._replace(values=part.values.to("cpu", copy=True)) for part in parts]
+        keeper.saving = SavingState(job, parts, world)
+        return keeper.saving
+    wait_loader()
+    _raise(job, job.finish(parts, _agreement(world)))
+    return SavingState(job, None, world)
+
+
+class SavingState:
+    """A checkpoint that `save_state` has saved or, with non_blocking, is saving. folder: where it is, once complete."""
+
+    def __init__(self, job: _Job, parts: list[Part] | None, world: World) -> None:
+        self.folder = job.final
+        self._job, self._world, self._problem = job, world, None
+        self._thread = None
+        if parts is not None:
+            self._thread = threading.Thread(target=self._run, args=(parts,), name=f"save {job.final}")
+            self._thread.start()  # the interpreter does not exit before it has ended
+
+    def _run(self, parts: list[Part]) -> None:
+        self._problem = self._job.finish(parts, _posts(self._world, self._job))
+
+    def wait(self) -> None:
+        """Block until the checkpoint is complete. Collective. Raises RuntimeError on every rank if saving failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            _raise(self._job, _agreement(self._world)("wait", self._problem))
+
+
+class _Keeper:
+    """What saves the checkpoints of one folder. lock: rank 0's, of the folder. saving: what is under way."""
+
+    def __init__(self) -> None:
+        self.lock: Any = None
+        self.saving: SavingState | None = None
+
+    def finish(self, world: World) -> None:
+        """Wait for what is under way. Collective. Raises RuntimeError on every rank if it failed."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.wait()
+
+
+@dataclass
+class _Job:
+    """One checkpoint that is being saved. Its methods are called on every rank but for `begin`, which rank 0 calls."""
+
+    rank: int
+    size: int
+    root: Path
+    files: list[FilePlan]
+    keep: int | None
+    step: int = 0
+    number: int = 0
+
+    @property
+    def staging(self) -> Path:
+        return self.root / f"tmp-checkpoint-{self.step}"
+
+    @property
+    def final(self) -> Path:
+        return self.root / f"checkpoint-{self.step}"
+
+    def begin(
+        self, keeper: _Keeper, step: int | None, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module
+    ) -> tuple[int, int]:
+        """Create the files, as long as they will be, with all that is not a part. Returns step and number."""
+        small = {**small, small_state.NAME: small_state.encode(state)}
+        if keeper.lock is None:
+            keeper.lock = lock(self.root)
+        found, _ = find(self.root)
+        self.number = 1 + (found[0].manifest.number if found else 0)
+        self.step = step if step is not None else 1 + (found[0].manifest.step if found else 0)
+        stage(self.root, self.step)
+        written = {name: write_file(self.staging / name, data) for name, data in small.items()}
+        for file in self.files:
+            written[file.name] = write_file(self.staging / file.name, file.head, file.size)
+        written |= _write_config(self.staging, model)
+        self._note("begin", written)
+        return self.step, self.number
+
+    def finish(self, parts: list[Part], agree: Agree) -> str | None:
+        """Write this rank's parts, and publish the checkpoint when all have. Returns what went wrong, on all ranks."""
+        problem = None
+        try:
+            self._note(str(self.rank), write_parts(self.staging, parts))
+        except Exception as error:
+            problem = _describe(error)
+        problem = agree("parts", problem)
+        if problem is None:
+            if self.rank == 0:
+                try:
+                    self._publish()
+                except Exception as error:
+                    problem = _describe(error)
+            problem = agree("publication", problem)
+        return problem
+
+    def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
+        """Leave the checksums of what was written for rank 0."""
+        with open(self.staging / f"pieces-{name}.json", "x") as file:
+            json.dump(written, file)
+
+    def _publish(self) -> None:
+        pieces: dict[str, list[Any]] = {}
+        for name in ("begin", *range(self.size)):
+            path = self.staging / f"pieces-{name}.json"
+            for file, some in json.loads(path.read_text()).items():
+                pieces.setdefault(file, []).extend(some)
+            path.unlink()
+        manifest = Manifest(self.step, self.number, self.size, _versions())
+        for file, some in sorted(pieces.items()):
+            manifest.add(file, some, os.path.getsize(self.staging / file))
+        write_file(self.staging / MANIFEST, manifest.to_bytes())
+        publish(self.staging)
+        prune(self.root, self.keep)
+
+    def withdraw(self) -> None:
+        """Remove what was written, after a failure."""
+        if self.rank == 0:
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+
+def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:
+    """Return the files of all entries, and the contents of their indices by name."""
+    files, indices = [], {}
+    for base, entries in bases.items():
+        plans, index = plan_files(base, [entry.spec for entry in entries])
+        files += plans
+        if index is not None:
+            indices[f"{base}.safetensors.index.json"] = index
+    return files, indices
+
+
+def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
+    """Return what this rank writes: its parts of sharded tensors, and rank 0 all others."""
+    stored = {name: (file.name, tensor.start) for file in files for name, tensor in file.tensors.items()}
+    parts = []
+    for entry in (entry for entries in bases.values() for entry in entries):
+        if len(entry.part) and (entry.sharded or world.rank == 0):
+            file, start = stored[entry.spec.name]
+            parts.append(Part(file, start + entry.first * entry.spec.dtype.itemsize, entry.part))
+    return parts
+
+
+def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
+    """Write the configuration of a Hugging Face model, so that `from_pretrained` opens the folder."""
+    before = set(os.listdir(folder))
+    for name in ("config", "generation_config"):
+        config: Any = getattr(model, name, None)
+        if hasattr(config, "save_pretrained"):
+            if name == "config" and not getattr(config, "architectures", None):
+                config.architectures = [type(model).__name__]
+            config.save_pretrained(folder)
+    written = {}
+    for name in set(os.listdir(folder)) - before:
+        data = (folder / name).read_bytes()
+        os.unlink(folder / name)
+        written[name] = write_file(folder / name, data)
+    return written
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# -- agreement ------------------------------------------------------------------------------------------------------
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _raise(job: _Job, problem: str | None) -> None:
+    if problem is not None:
+        job.withdraw()
+        raise RuntimeError(f"save_state: {job.final} was not saved, and earlier checkpoints are untouched. {problem}")
+
+
+def _report(problems: list[str | None]) -> str | None:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text) or None
+
+
+def _agreement(world: World) -> Agree:
+    """Return an agreement by a collective."""
+    return lambda point, problem: _report(world.gather_objects(problem))
+
+
+def _posts(world: World, job: _Job) -> Agree:
+    """Return an agreement through the launcher's store, for threads: the main thread may be in a collective."""
+    if world.size == 1:
+        return _agreement(world)
+
+    def agree(point: str, problem: str | None) -> str | None:
+        key = f"hf_bmtrain save {job.root} {job.number} {point}"
+        world.control.show(f"{key} {world.rank}", problem or "")
+        if world.rank == 0:
+            problems: list[str | None] = [_look(world, f"{key} {rank}", rank) for rank in range(world.size)]
+            world.control.show(f"{key} all", _report(problems) or "")
+        return _look(world, f"{key} all", 0) or None
+
+    return agree
+
+
+def _look(world: World, key: str, rank: int) -> str:
+    """Wait for what a rank shows."""
+    end = time.monotonic() + _SECONDS
+    while time.monotonic() < end:
+        shown = world.control.look(key)
+        if shown is not None:
+            return shown
+        time.sleep(0.05)
+    return f"rank {rank} did not finish within {_SECONDS} s"

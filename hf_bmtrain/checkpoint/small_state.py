@@ -1,0 +1,159 @@
+"""The small state of a checkpoint, one file: random generators, parameter groups, schedulers and the caller's extra."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import random
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..optim.manager import OptimManager
+from ..runtime.launcher import seed_everything
+from ..runtime.world import World
+from .contents import groups_of, named_persistent_buffers, optimizers_of
+from .ranges import checksum
+
+_log = logging.getLogger("hf_bmtrain")
+NAME = "state.pt"
+
+
+def collect(
+    world: World,
+    model: torch.nn.Module,
+    optimizer: Any,
+    others: list[dict[str, dict[str, Any]]],
+    schedulers: Any,
+    extra: Any,
+) -> dict[str, Any]:
+    """Return the small state of all ranks. Collective.
+
+    others: of each optimizer, the state that is in no other file, by parameter.
+    """
+    ranks = world.gather_objects(
+        {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}
+    )
+    return {
+        "ranks": ranks,
+        "optimizers": [
+            {"kind": type(each).__name__, "groups": groups_of(each, model), "others": state}
+            for each, state in zip(optimizers_of(optimizer), others)
+        ],
+        "manager": optimizer.own_state() if isinstance(optimizer, OptimManager) else None,
+        "schedulers": [scheduler.state_dict() for scheduler in schedulers_of(schedulers)],
+        "modules": {name: module.get_extra_state() for name, module in _with_extra_state(model)},
+    }
+
+
+def encode(state: dict[str, Any]) -> bytes:
+    """Return the bytes of the file. Raises ValueError for objects that `torch.load(weights_only=True)` refuses."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    decode(file.getvalue())
+    return file.getvalue()
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """Return the small state. Raises ValueError for other objects than tensors and plain values."""
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            "extra and the state of schedulers may hold tensors, numbers, strings, lists and dicts; "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def restore(
+    world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any], step: int
+) -> Any:
+    """Load all but the optimizers' state, and return this rank's `extra`: rank 0's with another number of ranks."""
+    if isinstance(optimizer, OptimManager):
+        optimizer.load_own_state(state["manager"])
+    for scheduler, saved in zip(schedulers_of(schedulers), state["schedulers"]):
+        scheduler.load_state_dict(saved)
+    for name, module in _with_extra_state(model):
+        module.set_extra_state(state["modules"][name])
+    ranks = state["ranks"]
+    if len(ranks) == world.size:
+        mine = ranks[world.rank]
+        buffers = dict(named_persistent_buffers(model))
+        for name, values in mine["buffers"].items():
+            buffers[name].copy_(values)
+        _set_random_state(mine["random"], world.device)
+        return mine["extra"]
+    seed = zlib.crc32(ranks[0]["random"]["torch"].numpy().tobytes()) ^ step
+    seed_everything(seed, world.rank, world.device)
+    _log.info(
+        "resumed on %d ranks what %d ranks saved: random generators are seeded with %d, derived from those of rank 0 "
+        "and the step, and every rank gets rank 0's extra", world.size, len(ranks), seed,
+    )  # fmt: skip
+    return ranks[0]["extra"]
+
+
+def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Raise ValueError unless the checkpoint has the state of such optimizers and schedulers."""
+    for what, saved, mine in (
+        ("optimizers", len(state["optimizers"]), len(optimizers_of(optimizer))),
+        ("schedulers", len(state["schedulers"]), len(schedulers_of(schedulers))),
+    ):
+        if mine and saved != mine:
+            raise ValueError(f"it has {saved} {what}, this call passes {mine}")
+    if isinstance(optimizer, OptimManager):
+        if state["manager"] is None:
+            raise ValueError("it was saved from optimizers, without an OptimManager")
+        optimizer.check_own_state(state["manager"])
+    for each, saved in zip(optimizers_of(optimizer), state["optimizers"]):
+        theirs, mine = ([sorted(g["params"]) for g in groups] for groups in (saved["groups"], groups_of(each, model)))
+        if theirs != mine:
+            raise ValueError(
+                f"its {saved['kind']} has parameter groups of {[*map(len, theirs)]} parameters, this one of "
+                f"{[*map(len, mine)]}, or of others: make the optimizer with the same groups"
+            )
+
+
+def schedulers_of(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) else [given]
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    plain = torch.nn.Module.get_extra_state
+    return [(name, module) for name, module in model.named_modules() if type(module).get_extra_state is not plain]
+
+
+def _own_buffers(world: World, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the buffers that differ from rank 0's. Collective."""
+    buffers = {name: buffer.detach().cpu() for name, buffer in named_persistent_buffers(model)}
+    digests = {name: checksum(buffer) for name, buffer in buffers.items()}
+    first = world.control.broadcast_object(digests)
+    return {name: buffer.clone() for name, buffer in buffers.items() if digests[name] != first.get(name)}
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    legacy: Any = np.random.get_state()
+    kind, keys, *position = legacy
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *position),
+        "torch": torch.get_rng_state(),
+        "device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
+    }
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    random.setstate(state["python"])
+    kind, keys, *position = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["device"], device)

@@ -1,0 +1,189 @@
+"""save_state and load_state: bit by bit what was saved, on any number of ranks, and the newest that is whole."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+import hf_bmtrain as bmt
+from resumable import Training
+from state_dicts import check_equal
+from tiny_models import build
+
+CASES = [
+    {"family": "llama"},
+    {"family": "gpt2", "dtype": torch.bfloat16, "zero_level": 2},
+    {"family": "bert", "dtype": torch.float16},
+    {"family": "t5", "optimizer": "adamw", "tied": True},
+    {"family": "llama", "optimizer": "sgd", "frozen": True, "use_checkpoint": False},
+    {"family": "gpt2", "optimizer": "offload", "dtype": torch.bfloat16, "tied": True},
+]
+
+
+def undisturbed(case):
+    training = Training(**case)
+    return training.train(8), training.whole()
+
+
+def interrupted(folder, case, non_blocking):
+    training = Training(**case)
+    losses = training.train(4)
+    training.save(folder, non_blocking=non_blocking)
+    losses += training.train(5)  # not saved
+    resumed = Training(**case, seed=1)
+    assert resumed.load(folder) == (4, Path(folder) / "checkpoint-4", {"rank": bmt.rank(), "position": 4})
+    return losses[:4] + resumed.train(8), resumed.whole()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_resumed_is_undisturbed(world, tmp_path, size, case, non_blocking):
+    truth = world(size)(undisturbed, case)
+    for (losses, values), (true_losses, true_values) in zip(
+        world(size)(interrupted, str(tmp_path), case, non_blocking), truth
+    ):
+        assert losses == true_losses
+        if true_values:
+            check_equal(values, true_values)
+
+
+def save(folder, case, steps):
+    training = Training(**case)
+    training.load(folder)
+    training.train(training.step + steps)
+    training.save(folder)
+    return training.whole(), training.train(training.step + 2)
+
+
+def load(folder, case):
+    training = Training(**case, seed=1)
+    training.load(folder)
+    return training.whole()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_number_of_ranks(world, tmp_path, case):
+    """2 → 3 → 1 → 4 ranks: every parameter and moment is that of the moment of saving."""
+    folder, saved = str(tmp_path), None
+    for size in (2, 3, 1, 4):
+        if saved is not None:
+            check_equal(world(size)(load, folder, case)[0], saved)
+        saved = world(size)(save, folder, case, 2)[0][0]
+
+
+def whole(folder, family):
+    training = Training(family)
+    training.train(1)
+    training.save(folder)
+    return {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5", "mixtral"])
+def test_it_is_the_hugging_face_checkpoint(world, tmp_path, family):
+    state = world(2)(whole, str(tmp_path), family)[0]
+    folder = tmp_path / "checkpoint-1"
+    opened = type(build(family)).from_pretrained(folder)
+    assert isinstance(opened, transformers.PreTrainedModel)
+    check_equal({name: opened.state_dict()[name] for name in state}, state)
+    moments = safetensors.torch.load_file(folder / "optimizer.safetensors")
+    name, tensor = next(iter(state.items()))
+    assert moments[f"{name}.exp_avg"].shape == tensor.shape
+
+
+# -- which one is loaded ----------------------------------------------------------------------------------------------
+
+
+def three_checkpoints(folder, keep=None):
+    training = Training()
+    for step in (1, 2, 3):
+        training.train(step)
+        training.save(folder, keep=keep)
+
+
+def resumed_step(folder):
+    resumed = Training().load(folder)
+    return None if resumed is None else resumed.step
+
+
+def test_keep(world, tmp_path):
+    world(2)(three_checkpoints, str(tmp_path), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-2", "checkpoint-3"]
+
+
+def test_nothing_to_resume(world, tmp_path):
+    assert world(2)(resumed_step, str(tmp_path)) == [None, None]
+    assert world(2)(resumed_step, str(tmp_path / "missing")) == [None, None]
+
+
+def saved_again(folder):
+    training = Training()
+    training.train(2)
+    training.save(folder)
+    training.train(4)
+    training.step = 2
+    training.save(folder, keep=1)
+    values = training.whole()
+    training.load(folder)
+    return values, training.whole()
+
+
+def test_the_same_step_again(world, tmp_path):
+    for mine, loaded in world(2)(saved_again, str(tmp_path)):
+        if mine:
+            check_equal(mine, loaded)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-2"]
+
+
+def after_a_fall_back(folder):
+    """What is saved after an older one was resumed is newer than what was passed over."""
+    training = Training()
+    assert training.load(folder).step == 2
+    training.step = 1
+    training.save(folder, keep=1)
+    return training.load(folder).step
+
+
+def damage(path, at=-5):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def test_the_newest_whole_one(world, tmp_path):
+    world(2)(three_checkpoints, str(tmp_path))
+    damage(tmp_path / "checkpoint-3" / "model.safetensors")
+    assert world(2)(resumed_step, str(tmp_path)) == [2, 2]
+    assert world(2)(after_a_fall_back, str(tmp_path)) == [1, 1]
+
+
+def refused(folder, expected, make=Training):
+    with pytest.raises(RuntimeError, match=expected):
+        make().load(folder)
+
+
+def test_none_is_whole(world, tmp_path):
+    world(2)(three_checkpoints, str(tmp_path))
+    damage(tmp_path / "checkpoint-3" / "model.safetensors")
+    (tmp_path / "checkpoint-2" / "state.pt").unlink()
+    (tmp_path / "checkpoint-1" / "manifest.json").unlink()
+    world(2)(
+        refused, str(tmp_path), "no checkpoint .* is whole.*manifest.json is missing.*state.pt is missing.*checksum"
+    )
+
+
+def another_model(folder):
+    with pytest.raises(RuntimeError, match=r"of another model: missing \d+ .*unexpected \d+ "):
+        Training("gpt2").load(folder)
+    with pytest.raises(RuntimeError, match="parameter groups of"):
+        Training(frozen=True).load(folder)
+    training = Training()
+    with pytest.raises(RuntimeError, match="1 optimizers, this call passes 2"):
+        bmt.load_state(folder, training.model, [training.optimizer, training.optimizer])
+
+
+def test_another_model(world, tmp_path):
+    world(2)(three_checkpoints, str(tmp_path))
+    world(2)(another_model, str(tmp_path))

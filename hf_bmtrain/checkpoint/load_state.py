@@ -105,8 +105,8 @@ class _Loading:
                 if problem is not None:
                     raise Damaged(problem)
         self._state = small_state.decode((self._folder / small_state.NAME).read_bytes())
-        small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state)
         self._want_model(find_tensors(self._folder, "model"))
+        small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state)
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
             self._want_optimizer(optimizer, number, find_tensors(self._folder, file_base(number)))
 

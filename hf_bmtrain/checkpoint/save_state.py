@@ -273,7 +273,9 @@ def _describe(error: Exception) -> str:
 def _raise(job: _Job, problem: str | None) -> None:
     if problem is not None:
         job.withdraw()
-        raise RuntimeError(f"save_state: {job.final} was not saved, and earlier checkpoints are untouched. {problem}")
+        raise RuntimeError(
+            f"save_state: nothing was saved to {job.root}, and earlier checkpoints are untouched. {problem}"
+        )
 
 
 def _report(problems: list[str | None]) -> str | None:

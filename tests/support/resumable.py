@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 import hf_bmtrain as bmt
@@ -52,6 +54,12 @@ class Training:
     def save(self, folder, **options):
         extra = {"rank": bmt.rank(), "position": self.step}
         return bmt.save_state(folder, self.model, self.manager, extra=extra, step=self.step, **options)
+
+    def release(self, folder):
+        """Let another world save to the folder, as when this process ends."""
+        keeper = bmt.current_world().kept.pop(Path(folder))
+        if keeper.lock is not None:
+            keeper.lock.close()
 
     def load(self, folder):
         resumed = bmt.load_state(folder, self.model, self.manager)

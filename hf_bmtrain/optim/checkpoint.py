@@ -117,13 +117,21 @@ def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
         return SliceTensor.of(value.as_subclass(torch.Tensor), parameter.placement)
     if value.numel() == parameter.full_shape.numel():
         return parameter.take(value.reshape(parameter.full_shape)).clone()
-    if value.numel() == 1:
+    if value.numel() == 1 or _is_factor(value.shape, parameter.full_shape):
         return value
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
         f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it: it was saved for "
         "another model, or on another rank."
     )
+
+
+def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
+    """Return whether a tensor of `shape` has a value for each row, column or the like of one of `full_shape`."""
+    if len(shape) == len(full_shape):  # Adafactor of torch
+        return all(mine in (1, whole) for mine, whole in zip(shape, full_shape))
+    left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]
+    return len(full_shape) > 1 and shape in left_out  # that of transformers
 
 
 # -- gathering ----------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ OPTIMIZERS = {
     "optim=sgd": named("sgd", learning_rate=0.1),
     "optim=adagrad": named("adagrad"),
     "optim=rmsprop": named("rmsprop", optim_args="eps=1e-6"),
-    "optim=adafactor": Row({"optim": "adafactor"}, {"make_optimizer": None}, ALIKE, refused="depends on the shapes"),
+    "optim=adafactor": Row({"optim": "adafactor"}, {"make_optimizer": None}, ALIKE),
     "optimizer_cls_and_kwargs=Adam": of_class(torch.optim.Adam, **ADAM),
     "optimizer_cls_and_kwargs=RMSprop": of_class(torch.optim.RMSprop, **ADAM),
     "SGD with momentum": instance(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),

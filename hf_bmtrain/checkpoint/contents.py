@@ -32,9 +32,20 @@ class Entry:
     sharded: bool
 
 
-def model_entries(model: torch.nn.Module) -> list[Entry]:
-    """Return the entries of the state dict of `model`, a tied weight under the first of its names. Not collective."""
-    entries = [_of_parameter(name, parameter, parameter) for name, parameter in model.named_parameters()]
+MODEL, TRAINED = "model", "trained"
+"""The names of the files of a model, without their endings: of all its tensors, or of what is trained."""
+
+
+def model_entries(model: torch.nn.Module, trained_only: bool = False) -> list[Entry]:
+    """Return the entries of the state dict of `model`, a tied weight under the first of its names. Not collective.
+
+    trained_only: leave out parameters that do not require a gradient.
+    """
+    entries = [
+        _of_parameter(name, parameter, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or not trained_only
+    ]
     for name, buffer in named_persistent_buffers(model):
         entries.append(_whole(name, buffer))
     return entries

@@ -89,10 +89,10 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def find(path: Path) -> tuple[list[Found], list[tuple[Path, str]]]:
+def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
     """Return the checkpoints in a folder, newest first, or the one that `path` itself is; and why others are not whole.
 
-    The newest is that which was saved last. Reads manifests and sizes, not contents.
+    The newest is that which was saved last. Reads manifests and sizes, not contents. without: see `Manifest.without`.
     """
     found: list[Found] = []
     damaged: list[tuple[Path, str]] = []
@@ -104,7 +104,7 @@ def find(path: Path) -> tuple[list[Found], list[tuple[Path, str]]]:
         if folder != path and not (folder / NAME).exists() and not folder.name.startswith("checkpoint-"):
             continue
         try:
-            manifest = Manifest.read(folder)
+            manifest = Manifest.read(folder).without(without)
             manifest.check_sizes(folder)
         except Damaged as error:
             damaged.append((folder, str(error)))

@@ -12,7 +12,7 @@ import torch
 from ..runtime.world import World, current_world
 from ..sharding.parameter import DistributedParameter
 from . import small_state
-from .contents import Entry, file_base, load_optimizer, model_entries, named, optimizers_of
+from .contents import MODEL, TRAINED, Entry, file_base, load_optimizer, model_entries, named, optimizers_of
 from .folder import find
 from .header import Damaged, StoredTensor, find_tensors
 from .manifest import Manifest
@@ -30,7 +30,12 @@ class Resumed(NamedTuple):
 
 
 def load_state(
-    folder: str | os.PathLike, model: torch.nn.Module, optimizer: Any = None, scheduler: Any = None
+    folder: str | os.PathLike,
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    weights: bool = True,
 ) -> Resumed | None:
     """Load the newest checkpoint in `folder` that is whole, or the checkpoint that `folder` is. Collective.
 
@@ -39,19 +44,21 @@ def load_state(
     passed over, with a warning that names file and tensor, for the one before it. With as many ranks as saved, training
     goes on bit by bit as if it had not stopped; with another number, random generators are seeded anew.
 
-    optimizer, scheduler: as for `save_state`; what is not passed is not loaded. Raises RuntimeError on every rank if no
-    checkpoint is whole, or if it is of another model or optimizer; values that fit may have been loaded then.
+    optimizer, scheduler: as for `save_state`; what is not passed is not loaded. weights: False leaves the model's
+    tensors as they are. Raises RuntimeError on every rank if no checkpoint is whole, or if it is of another model or
+    optimizer; values that fit may have been loaded then.
     """
     world, root = current_world(), Path(folder).absolute()
     world.assemble("load_state")
     if root in world.kept:
         world.kept[root].finish(world)
-    found, damaged = world.control.broadcast_object(find(root) if world.rank == 0 else None)
+    without = () if weights else (MODEL, TRAINED)
+    found, damaged = world.control.broadcast_object(find(root, without) if world.rank == 0 else None)
     passed_over = [f"{each}: {reason}" for each, reason in damaged]
     if not found and not passed_over:
         return None
     for each, _ in found:
-        loading = _Loading(world, each, model, optimizer, scheduler)
+        loading = _Loading(world, each, model, optimizer, scheduler, weights)
         for stage in (loading.open, loading.read):
             problem = _attempt(world, stage)
             if problem is not None:
@@ -87,16 +94,18 @@ class _Loading:
     manifest: Manifest
     _state: dict[str, Any]
 
-    def __init__(self, world: World, folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+    def __init__(
+        self, world: World, folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any, weights: bool
+    ) -> None:
         self._world, self._folder, self._model = world, folder, model
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self._scheduler, self._weights = optimizer, scheduler, weights
         self._wanted: list[Wanted] = []
         self._wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[dict[int, dict[str, Any]]] = []
 
     def open(self) -> None:
         """Read what is small, and find out what this rank needs of the rest. Changes nothing."""
-        self.manifest = Manifest.read(self._folder)
+        self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
         for name, pieces in self.manifest.files.items():
             small = name.endswith((".json", ".pt"))
@@ -105,13 +114,16 @@ class _Loading:
                 if problem is not None:
                     raise Damaged(problem)
         self._state = small_state.decode((self._folder / small_state.NAME).read_bytes())
-        self._want_model(find_tensors(self._folder, "model"))
+        if self._weights:
+            self._want_model()
         small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state)
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
             self._want_optimizer(optimizer, number, find_tensors(self._folder, file_base(number)))
 
-    def _want_model(self, tensors: dict[str, StoredTensor]) -> None:
-        entries = model_entries(self._model)
+    def _want_model(self) -> None:
+        trained_only = not any(name.startswith(MODEL) for name in self.manifest.files)
+        tensors = find_tensors(self._folder, TRAINED if trained_only else MODEL)
+        entries = model_entries(self._model, trained_only)
         _check_names(entries, tensors)
         targets = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         for entry in entries:
@@ -138,7 +150,8 @@ class _Loading:
 
     def read(self) -> None:
         """Read this rank's parts: the model's into place, the optimizers' into host memory."""
-        buffers = {p.buffer for p in self._model.parameters() if isinstance(p, DistributedParameter)}
+        parameters = self._model.parameters() if self._weights else ()
+        buffers = {p.buffer for p in parameters if isinstance(p, DistributedParameter)}
         for buffer in sorted(buffers, key=lambda buffer: buffer.number):
             buffer.prepare_write()
         try:

@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,11 @@ class Manifest:
     world_size: int
     versions: dict[str, str]
     files: dict[str, list[Checked]] = field(default_factory=dict)
+
+    def without(self, bases: tuple[str, ...]) -> Manifest:
+        """Return the manifest without the safetensors files whose names begin with one of `bases`."""
+        left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
+        return replace(self, files={name: pieces for name, pieces in self.files.items() if name not in left_out})
 
     def size(self, name: str) -> int:
         """Return the bytes of a file."""

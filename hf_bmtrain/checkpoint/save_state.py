@@ -18,7 +18,7 @@ import torch
 
 from ..runtime.world import World, current_world, wait_loader
 from . import small_state
-from .contents import Entry, file_base, model_entries, optimizer_entries, optimizers_of
+from .contents import MODEL, TRAINED, Entry, file_base, model_entries, optimizer_entries, optimizers_of
 from .folder import find, lock, prune, publish, stage
 from .header import FilePlan, plan_files
 from .manifest import NAME as MANIFEST
@@ -41,6 +41,7 @@ def save_state(
     *,
     step: int | None = None,
     keep: int | None = None,
+    trained_only: bool = False,
     non_blocking: bool = False,
 ) -> SavingState:
     """Save all that training needs to `folder`/checkpoint-`step`, for `load_state`. Collective.
@@ -59,6 +60,9 @@ def save_state(
     strings, lists and dicts. step: None counts on from the newest checkpoint in `folder`. keep: the number of
     checkpoints that remain, this one included; None keeps all. While this process lives, no other job may save there.
 
+    trained_only: leave out frozen parameters, as adapters' users want; what is trained goes to `trained*.safetensors`,
+    and `load_state` needs a model that has the frozen ones already.
+
     non_blocking: return as soon as the values are copied to host memory; a thread writes them. Its errors are raised on
     all ranks by the next `save_state` or `load_state` of the folder, or by `wait` of what is returned.
     """
@@ -68,7 +72,7 @@ def save_state(
     world.assemble("save_state")
     keeper = world.kept.setdefault(root, _Keeper())
     keeper.finish(world)
-    bases = {"model": model_entries(model)}
+    bases = {TRAINED if trained_only else MODEL: model_entries(model, trained_only)}
     others = []
     for number, each in enumerate(optimizers_of(optimizer)):
         bases[file_base(number)], rest = optimizer_entries(each, model, world)
@@ -96,6 +100,15 @@ def save_state(
     wait_loader()
     _raise(job, job.finish(parts, _agreement(world)))
     return SavingState(job, None, world)
+
+
+def let_others_save(folder: str | os.PathLike) -> None:
+    """Wait for what is being saved to `folder`, and allow other jobs to save there. Collective."""
+    keeper = current_world().kept.pop(Path(folder).absolute(), None)
+    if keeper is not None:
+        keeper.finish(current_world())
+        if keeper.lock is not None:
+            keeper.lock.close()
 
 
 class SavingState:
@@ -168,7 +181,8 @@ class _Job:
         written = {name: write_file(self.staging / name, data) for name, data in small.items()}
         for file in self.files:
             written[file.name] = write_file(self.staging / file.name, file.head, file.size)
-        written |= _write_config(self.staging, model)
+        if any(file.name.startswith(MODEL) for file in self.files):
+            written |= _write_config(self.staging, model)
         self._note("begin", written)
         return self.step, self.number
 

@@ -11,10 +11,11 @@ from transformers import TrainerCallback
 
 from ..blocks.block import CheckpointBlock
 from ..optim import AdamOptimizer
+from ..runtime.world import current_world
 from ..wrap.auto_wrap import auto_wrap
 from ..wrap.check import holds_additions
 from .arguments import check_arguments, check_model, check_optimizer, warn_of_missing_masters
-from .optimizer_files import OptimizerFiles
+from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
 from .speed import Speedometer, count_parameters
 from .staging import StagedWeights
 
@@ -23,8 +24,8 @@ class BMTrainCallback(TrainerCallback):
     """Trains a sharded model with Trainer: `Trainer(model=bmt.auto_wrap(model), …, callbacks=[BMTrainCallback()])`.
 
     At the start it raises an error for arguments that do not work with a sharded model, and shards adapters that the
-    trainer itself added. Before every save, which Trainer performs on rank 0 alone, it gathers the weights. It saves
-    and loads the optimizer's state rank by rank, and compiles the blocks if `torch_compile` is set. To log entries of
+    trainer itself added. Before every save, which Trainer performs on rank 0 alone, all ranks write their parts of
+    weights and optimizer state to the checkpoint. It compiles the blocks if `torch_compile` is set. To log entries of
     the training loss it adds samples_per_second, tokens_per_second (of all ranks), model_tflops_per_device,
     peak_memory_gib (of the rank with most) and, with loss scaling, loss_scale.
 
@@ -34,7 +35,8 @@ class BMTrainCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._weights: StagedWeights | None = None
-        self._optimizer_files: OptimizerFiles | None = None
+        self._checkpoints: TrainerCheckpoints | None = None
+        self.resumed: str | None = None  # the folder that Trainer resumes from, if bmt.hf.Trainer knows it
         self._speed: Speedometer | None = None
         self._compiled = False
         self._report: dict[str, float] = {}
@@ -45,6 +47,10 @@ class BMTrainCallback(TrainerCallback):
         if holds_additions(model):  # adapters that the trainer itself added (TRL's peft_config=)
             auto_wrap(model)
         self._adopt(args, model)
+        world = current_world()
+        if world.rank == 0:
+            set_aside_incomplete(args.output_dir)
+        world.assemble("Trainer's start")
 
     def _adopt(self, args: Any, model: Any) -> None:
         check_model(model)
@@ -61,9 +67,10 @@ class BMTrainCallback(TrainerCallback):
         self._close()
         check_optimizer(_inner(optimizer))
         warn_of_missing_masters(model, _inner(optimizer))
-        self._optimizer_files = OptimizerFiles(_inner(optimizer))
-        resumed = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
-        self._optimizer_files.load(resumed, self._folder(args, state))
+        self._checkpoints = TrainerCheckpoints(model, _inner(optimizer))
+        given = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
+        weights = self.resumed is not None and writes_own_weights(model)
+        self._checkpoints.load(self.resumed, given, self._folder(args, state), weights=weights)
         self._speed = Speedometer(model)
         if args.torch_compile and not self._compiled:
             for block in model.modules():
@@ -72,23 +79,23 @@ class BMTrainCallback(TrainerCallback):
             self._compiled = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._weights is not None and self._optimizer_files is not None
-        self._optimizer_files.withdraw()
+        assert self._weights is not None and self._checkpoints is not None
+        self._checkpoints.withdraw()
+        self._checkpoints.close(str(args.output_dir))
         self.stage(args, self._weights.model)
         self._close()
 
     def _close(self) -> None:
-        for part in (self._optimizer_files, self._speed):
-            if part is not None:
-                part.close()
-        self._optimizer_files = self._speed = None
+        if self._speed is not None:
+            self._speed.close()
+        self._checkpoints = self._speed = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._weights is not None and self._optimizer_files is not None and self._speed is not None
+        assert self._weights is not None and self._checkpoints is not None and self._speed is not None
         self._weights.drop()
-        self._optimizer_files.withdraw()
+        self._checkpoints.withdraw()
         self._speed.resume()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -103,17 +110,20 @@ class BMTrainCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        if self._optimizer_files is None:
+        if self._checkpoints is None:
             return  # an evaluation outside training
         best = args.save_strategy == "best"
         if _is_best(args, state, metrics or {}) if best else control.should_save:
             self._stage(args, state)
 
     def _stage(self, args: Any, state: Any) -> None:
-        assert self._weights is not None and self._optimizer_files is not None
-        self._weights.gather(checkpoint=True)
-        if not args.save_only_model:
-            self._optimizer_files.save(self._folder(args, state))
+        assert self._weights is not None and self._checkpoints is not None
+        own = writes_own_weights(self._weights.model)
+        if not own:
+            self._weights.gather(checkpoint=True)
+        if own or not args.save_only_model:
+            self._checkpoints.save(str(args.output_dir), state.global_step, not args.save_only_model)
+        self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
         """Gather the present weights of `model`, for a `save_model` that runs on rank 0 alone. Collective."""
@@ -122,8 +132,8 @@ class BMTrainCallback(TrainerCallback):
         self._weights.gather(checkpoint=False)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._optimizer_files is not None and self._weights is not None:
-            self._optimizer_files.keep()
+        if self._checkpoints is not None and self._weights is not None:
+            self._checkpoints.complete()
             self._weights.drop()
 
     @staticmethod

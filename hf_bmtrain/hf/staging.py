@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 from ..runtime.world import current_world
@@ -21,6 +22,7 @@ class StagedWeights:
     def __init__(self, model: Any) -> None:
         self.model, self._state, self._versions = model, None, None
         self._in_checkpoint = False
+        self.written: Path | None = None  # a folder that has the present weights and the config already
         if hasattr(model, "save_pretrained"):
             self._save_pretrained = type(model).save_pretrained
             model.save_pretrained = self.save_pretrained
@@ -39,7 +41,7 @@ class StagedWeights:
         self._in_checkpoint = checkpoint
 
     def drop(self) -> None:
-        self._state, self._versions, self._in_checkpoint = None, None, False
+        self._state, self._versions, self._in_checkpoint, self.written = None, None, False, None
 
     @property
     def fresh(self) -> bool:
@@ -50,7 +52,12 @@ class StagedWeights:
         return [buffer.version for buffer in dict.fromkeys(p.buffer for p in self.model.parameters())]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own `save_pretrained`, with the staged weights if they are fresh."""
+        """Call the model's own `save_pretrained`, with the staged weights if they are fresh.
+
+        Does nothing for the folder `written`.
+        """
+        if self.written is not None and Path(save_directory).absolute() == self.written:
+            return None
         given = inspect.signature(self._save_pretrained).bind(self.model, save_directory, *args, **kwargs)
         options = given.arguments.pop("kwargs", {})
         options.update(given.arguments)

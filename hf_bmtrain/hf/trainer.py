@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import transformers
 
+from ..checkpoint.load_state import load_state
+from ..checkpoint.manifest import NAME as MANIFEST
 from .callback import BMTrainCallback
+from .checkpoints import find_damage, newest_whole, writes_own_weights
 from .speed import count_parameters
 
 _Base: Any = transformers.Trainer
@@ -16,6 +20,7 @@ class TrainerMixin:
     """Adds BMTrainCallback to a trainer: `class MyTrainer(bmt.hf.TrainerMixin, SomeTrainer)`.
 
     The callback's numbers reach every reporter, and parameters are counted whole, not by this rank's slices.
+    `train(resume_from_checkpoint=True)` resumes from the newest checkpoint whose every byte is what was saved.
     """
 
     callback_handler: Any
@@ -28,17 +33,44 @@ class TrainerMixin:
             callbacks.append(BMTrainCallback())
         super().__init__(*args, callbacks=callbacks, **kwargs)  # pyright: ignore[reportCallIssue]
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train. A checkpoint to resume from is verified first; every rank reads a part of it. Collective.
+
+        With True, one that is damaged or incomplete is passed over for the one before it, with a warning. Raises
+        RuntimeError on every rank if the folder that is given is damaged, or if no checkpoint is whole.
+        """
+        given: Any = resume_from_checkpoint
+        if given is True:
+            given = newest_whole(self.args.output_dir) or True
+        elif isinstance(given, (str, Path)) and (Path(given) / MANIFEST).exists():
+            problem = find_damage(Path(given))
+            if problem is not None:
+                raise RuntimeError(f"The checkpoint {given} is damaged: {problem}")
+        given = str(given) if isinstance(given, Path) else given
+        for callback in self._callbacks():
+            callback.resumed = given if isinstance(given, str) else None
+        return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Let each rank read its own parts of the weights: at once, or with the optimizer when training begins."""
+        folder = Path(resume_from_checkpoint)
+        if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # pyright: ignore[reportAttributeAccessIssue]
+        elif not (folder / "optimizer.pt").exists():
+            load_state(folder, self.model)
+
+    def _callbacks(self) -> list[BMTrainCallback]:
+        return [each for each in self.callback_handler.callbacks if isinstance(each, BMTrainCallback)]
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, BMTrainCallback):
-                callback.take_report(logs)
+        for callback in self._callbacks():
+            callback.take_report(logs)
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
         """Gather the weights, then call Trainer's `save_model`, whose body rank 0 runs alone. Collective."""
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, BMTrainCallback) and not _internal_call:
-                callback.stage(self.args, self.model)
+        for callback in self._callbacks() if not _internal_call else ():
+            callback.stage(self.args, self.model)
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:

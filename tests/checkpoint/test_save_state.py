@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from resumable import Training
+from resumable import Training, damage, three_checkpoints
 from state_dicts import check_equal
 from tiny_models import build
 
@@ -97,13 +97,6 @@ def test_it_is_the_hugging_face_checkpoint(world, tmp_path, family):
 # -- which one is loaded ----------------------------------------------------------------------------------------------
 
 
-def three_checkpoints(folder, keep=None):
-    training = Training()
-    for step in (1, 2, 3):
-        training.train(step)
-        training.save(folder, keep=keep)
-
-
 def resumed_step(folder):
     resumed = Training().load(folder)
     return None if resumed is None else resumed.step
@@ -145,12 +138,6 @@ def after_a_fall_back(folder):
     training.step = 1
     training.save(folder, keep=1)
     return training.load(folder).step
-
-
-def damage(path, at=-5):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 16
-    path.write_bytes(data)
 
 
 def test_the_newest_whole_one(world, tmp_path):

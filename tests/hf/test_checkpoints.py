@@ -1,5 +1,6 @@
 """Trainer's checkpoints of a sharded model: written by all ranks, read by plain transformers, resumed exactly."""
 
+import os
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -10,7 +11,6 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
-from hf_bmtrain.hf import optimizer_files
 from jobs import bmt_adam, losses, torch_adam
 from tiny_models import build
 
@@ -132,22 +132,22 @@ def full_disk_on_one_rank(folder):
     """Every rank hears of it before Trainer writes, and so before it deletes what is older."""
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
     trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), make_optimizer=bmt_adam)
-    write = optimizer_files.write_atomically
+    write = os.pwrite
 
-    def full(state, path):
-        if "checkpoint-4" in str(path) and bmt.rank() == 1:
+    def full(*args):
+        if Path(folder, "tmp-checkpoint-4").exists() and bmt.rank() == 1:
             raise OSError(28, "No space left on device")
-        write(state, path)
+        return write(*args)
 
-    with mock.patch.object(optimizer_files, "write_atomically", full):
-        with pytest.raises(RuntimeError, match=r"checkpoint-4 could not be written.*rank 1: .*No space left"):
+    with mock.patch.object(os, "pwrite", full):
+        with pytest.raises(RuntimeError, match=r"nothing was saved to .*rank 1: .*No space left"):
             trainer.train()
 
 
 def test_a_full_disk_is_told_everywhere(world, tmp_path):
     world(2)(full_disk_on_one_rank, str(tmp_path))
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
-    assert not (tmp_path / "checkpoint-4" / "optimizer_rank1.pt").exists()
+    assert not (tmp_path / "checkpoint-4").exists()
 
 
 def resume_errors(folder, given, options, resume, match):
@@ -155,27 +155,56 @@ def resume_errors(folder, given, options, resume, match):
         run(folder, given, options, resume)
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+OURS = {"make_optimizer": bmt_adam, "cls": bmt.hf.Trainer}
+"""`bmt.hf.Trainer` verifies what it resumes from."""
+
+
 def test_resume_that_cannot_be_right_raises(world, tmp_path):
     folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
     world(2)(run, str(folder), given, options)
     checkpoint = folder / "checkpoint-2"
-    world(1)(resume_errors, str(folder), given, options, str(checkpoint), "resume with 2 processes")
-    torch.save({"id": "another run's", "state_dict": {}}, checkpoint / "optimizer_rank1.pt")
-    torch.save({"id": "another run's", "state_dict": {}}, checkpoint / "optimizer_rank0.pt")
+    flip(checkpoint / "optimizer.safetensors")
+    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "optimizer.safetensors.* the checksum")
+    world(2)(resume_errors, str(folder), given, OURS, str(checkpoint), "checkpoint-2 is damaged: optimizer.safetensors")
+    (checkpoint / "state.pt").unlink()
     world(2)(resume_errors, str(folder), given, options, str(checkpoint), "checkpoint .* is missing")
 
 
-def test_one_ranks_checkpoint_goes_on_with_two_ranks(world, tmp_path):
-    """One process writes whole optimizer states; any number of ranks takes them up."""
-    folder = tmp_path / "run"
+@pytest.mark.parametrize("how", ["flipped", "killed in Trainer's files"])
+def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, how):
+    given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    whole = world(2)(run, str(tmp_path), given, OURS)[0]
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    if how == "flipped":
+        flip(tmp_path / "checkpoint-4" / "model.safetensors")
+        options = OURS
+    else:
+        (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"epoch":')
+        options = {"make_optimizer": bmt_adam}  # also with stock Trainer
+    resumed = world(2)(run, str(tmp_path), given, options, True)[0]
+    assert losses(resumed["history"], "grad_norm") == losses(whole["history"], "grad_norm")
+    assert (tmp_path / "incomplete-checkpoint-4").is_dir() == (how != "flipped")
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3), (3, 1)])
+def test_another_number_of_ranks(world, tmp_path, sizes):
+    """The optimizer's state is in the parameters' shapes, for any number of ranks."""
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    before, after = sizes
     for make_optimizer in (bmt_adam, torch_adam):
         options = {"make_optimizer": make_optimizer}
-        whole = world(1)(run, str(folder), given, options)[0]
-        here = world(2)(run, str(folder), given, options, f"{folder}/checkpoint-2")[0]
-        for (mine,), (theirs,) in zip(losses(here["history"]), losses(whole["history"])):
-            assert mine == pytest.approx(theirs, rel=1e-5)
-        shutil.rmtree(folder)
+        whole = world(before)(run, str(tmp_path / "run"), given, options)[0]
+        here = world(after)(run, str(tmp_path / "run"), given, options, str(tmp_path / "run" / "checkpoint-2"))[0]
+        if 6 % (before * after) == 0:
+            for (mine,), (theirs,) in zip(losses(here["history"]), losses(whole["history"])):
+                assert mine == pytest.approx(theirs, rel=1e-5)
+        shutil.rmtree(tmp_path / "run")
 
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])

@@ -87,6 +87,10 @@ def train(cell: Cell, row: Row, folder: str, wrapped: bool) -> dict[str, Any]:
     return result
 
 
+OWN_FILES = ("manifest.json", "optimizer.safetensors", "trained.safetensors", "state.pt", "complete.json")
+"""What a checkpoint of a sharded model holds besides Trainer's files."""
+
+
 def _run(row: Row, folder: str, wrapped: bool, size: int, options: dict[str, Any], resume: bool = False):
     trainer = jobs.make_trainer(folder, wrapped, {**STEPS, **row.given}, size=size, **options)
     first = min(Path(folder).glob("checkpoint-*"), key=_step) if resume else None
@@ -102,7 +106,7 @@ def _run(row: Row, folder: str, wrapped: bool, size: int, options: dict[str, Any
     if size > 1:
         torch.distributed.barrier()
     files = sorted(str(path.relative_to(folder)) for path in Path(folder).glob("checkpoint-*/*"))
-    files = [name for name in files if "optimizer_rank" not in name]
+    files = [name for name in files if Path(name).name not in OWN_FILES]
     if size > 1:
         torch.distributed.barrier()
     return {"weights": weights, "logged": logged, "state": (state.global_step, best, files)}

@@ -9,7 +9,6 @@ from accelerate import Accelerator
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
-from hf_bmtrain.hf.optimizer_files import OptimizerFiles
 from hf_bmtrain.ops import adam_step
 from hf_bmtrain.ops.residual import split
 from hf_bmtrain.optim.runs import adopt, shown
@@ -219,18 +218,11 @@ def through_the_manager(gather_opt):
             goes_on(trained, other)
 
 
-def through_trainers_files(folder):
+def through_a_checkpoint(folder):
     with by_kernels():
         for number, (trained, other) in enumerate(pairs()):
-            files, others = OptimizerFiles(trained.optimizer), OptimizerFiles(other.optimizer)
-            files.save(f"{folder}/{number}")
-            groups = trained.optimizer.state_dict()
-            assert not groups["state"]
-            files.keep()
-            other.optimizer.load_state_dict(groups)
-            others.load()
-            files.close()
-            others.close()
+            bmt.save_state(f"{folder}/{number}", trained.model, trained.optimizer)
+            bmt.load_state(f"{folder}/{number}", other.model, other.optimizer)
             goes_on(trained, other)
 
 
@@ -255,5 +247,5 @@ def test_files(world, size, case):
     world(size)(*case)
 
 
-def test_trainers_files(world, tmp_path):
-    world(2)(through_trainers_files, str(tmp_path))
+def test_a_checkpoint(world, tmp_path):
+    world(2)(through_a_checkpoint, str(tmp_path))

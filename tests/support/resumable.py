@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 import hf_bmtrain as bmt
+from hf_bmtrain.checkpoint.save_state import let_others_save
 from tiny_models import batch, build
 
 OPTIMIZERS = {
@@ -57,9 +56,7 @@ class Training:
 
     def release(self, folder):
         """Let another world save to the folder, as when this process ends."""
-        keeper = bmt.current_world().kept.pop(Path(folder))
-        if keeper.lock is not None:
-            keeper.lock.close()
+        let_others_save(folder)
 
     def load(self, folder):
         resumed = bmt.load_state(folder, self.model, self.manager)
@@ -76,3 +73,17 @@ class Training:
         for key, state in saved["state"].items():
             values.update({f"{ordered[key]}.{name}": torch.as_tensor(value) for name, value in state.items()})
         return dict(sorted(values.items()))
+
+
+def three_checkpoints(folder, keep=None) -> None:
+    training = Training()
+    for step in (1, 2, 3):
+        training.train(step)
+        training.save(folder, keep=keep)
+
+
+def damage(path, at=-5) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)

@@ -29,9 +29,9 @@ FILES = {"model.safetensors", "training_args.bin", "optimizer.pt", "scheduler.pt
 
 
 def check_checkpoints(folder, steps, extra=frozenset({"config.json"})):
-    """Those of `steps` are there, each with Trainer's files and, of several ranks, each one's optimizer."""
+    """Those of `steps` are there, each with Trainer's files and those that all ranks write."""
     assert checkpoints(folder) == steps
-    ranks = {f"optimizer_rank{rank}.pt" for rank in range(bmt.world_size())} if bmt.world_size() > 1 else set()
+    ranks = {"manifest.json", "optimizer.safetensors", "state.pt", "complete.json"}
     for step in steps:
         assert FILES | extra | ranks <= {path.name for path in Path(folder, f"checkpoint-{step}").iterdir()}
 

@@ -1,0 +1,255 @@
+"""The sharded part of Trainer's checkpoints: weights and optimizer, written by all ranks before Trainer's files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import uuid
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..checkpoint import small_state
+from ..checkpoint.folder import remove
+from ..checkpoint.header import Damaged
+from ..checkpoint.load_state import load_state
+from ..checkpoint.manifest import NAME as MANIFEST
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.ranges import check_file, flush_folder, write_file
+from ..checkpoint.save_state import let_others_save, save_state
+from ..optim import checks
+from ..runtime.world import current_world
+
+_log = logging.getLogger("hf_bmtrain")
+_REFERENCE = "hf_bmtrain"
+_COMPLETE = "complete.json"
+
+
+class TrainerCheckpoints:
+    """Saves and loads weights and an element-wise `optimizer` over slices in Trainer's folders.
+
+    `save` publishes `checkpoint-N` with everything that is sharded, on disk and checksummed, before Trainer adds its
+    own files and deletes older checkpoints; Trainer's `optimizer.pt` has the parameter groups and a reference.
+    `complete` adds checksums of Trainer's files. On resuming, Trainer loads `optimizer.pt`, and then `load` the rest,
+    for any number of ranks.
+    """
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if checks.check(optimizer) is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds no parameter of a sharded model: make it from model.parameters() "
+                "after auto_wrap."
+            )
+        self._model, self._optimizer = model, optimizer
+        self._run = current_world().control.broadcast_object(uuid.uuid4().hex)
+        self._reference: dict[str, Any] | None = None
+
+    @property
+    def staged(self) -> Path | None:
+        """The checkpoint that Trainer is about to complete."""
+        return None if self._reference is None else Path(self._reference["folder"])
+
+    def save(self, output_dir: str, step: int, with_optimizer: bool) -> None:
+        """Publish the sharded part of `checkpoint-step`, which Trainer is about to write. Collective.
+
+        Until `complete` or `withdraw`, the optimizer's state_dict() contains the reference and no state. Raises
+        RuntimeError on every rank if one cannot write.
+        """
+        if self._reference is not None:
+            return
+        folder = Path(output_dir).absolute() / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        identity = f"{self._run}-{folder.name}"
+        optimizer = self._optimizer if with_optimizer else None
+        save_state(
+            output_dir, self._model, optimizer, extra={"id": identity}, step=step,
+            trained_only=not writes_own_weights(self._model),
+        )  # fmt: skip
+        self._refer({"id": identity, "folder": str(folder)})
+
+    def complete(self) -> None:
+        """Add checksums of what Trainer has written to the checkpoint. Collective."""
+        folder = self._forget()
+        if folder is None:
+            return
+        world, problem = current_world(), None
+        world.gather_objects(None)  # every rank has written its random state
+        if world.rank == 0:
+            try:
+                _write_checksums(folder)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
+
+    def withdraw(self) -> None:
+        """Delete what `save` wrote, if Trainer did not write the checkpoint. Rank 0 does."""
+        folder = self._forget()
+        if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
+            remove(folder)
+
+    def close(self, output_dir: str) -> None:
+        """Let other jobs save to `output_dir`."""
+        let_others_save(output_dir)
+
+    def _refer(self, reference: dict[str, Any]) -> None:
+        """Make the optimizer's state_dict() what Trainer is to write: parameter groups and a reference."""
+        groups, count = [], 0
+        for group in self._optimizer.param_groups:
+            numbers = list(range(count, count + len(group["params"])))
+            groups.append({**group, "params": numbers})
+            count += len(numbers)
+        groups[0][_REFERENCE] = dict(reference)
+        instance: Any = self._optimizer
+        instance.state_dict = lambda: {"state": {}, "param_groups": groups}
+        self._reference = reference
+
+    def _forget(self) -> Path | None:
+        """Make the optimizer's state_dict() its own again. Returns the checkpoint that was staged."""
+        reference, self._reference = self._reference, None
+        if reference is None:
+            return None
+        del self._optimizer.state_dict  # that of the instance
+        return Path(reference["folder"])
+
+    def load(self, *folders: str | os.PathLike | None, weights: bool) -> None:
+        """Load the checkpoint that Trainer's reference names, if it has loaded one: from `folders`, or where it was.
+
+        weights: False if Trainer has loaded them. Collective. Raises RuntimeError if it is not there.
+        """
+        reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
+        if reference is None:
+            return
+        places = [Path(folder) for folder in (*folders, reference["folder"]) if folder]
+        for place in places:
+            if _identity(place) == reference["id"]:
+                load_state(place, self._model, self._optimizer, weights=weights)
+                return
+        raise RuntimeError(
+            f"rank {current_world().rank}: the sharded part of checkpoint {reference['folder']} is missing; looked in "
+            f"{', '.join(map(str, places))}. Where the checkpoint was moved, resume with bmt.hf.Trainer, or set "
+            "args.resume_from_checkpoint to it."
+        )
+
+
+def writes_own_weights(model: Any) -> bool:
+    """Return whether `save_pretrained` of `model` is that of transformers and saves the whole model, not adapters."""
+    method = getattr(type(model), "save_pretrained", None)
+    adapted = getattr(model, "_hf_peft_config_loaded", False)
+    return method is transformers.PreTrainedModel.save_pretrained and not adapted
+
+
+# -- which checkpoints are whole --------------------------------------------------------------------------------------
+
+
+def newest_whole(output_dir: str | os.PathLike) -> Path | None:
+    """Return the newest checkpoint of Trainer in `output_dir` whose every byte is what was saved. Collective.
+
+    Each rank reads a part of the files. What is passed over is logged. None if there is none of this library's, the
+    newest is without a sharded part, or the folder is missing.
+    """
+    world = current_world()
+    folders = world.control.broadcast_object(_by_step(output_dir) if world.rank == 0 else None)
+    for folder in folders:
+        if not (folder / MANIFEST).exists() and not _missing(folder):
+            return folder  # Trainer's own, of one rank or another library
+        problem = find_damage(folder)
+        if problem is None:
+            return folder
+        if world.rank == 0:
+            _log.warning("resume passes over %s: %s", folder, problem)
+    if folders:
+        raise RuntimeError(f"No checkpoint in {output_dir} is whole; the log names what is wrong with each.")
+    return None
+
+
+def find_damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint, None if nothing is. Collective; each rank reads a part of the files."""
+    world = current_world()
+    try:
+        problem = _damage(folder, world.rank, world.size)
+    except (Damaged, OSError) as error:
+        problem = str(error)
+    problems = [text for text in world.gather_objects(problem) if text is not None]
+    return problems[0] if problems else None
+
+
+def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
+    """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
+
+    Not collective; for rank 0.
+    """
+    for folder in _by_step(output_dir):
+        missing = _missing(folder) if _identity(folder) is not None else None
+        if missing is not None:
+            aside = folder.with_name(f"incomplete-{folder.name}")
+            if aside.exists():
+                remove(aside)
+            os.rename(folder, aside)
+            _log.warning("%s was not completed (%s): renamed to %s", folder, missing, aside.name)
+
+
+def _by_step(output_dir: str | os.PathLike) -> list[Path]:
+    """Return the folders of Trainer's checkpoints, that of the largest step first."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in Path(output_dir).absolute().iterdir():
+            prefix, _, step = path.name.rpartition("-")
+            if prefix == PREFIX_CHECKPOINT_DIR and step.isdigit() and path.is_dir():
+                found.append((int(step), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _missing(folder: Path) -> str | None:
+    """Return what Trainer has not finished writing, None if all that it needs to resume can be read."""
+    try:
+        json.loads((folder / "trainer_state.json").read_bytes())
+        names = Manifest.read(folder).files if (folder / MANIFEST).exists() else {}
+        if any(name.startswith("optimizer") for name in names):
+            for path in (folder / "optimizer.pt", folder / "scheduler.pt"):
+                torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def _write_checksums(folder: Path) -> None:
+    """Write the checksums of the files that Trainer added to a checkpoint."""
+    known = {MANIFEST, *Manifest.read(folder).files}
+    sums = {
+        path.name: zlib.crc32(path.read_bytes())
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in known
+    }
+    write_file(folder / _COMPLETE, json.dumps(sums).encode())
+    flush_folder(folder)
+
+
+def _damage(folder: Path, rank: int, size: int) -> str | None:
+    missing = _missing(folder)
+    if missing is not None:
+        return f"Trainer did not finish writing it ({missing})"
+    manifest = Manifest.read(folder)
+    manifest.check_sizes(folder)
+    if rank == 0 and (folder / _COMPLETE).exists():
+        for name, crc in json.loads((folder / _COMPLETE).read_bytes()).items():
+            if zlib.crc32((folder / name).read_bytes()) != crc:
+                return f"{name} does not have the checksum that was saved"
+    for name, pieces in manifest.files.items():
+        for _, problem in check_file(folder, name, pieces[rank::size]):
+            if problem is not None:
+                return problem
+    return None
+
+
+def _identity(folder: Path) -> str | None:
+    """Return the id that a checkpoint was saved with."""
+    try:
+        return small_state.decode((folder / small_state.NAME).read_bytes())["ranks"][0]["extra"]["id"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None

@@ -20,10 +20,18 @@ class Training:
     """A family of tiny_models with dropout, and OptimManager with two parameter groups."""
 
     def __init__(
-        self, family="llama", optimizer="adam", dtype=torch.float32, tied=False, frozen=False, seed=0, **wrapping
+        self,
+        family="llama",
+        optimizer="adam",
+        dtype=torch.float32,
+        tied=False,
+        frozen=False,
+        seed=0,
+        blocks=3,
+        **wrapping,
     ) -> None:
         self.family = family
-        model = build(family, tied=tied, dropout=0.1, seed=seed).to(dtype).train()
+        model = build(family, tied=tied, dropout=0.1, seed=seed, blocks=blocks).to(dtype).train()
         if frozen:
             for parameter in list(model.parameters())[::3]:
                 parameter.requires_grad_(False)

@@ -9,11 +9,11 @@ VOCABULARY = 61
 FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")
 
 
-def build(family: str, tied: bool = False, dropout: float = 0.0, seed: int = 0) -> torch.nn.Module:
-    """A randomly initialised model of three blocks (two and two for T5)."""
+def build(family: str, tied: bool = False, dropout: float = 0.0, seed: int = 0, blocks: int = 3) -> torch.nn.Module:
+    """A randomly initialised model of `blocks` blocks (two and two for T5)."""
     shared = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "attn_implementation": "eager"}
     llama = {
-        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": blocks, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 32, "attention_dropout": dropout,
     }  # fmt: skip
     torch.manual_seed(seed)
@@ -26,13 +26,13 @@ def build(family: str, tied: bool = False, dropout: float = 0.0, seed: int = 0) 
         return transformers.MixtralForCausalLM(config)
     if family == "gpt2":
         config = transformers.GPT2Config(
-            n_embd=24, n_layer=3, n_head=3, n_positions=32,
+            n_embd=24, n_layer=blocks, n_head=3, n_positions=32,
             resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **shared,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
     if family == "bert":
         config = transformers.BertConfig(
-            hidden_size=24, num_hidden_layers=3, num_attention_heads=3, intermediate_size=40,
+            hidden_size=24, num_hidden_layers=blocks, num_attention_heads=3, intermediate_size=40,
             max_position_embeddings=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **shared,
         )  # fmt: skip
         return transformers.BertForMaskedLM(config)

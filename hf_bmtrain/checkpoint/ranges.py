@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +46,39 @@ def memory_of(data: torch.Tensor) -> memoryview:
     return memoryview(data.numpy())  # pyright: ignore[reportArgumentType], numpy's types say it only from Python 3.12
 
 
+def _in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call `jobs`, several at a time, and return their results in order. Raises the first error when none is running.
+
+    A ThreadPoolExecutor would refuse jobs once the script has ended, when a thread may still be saving.
+    """
+    results, problems = [None] * len(jobs), []
+    remaining, lock = iter(range(len(jobs))), threading.Lock()
+
+    def work() -> None:
+        while not problems:
+            with lock:
+                number = next(remaining, None)
+            if number is None:
+                return
+            try:
+                results[number] = jobs[number]()
+            except BaseException as error:
+                problems.append(error)
+
+    threads = [threading.Thread(target=work, name="checkpoint") for _ in range(min(_THREADS, len(jobs)))]
+    for thread in threads:
+        thread.start()
+    while threads:
+        try:
+            threads[-1].join()
+            threads.pop()
+        except BaseException as error:  # an interrupt: the caller closes the files, so wait all the same
+            problems.append(error)
+    if problems:
+        raise problems[0]
+    return results
+
+
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
@@ -53,8 +87,8 @@ def write_parts(folder: Path, parts: Iterable[Part]) -> dict[str, list[Checked]]
     written: dict[str, list[Checked]] = {}
     with ExitStack() as stack:
         files: dict[str, int] = {}
-        jobs: list[tuple[str, Future[Checked]]] = []
-        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint"))
+        names: list[str] = []
+        jobs: list[Callable[[], Checked]] = []
         for part in parts:
             if part.file not in files:
                 files[part.file] = os.open(folder / part.file, os.O_WRONLY)
@@ -62,9 +96,10 @@ def write_parts(folder: Path, parts: Iterable[Part]) -> dict[str, list[Checked]]
             data = as_bytes(part.values)
             for at in range(0, len(data), PIECE_BYTES):
                 piece = data[at : at + PIECE_BYTES]
-                jobs.append((part.file, pool.submit(_write_piece, files[part.file], part.start + at, piece)))
-        for name, job in jobs:
-            written.setdefault(name, []).append(job.result())
+                names.append(part.file)
+                jobs.append(partial(_write_piece, files[part.file], part.start + at, piece))
+        for name, checked in zip(names, _in_threads(jobs)):
+            written.setdefault(name, []).append(checked)
         for handle in files.values():
             os.fsync(handle)
     return written
@@ -147,18 +182,13 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
             if each.stored.file not in files:
                 files[each.stored.file] = os.open(folder / each.stored.file, os.O_RDONLY)
                 stack.callback(os.close, files[each.stored.file])
-        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint"))
-        jobs = [
-            pool.submit(_read_piece, files[each.stored.file], each, piece)
-            for each in wanted
-            for piece in _pieces_of(each, manifest)
-        ]
-        try:
-            for job in jobs:
-                job.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        _in_threads(
+            [
+                partial(_read_piece, files[each.stored.file], each, piece)
+                for each in wanted
+                for piece in _pieces_of(each, manifest)
+            ]
+        )
 
 
 def _pieces_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
@@ -189,11 +219,14 @@ def _read_piece(handle: int, wanted: Wanted, piece: Checked) -> None:
 
 
 def _read(handle: int, data: torch.Tensor, piece: Checked, what: str) -> None:
-    """Fill `data` with a piece. Raises Damaged if the file is shorter, or the checksum differs."""
+    """Fill `data` with a piece. Raises Damaged if it cannot be read, the file is shorter or the checksum differs."""
     view = memory_of(data)
     at = 0
     while at < len(view):
-        count = os.preadv(handle, [view[at:]], piece.start + at)
+        try:
+            count = os.preadv(handle, [view[at:]], piece.start + at)
+        except OSError as error:
+            raise Damaged(f"{what}: byte {piece.start + at:,} cannot be read: {error.strerror}") from error
         if not count:
             raise Damaged(f"{what}: the file ends at byte {piece.start + at:,}")
         at += count

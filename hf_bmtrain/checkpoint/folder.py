@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import socket
 from pathlib import Path
@@ -27,16 +28,20 @@ class Found(NamedTuple):
     manifest: Manifest
 
 
-def lock(root: Path) -> IO[str] | None:
+def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
     """Keep other jobs from saving to `root` until the returned file is closed or this process has ended.
 
-    Returns None, with a line in the log, where the file system has no locks. Raises RuntimeError if another holds it.
+    held: what an earlier call returned; it counts unless the folder has been removed since. Returns None, with a line
+    in the log, where the file system has no locks. Raises RuntimeError if another holds it.
     """
     root.mkdir(parents=True, exist_ok=True)
+    if held is not None and _is_in_place(held, root / _LOCK):
+        return held
     file = open(root / _LOCK, "a+")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        # Not flock: workers that were forked would hold that after this process was killed.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
@@ -51,19 +56,28 @@ def lock(root: Path) -> IO[str] | None:
     return file
 
 
+def _is_in_place(file: IO[str], path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    return False
+
+
 def stage(root: Path, step: int) -> Path:
-    """Make an empty folder for the files of a checkpoint, and remove what killed jobs have left. Needs the lock."""
-    for left in root.glob(f"{_STAGING}*"):
-        shutil.rmtree(left)
-    staging = root / f"{_STAGING}checkpoint-{step}"
+    """Make an empty folder for the files of a checkpoint, and remove what killed jobs have left. Needs the lock.
+
+    Its name is new each time, since another rank of a killed job may live a while, and write.
+    """
+    for kind in ("checkpoint", "removed"):
+        for left in root.glob(f"{_STAGING}{kind}-*"):
+            _delete(left)
+    staging = root / f"{_STAGING}checkpoint-{step}-{secrets.token_hex(4)}"
     staging.mkdir()
     return staging
 
 
-def publish(staging: Path) -> Path:
-    """Rename a complete staging folder to its final name, and return that. The files are on disk already."""
+def publish(staging: Path, final: Path) -> None:
+    """Rename a complete staging folder to its final name. The files are on disk already."""
     flush_folder(staging)
-    final = staging.with_name(staging.name.removeprefix(_STAGING))
     if final.exists():  # until it is pruned it remains a checkpoint, of a lower number
         aside = 1
         while (replaced := final.with_name(f"{final.name}.replaced-{aside}")).exists():
@@ -71,7 +85,6 @@ def publish(staging: Path) -> Path:
         os.rename(final, replaced)
     os.rename(staging, final)
     flush_folder(final.parent)
-    return final
 
 
 def prune(root: Path, keep: int | None) -> None:
@@ -84,9 +97,21 @@ def prune(root: Path, keep: int | None) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a folder so that a part of it is never taken for a checkpoint."""
-    doomed = folder.with_name(f"{_STAGING}removed-{folder.name}")
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    doomed = folder.with_name(f"{_STAGING}removed-{folder.name}-{secrets.token_hex(4)}")
+    try:
+        os.rename(folder, doomed)
+    except OSError as error:
+        _log.warning("%s cannot be deleted: %s", folder, error)
+    else:
+        _delete(doomed)
+
+
+def _delete(folder: Path) -> None:
+    """Delete what is no checkpoint. What resists is left for the next save, with a line in the log."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        _log.warning("%s cannot be deleted: %s", folder, error)
 
 
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:

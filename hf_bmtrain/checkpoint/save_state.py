@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -25,6 +26,7 @@ from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
 from .ranges import Part, write_file, write_parts
 
+_log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
 _SECONDS = 1800  # that a rank's background thread waits for the others'
 
@@ -68,7 +70,7 @@ def save_state(
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep}: at least the checkpoint that is being saved remains")
-    world, root = current_world(), Path(folder).absolute()
+    world, root = current_world(), Path(folder).resolve()
     world.assemble("save_state")
     keeper = world.kept.setdefault(root, _Keeper())
     keeper.finish(world)
@@ -79,18 +81,19 @@ def save_state(
         others.append(rest)
     state = small_state.collect(world, model, optimizer, others, scheduler, extra)
     files, small = _plan(bases)
-    job = _Job(world.rank, world.size, root, files, keep)
-    problem, begun = None, (0, 0)
+    job = _Job(world.rank, world.size, root, files, keep, step)
+    problem = None
     if world.rank == 0:
         try:
-            begun = job.begin(keeper, step, small, state, model)
+            job.begin(keeper, small, state, model)
         except Exception as error:
             problem = _describe(error)
     digest = zlib.crc32(b"".join(file.head for file in files))
-    first, begun = world.control.broadcast_object((digest, begun))
+    first, (job.step, job.number, job.staged) = world.control.broadcast_object(
+        (digest, (job.step, job.number, job.staged))
+    )
     if first != digest:
         problem = problem or "it holds other tensors than rank 0: the ranks' models or optimizers differ"
-    job.step, job.number = begun
     _raise(job, _agreement(world)("begin", problem))
     parts = _parts(bases, files, world)
     if non_blocking:
@@ -104,7 +107,7 @@ def save_state(
 
 def let_others_save(folder: str | os.PathLike) -> None:
     """Wait for what is being saved to `folder`, and allow other jobs to save there. Collective."""
-    keeper = current_world().kept.pop(Path(folder).absolute(), None)
+    keeper = current_world().kept.pop(Path(folder).resolve(), None)
     if keeper is not None:
         keeper.finish(current_world())
         if keeper.lock is not None:
@@ -123,14 +126,20 @@ class SavingState:
             self._thread.start()  # the interpreter does not exit before it has ended
 
     def _run(self, parts: list[Part]) -> None:
-        self._problem = self._job.finish(parts, _posts(self._world, self._job))
+        try:
+            self._problem = self._job.finish(parts, _posts(self._world, self._job))
+        except Exception as error:  # the launcher's store is gone
+            self._problem = _describe(error)
+        if self._problem is not None:  # the script may end without a call that raises it
+            _log.error("save_state: %s was not saved. %s", self._job.final, self._problem)
 
     def wait(self) -> None:
         """Block until the checkpoint is complete. Collective. Raises RuntimeError on every rank if saving failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            _raise(self._job, _agreement(self._world)("wait", self._problem))
+            problems = self._world.gather_objects(self._problem)  # each of all ranks
+            _raise(self._job, next(filter(None, problems), None))
 
 
 class _Keeper:
@@ -149,42 +158,43 @@ class _Keeper:
 
 @dataclass
 class _Job:
-    """One checkpoint that is being saved. Its methods are called on every rank but for `begin`, which rank 0 calls."""
+    """One checkpoint that is being saved. Its methods are called on every rank but for `begin`, which rank 0 calls.
+
+    staged: the name of the folder that is written to, "" before there is one; no other checkpoint ever has it.
+    """
 
     rank: int
     size: int
     root: Path
     files: list[FilePlan]
     keep: int | None
-    step: int = 0
+    step: int | None
     number: int = 0
+    staged: str = ""
 
     @property
     def staging(self) -> Path:
-        return self.root / f"tmp-checkpoint-{self.step}"
+        return self.root / self.staged
 
     @property
     def final(self) -> Path:
         return self.root / f"checkpoint-{self.step}"
 
-    def begin(
-        self, keeper: _Keeper, step: int | None, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module
-    ) -> tuple[int, int]:
-        """Create the files, as long as they will be, with all that is not a part. Returns step and number."""
+    def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
+        """Create the files, as long as they will be, with all that is not a part. Chooses number, folder and step."""
         small = {**small, small_state.NAME: small_state.encode(state)}
-        if keeper.lock is None:
-            keeper.lock = lock(self.root)
+        keeper.lock = lock(self.root, keeper.lock)
         found, _ = find(self.root)
         self.number = 1 + (found[0].manifest.number if found else 0)
-        self.step = step if step is not None else 1 + (found[0].manifest.step if found else 0)
-        stage(self.root, self.step)
+        if self.step is None:
+            self.step = 1 + (found[0].manifest.step if found else 0)
+        self.staged = stage(self.root, self.step).name
         written = {name: write_file(self.staging / name, data) for name, data in small.items()}
         for file in self.files:
             written[file.name] = write_file(self.staging / file.name, file.head, file.size)
         if any(file.name.startswith(MODEL) for file in self.files):
             written |= _write_config(self.staging, model)
         self._note("begin", written)
-        return self.step, self.number
 
     def finish(self, parts: list[Part], agree: Agree) -> str | None:
         """Write this rank's parts, and publish the checkpoint when all have. Returns what went wrong, on all ranks."""
@@ -215,16 +225,17 @@ class _Job:
             for file, some in json.loads(path.read_text()).items():
                 pieces.setdefault(file, []).extend(some)
             path.unlink()
+        assert self.step is not None
         manifest = Manifest(self.step, self.number, self.size, _versions())
         for file, some in sorted(pieces.items()):
             manifest.add(file, some, os.path.getsize(self.staging / file))
         write_file(self.staging / MANIFEST, manifest.to_bytes())
-        publish(self.staging)
+        publish(self.staging, self.final)
         prune(self.root, self.keep)
 
     def withdraw(self) -> None:
         """Remove what was written, after a failure."""
-        if self.rank == 0:
+        if self.rank == 0 and self.staged:
             shutil.rmtree(self.staging, ignore_errors=True)
 
 
@@ -307,7 +318,7 @@ def _posts(world: World, job: _Job) -> Agree:
         return _agreement(world)
 
     def agree(point: str, problem: str | None) -> str | None:
-        key = f"hf_bmtrain save {job.root} {job.number} {point}"
+        key = f"hf_bmtrain save {job.staged} {point}"
         world.control.show(f"{key} {world.rank}", problem or "")
         if world.rank == 0:
             problems: list[str | None] = [_look(world, f"{key} {rank}", rank) for rank in range(world.size)]

@@ -1,0 +1,275 @@
+"""What fails while a checkpoint is saved or loaded is an error on every rank, and nothing is lost."""
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from hf_bmtrain.checkpoint import folder as folders
+from hf_bmtrain.checkpoint import ranges
+from processes import environment
+from resumable import Training
+
+
+@contextlib.contextmanager
+def failing(function: str, code: int, ranks: tuple[int, ...] | None = None, after: int = 0, path: str = ""):
+    """Let a function of os raise OSError on some ranks, from its call number `after` with such a path on."""
+    original, calls = getattr(os, function), 0
+
+    def fail(where, *arguments, **options):
+        nonlocal calls
+        calls += path in str(where)
+        if path in str(where) and calls > after and (ranks is None or bmt.rank() in ranks):
+            raise OSError(code, os.strerror(code), where if isinstance(where, (str, Path)) else None)
+        return original(where, *arguments, **options)
+
+    with mock.patch.object(os, function, fail):
+        yield
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def saved_before(folder):
+    training = Training(blocks=1)
+    training.train(1)
+    training.save(folder)
+    training.train(7)
+    return training
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+FAULTS = [
+    ("pwrite", errno.ENOSPC, (0,), 0), ("pwrite", errno.ENOSPC, (1,), 3), ("pwrite", errno.EIO, None, 5),
+    ("posix_fallocate", errno.ENOSPC, None, 0), ("open", errno.EROFS, (0,), 0), ("open", errno.EACCES, (1,), 0),
+    ("fsync", errno.EIO, (1,), 0), ("mkdir", errno.EACCES, None, 0), ("rename", errno.EACCES, None, 0),
+]  # fmt: skip
+
+
+def fails(folder, faults, non_blocking):
+    training = saved_before(folder)
+    for function, code, ranks, after in faults:
+        with failing(function, code, ranks, after):
+            with pytest.raises(RuntimeError, match=os.strerror(code)) as error:
+                training.save(folder, keep=1, non_blocking=non_blocking).wait()
+        assert f"nothing was saved to {folder}, and earlier checkpoints are untouched. rank" in str(error.value)
+        bmt.synchronize()
+        left = [name for name in names(folder) if function != "open" or not name.startswith("tmp-")]
+        assert left == [".lock", "checkpoint-1"], (function, code)
+        bmt.synchronize()
+    training.save(folder, keep=1, non_blocking=non_blocking).wait()
+    assert names(folder) == [".lock", "checkpoint-7"]
+    values = training.whole()
+    resumed = Training(blocks=1, seed=1)
+    assert resumed.load(folder).step == 7
+    return all(torch.equal(value, values[name]) for name, value in resumed.whole().items())
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_faults_of_the_disk(world, tmp_path, non_blocking):
+    """Full, read-only, faulty; on one rank or all; each names its cause, and the next save succeeds."""
+    assert world(2)(fails, str(tmp_path), FAULTS, non_blocking) == [True, True]
+
+
+def raised_later(folder):
+    training = saved_before(folder)
+    for calls in ("save", "load", "wait"):
+        with failing("pwrite", errno.ENOSPC, (1,), 3):
+            saving = training.save(folder, non_blocking=True)
+            saving._thread.join()
+        with pytest.raises(RuntimeError, match="nothing was saved to .*rank 1: OSError.*No space left"):
+            saving.wait() if calls == "wait" else getattr(training, calls)(folder)
+    bmt.synchronize()
+    return names(folder)
+
+
+def test_errors_of_a_background_save_are_raised_on_all_ranks(world, tmp_path):
+    assert world(2)(raised_later, str(tmp_path)) == [[".lock", "checkpoint-1"]] * 2
+
+
+def removed(folder):
+    training = saved_before(folder)
+    original = os.pwrite
+
+    def remove(*arguments):
+        if bmt.rank() == 1:
+            shutil.rmtree(folder, ignore_errors=True)
+        return original(*arguments)
+
+    with mock.patch.object(os, "pwrite", remove), pytest.raises(RuntimeError, match="nothing was saved to .*No such file"):
+        training.save(folder)
+    training.save(folder)  # makes it anew
+    return names(folder)
+
+
+def test_a_folder_that_is_removed_during_the_save(world, tmp_path):
+    assert world(2)(removed, str(tmp_path / "it")) == [[".lock", "checkpoint-7"]] * 2
+
+
+def cannot_delete(folder):
+    training = saved_before(folder)
+    with failing("rmdir", errno.EACCES):
+        training.save(folder, keep=1)
+    return training.load(folder).step
+
+
+def test_old_checkpoints_that_cannot_be_deleted(world, tmp_path):
+    """The new one is saved all the same."""
+    assert world(2)(cannot_delete, str(tmp_path)) == [7, 7]
+
+
+def changed_meanwhile(folder):
+    training = saved_before(folder)
+    values = {name: value.clone() for name, value in training.whole().items()}
+    original, go = os.pwrite, threading.Event()
+
+    def wait(*arguments):
+        assert threading.current_thread() is threading.main_thread() or go.wait(60)
+        return original(*arguments)
+
+    with mock.patch.object(os, "pwrite", wait):
+        saving = training.save(folder, non_blocking=True)
+        training.train(9)
+        go.set()
+        saving.wait()
+    resumed = Training(blocks=1, seed=1)
+    assert resumed.load(folder) == (7, Path(folder) / "checkpoint-7", {"rank": bmt.rank(), "position": 7})
+    loaded = resumed.whole()
+    return all(torch.equal(value, values[name]) for name, value in loaded.items()) and resumed.train(9) != []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_of_a_background_save_are_those_of_the_call(world, tmp_path, size):
+    assert all(world(size)(changed_meanwhile, str(tmp_path)))
+
+
+LAST_LINE = """
+import sys, torch, hf_bmtrain as bmt
+bmt.init_distributed()
+model = torch.nn.Linear(300, 3000)
+bmt.save_state(sys.argv[1], model, step=1, non_blocking=True)
+"""
+
+
+def test_a_background_save_at_the_end_of_the_script(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_LINE, str(tmp_path)], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert names(tmp_path) == [".lock", "checkpoint-1"], done.stderr
+
+
+def test_nothing_is_written_after_a_failure(tmp_path):
+    """A thread that writes later would find the handle closed, or another file under its number."""
+    (tmp_path / "a").write_bytes(bytes(1000))
+    original, late = os.pwrite, []
+
+    def pwrite(handle, data, start):
+        if start == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(0.05)
+        try:
+            return original(handle, data, start)
+        except OSError as error:
+            late.append(error)
+            raise
+
+    parts = [ranges.Part("a", at, torch.ones(10, dtype=torch.uint8)) for at in range(0, 1000, 10)]
+    with mock.patch.object(os, "pwrite", pwrite), pytest.raises(OSError, match="No space left"):
+        ranges.write_parts(tmp_path, parts)
+    assert not late
+
+
+# -- two jobs -------------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys, time, torch, hf_bmtrain as bmt
+bmt.init_distributed()
+bmt.save_state(sys.argv[1], torch.nn.Linear(3, 3), step=1)
+print("saved", flush=True)
+time.sleep(200)
+"""
+
+
+@contextlib.contextmanager
+def holder(folder):
+    """Another job that has saved to the folder, and lives."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "saved\n"
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def second(folder, process):
+    training = Training(blocks=1)
+    with pytest.raises(RuntimeError, match=f"nothing was saved to .*rank 0: .*process {process} on .*saves to"):
+        bmt.save_state(folder, training.model, step=5)
+
+
+def test_a_second_job(world, tmp_path):
+    """Its error names the first, whose files stay."""
+    with holder(tmp_path) as process:
+        (tmp_path / "tmp-checkpoint-5").mkdir()
+        (tmp_path / "tmp-checkpoint-0").mkdir()
+        world(2)(second, str(tmp_path), process)
+        assert names(tmp_path) == [".lock", "checkpoint-1", "tmp-checkpoint-0", "tmp-checkpoint-5"]
+
+
+def test_workers_that_outlive_a_job_do_not_hold_its_lock(tmp_path):
+    """A DataLoader's forked workers notice only after seconds that their job was killed."""
+    locked = folders.lock(tmp_path)
+    reading, writing = os.pipe()
+    worker = os.fork()
+    if not worker:
+        os.read(reading, 1)
+        os._exit(0)
+    locked.close()
+    code = "import sys, pathlib; from hf_bmtrain.checkpoint.folder import lock; lock(pathlib.Path(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment(), capture_output=True, text=True, check=False
+    )
+    os.write(writing, b"x")
+    os.waitpid(worker, 0)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_what_save_state_has_left_is_removed(tmp_path):
+    for name in ("tmp-data", "tmp-checkpoint-3", "tmp-removed-checkpoint-2"):
+        (tmp_path / name).mkdir()
+    staging = folders.stage(tmp_path, 4)
+    assert names(tmp_path) == sorted(["tmp-data", staging.name])
+
+
+def stage_names(folder):
+    found = []
+    original = os.mkdir
+
+    def mkdir(path, *arguments, **options):
+        found.append(Path(path).name)
+        return original(path, *arguments, **options)
+
+    training = Training(blocks=1)
+    with mock.patch.object(os, "mkdir", mkdir):
+        training.save(folder)
+        training.save(folder)
+    return sorted({name for name in found if name.startswith("tmp-")})
+
+
+def test_a_rank_that_outlives_its_job_writes_to_another_folder(world, tmp_path):
+    """The same step is written to a folder of another name: what a rank of a killed job opens is not there."""
+    made = world(1)(stage_names, str(tmp_path))[0]
+    assert len(made) == 2

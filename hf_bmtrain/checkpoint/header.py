@@ -47,8 +47,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A whole tensor in a file, its bytes start:stop."""
 
     file: str
@@ -138,7 +137,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         described = json.loads(text)
         described.pop("__metadata__", None)
         tensors = {name: _stored(path.name, 8 + length, value) for name, value in described.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"the header of {path.name} cannot be read: {type(error).__name__}: {error}") from error
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -156,7 +155,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
     (start, stop), shape = value["data_offsets"], value["shape"]
-    if not all(isinstance(number, int) and number >= 0 for number in (start, stop, *shape)):
+    numbers = (start, stop, *shape)
+    if {*map(type, numbers)} != {int} or min(numbers) < 0:
         raise ValueError(f"shape {shape}, data_offsets {[start, stop]}")
     return StoredTensor(file, DTYPES[value["dtype"]], tuple(shape), begin + start, begin + stop)
 
@@ -171,10 +171,11 @@ def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
         return read_header(single)
     try:
         places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        files = sorted(set(places.values()), key=str)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{index.name} cannot be read: {type(error).__name__}: {error}") from error
     tensors: dict[str, StoredTensor] = {}
-    for file in sorted(set(places.values())):
+    for file in files:
         if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
             raise Damaged(f"{index.name} names a file {file!r}, which is not in its folder")
         try:

@@ -13,7 +13,7 @@ from ..runtime.world import World, current_world
 from ..sharding.parameter import DistributedParameter
 from . import small_state
 from .contents import MODEL, TRAINED, Entry, file_base, load_optimizer, model_entries, named, optimizers_of
-from .folder import find
+from .folder import Found, find
 from .header import Damaged, StoredTensor, find_tensors
 from .manifest import Manifest
 from .ranges import Wanted, check_file, read_parts
@@ -48,12 +48,12 @@ def load_state(
     tensors as they are. Raises RuntimeError on every rank if no checkpoint is whole, or if it is of another model or
     optimizer; values that fit may have been loaded then.
     """
-    world, root = current_world(), Path(folder).absolute()
+    world, root = current_world(), Path(folder).resolve()
     world.assemble("load_state")
-    if root in world.kept:
-        world.kept[root].finish(world)
-    without = () if weights else (MODEL, TRAINED)
-    found, damaged = world.control.broadcast_object(find(root, without) if world.rank == 0 else None)
+    for saved in (root, root.parent):
+        if saved in world.kept:
+            world.kept[saved].finish(world)
+    found, damaged = _find(world, root, () if weights else (MODEL, TRAINED))
     passed_over = [f"{each}: {reason}" for each, reason in damaged]
     if not found and not passed_over:
         return None
@@ -69,6 +69,18 @@ def load_state(
                 _log.warning("load_state passed over %s", reason)
             return Resumed(loading.manifest.step, each, loading.apply())
     raise RuntimeError(f"load_state: no checkpoint in {root} is whole. {'; '.join(passed_over)}")
+
+
+def _find(world: World, root: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
+    """Return what rank 0 finds, on all ranks. Raises RuntimeError on all if it cannot read the folder."""
+    found = problem = None
+    if world.rank == 0:
+        try:
+            found = find(root, without)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    world.raise_everywhere(f"load_state: {root} cannot be read", problem)
+    return world.control.broadcast_object(found)
 
 
 def _attempt(world: World, stage: Any) -> str | None:
@@ -143,6 +155,8 @@ class _Loading:
             piece = parameters[name]
             assert isinstance(piece, DistributedParameter), name
             where = piece.placement.piece
+            if stored.shape != tuple(piece.full_shape):
+                raise ValueError(f"{key} has shape {stored.shape}, {name} here {tuple(piece.full_shape)}")
             values = torch.empty(where.length, dtype=stored.dtype)
             self._wanted.append(Wanted(key, stored, where.tensor_start, values))
             state.setdefault(places[name], {})[what] = values

@@ -75,15 +75,16 @@ class Manifest:
             if zlib.crc32(content.encode()) != outer["crc"]:
                 raise ValueError("its checksum differs")
             fields: dict[str, Any] = json.loads(content)
+            files = {name: [Checked(*map(int, piece)) for piece in all_] for name, all_ in fields.pop("files").items()}
+            manifest = cls(**fields, files=files)
         except FileNotFoundError as error:
             raise Damaged(f"{NAME} is missing: it was never completed, or something else wrote the folder") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{NAME} cannot be read: {error}") from error
-        files = fields.pop("files")
-        outside = [name for name in files if Path(name).name != name]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {error}") from error
+        outside = [name for name in files if not name.strip(".") or Path(name).name != name or "\0" in name]
         if outside:
-            raise Damaged(f"{NAME} names files outside its folder: {', '.join(outside[:5])}")
-        return cls(**fields, files={name: [Checked(*piece) for piece in pieces] for name, pieces in files.items()})
+            raise Damaged(f"{NAME} names files outside its folder: {', '.join(map(repr, outside[:5]))}")
+        return manifest
 
     def check_sizes(self, folder: Path) -> None:
         """Raise Damaged unless every file is there with its size. Reads no contents."""

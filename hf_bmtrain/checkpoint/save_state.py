@@ -82,19 +82,7 @@ def save_state(
     state = small_state.collect(world, model, optimizer, others, scheduler, extra)
     files, small = _plan(bases)
     job = _Job(world.rank, world.size, root, files, keep, step)
-    problem = None
-    if world.rank == 0:
-        try:
-            job.begin(keeper, small, state, model)
-        except Exception as error:
-            problem = _describe(error)
-    digest = zlib.crc32(b"".join(file.head for file in files))
-    first, (job.step, job.number, job.staged) = world.control.broadcast_object(
-        (digest, (job.step, job.number, job.staged))
-    )
-    if first != digest:
-        problem = problem or "it holds other tensors than rank 0: the ranks' models or optimizers differ"
-    _raise(job, _agreement(world)("begin", problem))
+    _begin(world, job, lambda: job.begin(keeper, small, state, model))
     parts = _parts(bases, files, world)
     if non_blocking:
         parts = [part._replace(values=part.values.to("cpu", copy=True)) for part in parts]
@@ -103,6 +91,22 @@ def save_state(
     wait_loader()
     _raise(job, job.finish(parts, _agreement(world)))
     return SavingState(job, None, world)
+
+
+def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
+    """Begin on rank 0, and tell the others where. Raises RuntimeError on all if that fails, or the files differ."""
+    problem = None
+    if world.rank == 0:
+        try:
+            begin()
+        except Exception as error:
+            problem = _describe(error)
+    digest = zlib.crc32(b"".join(file.head for file in job.files))
+    first, begun = world.control.broadcast_object((digest, (job.step, job.number, job.staged)))
+    job.step, job.number, job.staged = begun
+    if first != digest:
+        problem = problem or "it holds other tensors than rank 0: the ranks' models or optimizers differ"
+    _raise(job, _agreement(world)("begin", problem))
 
 
 def let_others_save(folder: str | os.PathLike) -> None:

@@ -88,7 +88,9 @@ def raised_later(folder):
     for calls in ("save", "load", "wait"):
         with failing("pwrite", errno.ENOSPC, (1,), 3):
             saving = training.save(folder, non_blocking=True)
-            saving._thread.join()
+            for thread in threading.enumerate():
+                if thread.name.startswith("save "):
+                    thread.join()
         with pytest.raises(RuntimeError, match="nothing was saved to .*rank 1: OSError.*No space left"):
             saving.wait() if calls == "wait" else getattr(training, calls)(folder)
     bmt.synchronize()
@@ -108,7 +110,10 @@ def removed(folder):
             shutil.rmtree(folder, ignore_errors=True)
         return original(*arguments)
 
-    with mock.patch.object(os, "pwrite", remove), pytest.raises(RuntimeError, match="nothing was saved to .*No such file"):
+    with (
+        mock.patch.object(os, "pwrite", remove),
+        pytest.raises(RuntimeError, match="nothing was saved to .*No such file"),
+    ):
         training.save(folder)
     training.save(folder)  # makes it anew
     return names(folder)

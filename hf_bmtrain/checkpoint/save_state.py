@@ -82,7 +82,7 @@ def save_state(
     state = small_state.collect(world, model, optimizer, others, scheduler, extra)
     files, small = _plan(bases)
     job = _Job(world.rank, world.size, root, files, keep, step)
-    _begin(job, world, keeper, small, state, model)
+    _begin(world, job, lambda: job.begin(keeper, small, state, model))
     parts = _parts(bases, files, world)
     if non_blocking:
         parts = [part._replace(values=part.values.to("cpu", copy=True)) for part in parts]
@@ -93,20 +93,17 @@ def save_state(
     return SavingState(job, None, world)
 
 
-def _begin(
-    job: _Job, world: World, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module
-) -> None:
-    """Let rank 0 create the files. Collective. Raises RuntimeError on every rank if it fails, or the ranks differ."""
+def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
+    """Begin on rank 0, and tell the others where. Raises RuntimeError on all if that fails, or the files differ."""
     problem = None
     if world.rank == 0:
         try:
-            job.begin(keeper, small, state, model)
+            begin()
         except Exception as error:
             problem = _describe(error)
     digest = zlib.crc32(b"".join(file.head for file in job.files))
-    first, (job.step, job.number, job.staged) = world.control.broadcast_object(
-        (digest, (job.step, job.number, job.staged))
-    )
+    first, begun = world.control.broadcast_object((digest, (job.step, job.number, job.staged)))
+    job.step, job.number, job.staged = begun
     if first != digest:
         problem = problem or "it holds other tensors than rank 0: the ranks' models or optimizers differ"
     _raise(job, _agreement(world)("begin", problem))
@@ -305,8 +302,9 @@ def _describe(error: Exception) -> str:
 def _raise(job: _Job, problem: str | None) -> None:
     if problem is not None:
         job.withdraw()
-        name = job.final if job.step is not None else f"a checkpoint in {job.root}"
-        raise RuntimeError(f"save_state: {name} was not saved, and earlier checkpoints are untouched. {problem}")
+        raise RuntimeError(
+            f"save_state: nothing was saved to {job.root}, and earlier checkpoints are untouched. {problem}"
+        )
 
 
 def _report(problems: list[str | None]) -> str | None:

@@ -64,7 +64,7 @@ def fails(folder, faults, non_blocking):
         with failing(function, code, ranks, after):
             with pytest.raises(RuntimeError, match=os.strerror(code)) as error:
                 training.save(folder, keep=1, non_blocking=non_blocking).wait()
-        assert "checkpoint-7 was not saved, and earlier checkpoints are untouched. rank" in str(error.value)
+        assert f"nothing was saved to {folder}, and earlier checkpoints are untouched. rank" in str(error.value)
         bmt.synchronize()
         left = [name for name in names(folder) if function != "open" or not name.startswith("tmp-")]
         assert left == [".lock", "checkpoint-1"], (function, code)
@@ -88,8 +88,10 @@ def raised_later(folder):
     for calls in ("save", "load", "wait"):
         with failing("pwrite", errno.ENOSPC, (1,), 3):
             saving = training.save(folder, non_blocking=True)
-            saving._thread.join()
-        with pytest.raises(RuntimeError, match="checkpoint-7 was not saved.*rank 1: OSError.*No space left"):
+            for thread in threading.enumerate():
+                if thread.name.startswith("save "):
+                    thread.join()
+        with pytest.raises(RuntimeError, match="nothing was saved to .*rank 1: OSError.*No space left"):
             saving.wait() if calls == "wait" else getattr(training, calls)(folder)
     bmt.synchronize()
     return names(folder)
@@ -108,7 +110,10 @@ def removed(folder):
             shutil.rmtree(folder, ignore_errors=True)
         return original(*arguments)
 
-    with mock.patch.object(os, "pwrite", remove), pytest.raises(RuntimeError, match="was not saved.*No such file"):
+    with (
+        mock.patch.object(os, "pwrite", remove),
+        pytest.raises(RuntimeError, match="nothing was saved to .*No such file"),
+    ):
         training.save(folder)
     training.save(folder)  # makes it anew
     return names(folder)
@@ -216,7 +221,7 @@ def holder(folder):
 
 def second(folder, process):
     training = Training(blocks=1)
-    with pytest.raises(RuntimeError, match=f"checkpoint-5 was not saved.*rank 0: .*process {process} on .*saves to"):
+    with pytest.raises(RuntimeError, match=f"nothing was saved to .*rank 0: .*process {process} on .*saves to"):
         bmt.save_state(folder, training.model, step=5)
 
 

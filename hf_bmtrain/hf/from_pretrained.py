@@ -64,6 +64,7 @@ def from_pretrained(
         failure = error
     _raise_everywhere(world, failure)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
+    _check_alike(model, world)
     _tie_equal(model, world)
     _report(model, world)
     chosen = None if blocks is None else [model.get_submodule(name) for name in blocks]
@@ -86,19 +87,20 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
     if find_adapter_config_file(str(name_or_path), **hub) is not None:
         raise ValueError(f"{name_or_path} holds an adapter, which bmt.hf.from_pretrained cannot load. {way_out}")
     config = kwargs.get("config")
-    if not isinstance(config, PreTrainedConfig):
-        config, _ = PreTrainedConfig.get_config_dict(name_or_path if config is None else config, **hub)
-    quantization = config.get("quantization_config") if isinstance(config, dict) else _quantization(config)
+    if isinstance(config, PreTrainedConfig):
+        quantization = getattr(config, "quantization_config", None)
+    else:
+        try:
+            given, _ = PreTrainedConfig.get_config_dict(name_or_path if config is None else config, **hub)
+        except OSError:
+            return  # the class's from_pretrained says what is missing, or does without
+        quantization = given.get("quantization_config")
     if quantization is not None:
         raise ValueError(
             f"{name_or_path} has a quantization_config: quantized weights cannot be cut into shards. Use a checkpoint "
             "in an ordinary dtype; or dequantize this one in the class's own from_pretrained, and pass the model to "
             "bmt.auto_wrap."
         )
-
-
-def _quantization(config: PreTrainedConfig) -> Any:
-    return getattr(config, "quantization_config", None)
 
 
 @contextmanager
@@ -157,6 +159,21 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
         if failure is not None:
             raise failure from None
         raise
+
+
+def _check_alike(model: torch.nn.Module, world: World) -> None:
+    """Raise RuntimeError if the ranks found different tensors in their files. Collective."""
+    mine = {
+        name: (tuple(p.shape), p.dtype, "in the files" if isinstance(p, ScatteredParameter) else "not in the files")
+        for name, p in model.named_parameters()
+    }
+    for rank, theirs in enumerate(world.gather_objects(mine)):
+        for name in [*mine, *theirs]:
+            if mine.get(name) != theirs.get(name):
+                raise RuntimeError(
+                    f"from_pretrained: '{name}' is {mine.get(name)} on rank {world.rank} and {theirs.get(name)} on "
+                    f"rank {rank}. Every host needs the same files."
+                )
 
 
 def _tie_equal(model: Any, world: World) -> None:

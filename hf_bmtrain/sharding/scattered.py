@@ -58,7 +58,7 @@ def _allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
     In malloc's heap the short-lived whole tensors of the loading would leave holes between the shares.
     """
-    if not numel:
-        return torch.zeros(0, dtype=dtype)
+    if numel * dtype.itemsize < mmap.PAGESIZE:
+        return torch.zeros(numel, dtype=dtype)
     memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype)

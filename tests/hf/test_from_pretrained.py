@@ -173,12 +173,16 @@ def loads_family(name, folder):
     model, plain = both(cls, folder)
     if name in OVERWRITTEN:
         with bmt.gathered(model, modify=True):
-            model.get_input_embeddings().weight[family.build().config.pad_token_id] = 0
+            embedding = model.get_submodule(OVERWRITTEN[name])
+            embedding.weight[embedding.padding_idx] = 0
     check_same(model, plain)
 
 
-OVERWRITTEN = ("funnel", "youtu")
-"""Plain from_pretrained sets the padding's row of their loaded embeddings to zero; ours keeps what is in the files."""
+OVERWRITTEN = {
+    "chinese_clip": "text_model.embeddings.word_embeddings", "funnel": "funnel.embeddings.word_embeddings",
+    "youtu": "model.embed_tokens",
+}  # fmt: skip
+"""Plain from_pretrained sets the padding's row of these loaded embeddings to zero; ours keeps what is in the files."""
 CONVERTED = ("qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_moe", "wav2vec2_conformer", "qwen2_vl", "mamba", "rwkv")
 
 

@@ -44,6 +44,9 @@ def from_pretrained(
     their parts as well); weights that the files lack are whole until they are sharded. Device memory holds the shards
     and one tensor whole. Every rank maps the files, so each host needs them, and reads its part of each tensor.
 
+    The result is that of loading whole and wrapping, bit by bit, with one exception: values in the files are kept, also
+    where transformers overwrites the padding's row of a loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP).
+
     auto_class: AutoModelForCausalLM, LlamaForCausalLM, … kwargs: of its `from_pretrained`; with
     `output_loading_info=True` the result is (model, info). zero_level, use_checkpoint, compile: of `auto_wrap`.
     blocks: names of the modules that become blocks instead, as `auto_wrap` takes the modules.

@@ -188,8 +188,7 @@ def _tie_equal(model: Any, world: World) -> None:
     for target, source in list(model.all_tied_weights_keys.items()):
         first, second = model.get_parameter(target), model.get_parameter(source)
         if first is not second and isinstance(first, ScatteredParameter) and isinstance(second, ScatteredParameter):
-            equal = first.shape == second.shape and torch.equal(first.share, second.share)
-            pairs.append((target, source, equal))
+            pairs.append((target, source, first.has_share_of(second)))
     for equals in zip(*world.gather_objects(pairs)):
         target, source, _ = equals[0]
         if all(equal for _, _, equal in equals):

@@ -35,6 +35,12 @@ class ScatteredParameter(torch.nn.Parameter):
         made.share[: len(values)] = values
         return made
 
+    def has_share_of(self, other: ScatteredParameter) -> bool:
+        """Return whether this rank's share of `other` has the same values, and `other` the same shape."""
+        if self.share is None or other.share is None:
+            return False
+        return self.shape == other.shape and torch.equal(self.share, other.share)
+
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
         """Fill `part`, 1-D, with the whole's elements from `start` on, and drop this rank's share. Collective."""

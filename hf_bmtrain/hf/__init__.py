@@ -6,8 +6,9 @@ Only this folder imports transformers and accelerate. It uses the other folders;
 from .arguments import check_versions
 from .callback import BMTrainCallback
 from .causal_loss import fuse_causal_loss
+from .from_pretrained import from_pretrained
 from .trainer import Trainer, TrainerMixin
 
-__all__ = ["BMTrainCallback", "Trainer", "TrainerMixin", "fuse_causal_loss"]
+__all__ = ["BMTrainCallback", "Trainer", "TrainerMixin", "from_pretrained", "fuse_causal_loss"]
 
 check_versions()

@@ -20,6 +20,7 @@ from ..runtime.schedule import Schedule
 from ..slices.placement import Placement
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
+from .scattered import ScatteredParameter
 from .unused import UnusedParameters
 
 
@@ -88,6 +89,9 @@ class ShardedBuffer:
     @torch.no_grad()
     def _fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Store rank 0's values, so that ranks that drew different random weights agree."""
+        if any(isinstance(parameter, ScatteredParameter) for parameter in parameters):
+            self._fill_singly(parameters)
+            return
         if self._full is None:
             for whole, parameter in zip(self.wholes, parameters):
                 whole.copy_(parameter)
@@ -98,6 +102,20 @@ class ShardedBuffer:
         self._communicator.broadcast(flat, 0).wait()
         self.shard.copy_(flat.view(self.layout.world_size, -1)[self.rank])
         self._full.free()
+
+    def _fill_singly(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Store the values of scattered parameters, and rank 0's of others, without the full buffer."""
+        if self._full is not None:
+            self._full.free()
+        for parameter, piece in zip(parameters, self.pieces):
+            part = self.shard[piece.shard_start : piece.shard_stop]
+            if isinstance(parameter, ScatteredParameter):
+                parameter.move(part, piece.tensor_start, self._communicator)
+                continue
+            values = parameter.detach().to(part.device, copy=True).reshape(-1)
+            if len(values):
+                self._communicator.broadcast(values, 0).wait()
+            part.copy_(values[piece.tensor_start : piece.tensor_stop])
 
     def make_slices(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
         """Return this rank's slices of `parameters`, whose storage this buffer is, as instances of `cls`."""

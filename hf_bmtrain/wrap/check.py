@@ -7,6 +7,7 @@ import torch
 from ..blocks.block import CheckpointBlock
 from ..blocks.module import DistributedModule
 from ..sharding.parameter import DistributedParameter
+from ..sharding.scattered import ScatteredParameter
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -60,10 +61,10 @@ def admit_parameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, torch.nn.UninitializedParameter):
             raise ValueError(f"auto_wrap: '{name}' has no shape yet (a lazy layer): run one forward before wrapping.")
-        if parameter.is_meta:
+        if parameter.is_meta and not isinstance(parameter, ScatteredParameter):
             raise ValueError(
-                f"auto_wrap: '{name}' is on the meta device and has no values. Load or initialise the model on CPU "
-                "before wrapping."
+                f"auto_wrap: '{name}' is on the meta device and has no values: load or initialise the model on CPU "
+                "before wrapping. A model too large for that is loaded by bmt.hf.from_pretrained."
             )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
@@ -75,7 +76,7 @@ def admit_parameters(model: torch.nn.Module) -> None:
                 f"auto_wrap: '{name}' holds a {type(parameter.data).__name__}, whose elements cannot be cut into flat "
                 "shards (DTensor, quantized weights): load the model in an ordinary dtype, not parallelised."
             )
-        if type(parameter) not in (torch.nn.Parameter, DistributedParameter):
+        if type(parameter) not in (torch.nn.Parameter, DistributedParameter, ScatteredParameter):
             raise ValueError(
                 f"auto_wrap: '{name}' is a {type(parameter).__name__}, a Parameter with a behaviour of its own that "
                 "would be lost (quantized weights, say): load the model in an ordinary dtype."

@@ -1,0 +1,212 @@
+"""from_pretrained: load a model of transformers that is sharded while its files are read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from ..recompute.policy import UseCheckpoint
+from ..runtime.world import World, current_world
+from ..sharding.scattered import ScatteredParameter
+from ..wrap.auto_wrap import auto_wrap
+
+_log = logging.getLogger("hf_bmtrain")
+_REFUSED = (
+    "device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config",
+    "quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file",
+)  # fmt: skip
+_HUB = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+def from_pretrained(
+    auto_class: Any,
+    name_or_path: str | os.PathLike | None,
+    *model_args: Any,
+    zero_level: int | None = None,
+    use_checkpoint: UseCheckpoint = True,
+    compile: bool | str = False,
+    blocks: Sequence[str] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, never whole. Collective.
+
+    Host memory holds this rank's 1/N of the model, and one tensor whole at a time (of merged ones, such as experts,
+    their parts as well); weights that the files lack are whole until they are sharded. Device memory holds the shards
+    and one tensor whole. Every rank maps the files, so each host needs them, and reads its part of each tensor.
+
+    The result is that of loading whole and wrapping, bit by bit, with one exception: values in the files are kept, also
+    where transformers overwrites the padding's row of a loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP).
+
+    auto_class: AutoModelForCausalLM, LlamaForCausalLM, … kwargs: of its `from_pretrained`; with
+    `output_loading_info=True` the result is (model, info). zero_level, use_checkpoint, compile: of `auto_wrap`.
+    blocks: names of the modules that become blocks instead, as `auto_wrap` takes the modules.
+
+    Raises what `auto_class.from_pretrained` raises, and RuntimeError on the other ranks; ValueError for quantized
+    weights, adapters and arguments that place or divide the model in another way.
+    """
+    world = current_world()
+    world.assemble("from_pretrained")
+    failure: Exception | None = None
+    loaded: Any = None
+    try:
+        _admit(name_or_path, kwargs)
+        with _synchronous(), _scattering(world):
+            loaded = auto_class.from_pretrained(name_or_path, *model_args, **kwargs)
+        _check_complete(loaded[0] if isinstance(loaded, tuple) else loaded)
+    except Exception as error:
+        failure = error
+    _raise_everywhere(world, failure)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    _check_alike(model, world)
+    _tie_equal(model, world)
+    _report(model, world)
+    chosen = None if blocks is None else [model.get_submodule(name) for name in blocks]
+    auto_wrap(model, zero_level, use_checkpoint, compile, chosen)
+    return loaded
+
+
+def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for what cannot be loaded in shares."""
+    way_out = "Load it by the class's own from_pretrained, and pass the model to bmt.auto_wrap."
+    asked = [name for name in _REFUSED if kwargs.get(name)]
+    if asked:
+        raise ValueError(
+            f"bmt.hf.from_pretrained divides the model among the ranks itself, in an ordinary dtype: leave out "
+            f"{', '.join(asked)}. {way_out}"
+        )
+    if name_or_path is None:  # with a state_dict
+        return
+    hub = {name: kwargs[name] for name in _HUB if name in kwargs}
+    if find_adapter_config_file(str(name_or_path), **hub) is not None:
+        raise ValueError(f"{name_or_path} holds an adapter, which bmt.hf.from_pretrained cannot load. {way_out}")
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        quantization = getattr(config, "quantization_config", None)
+    else:
+        try:
+            given, _ = PreTrainedConfig.get_config_dict(name_or_path if config is None else config, **hub)
+        except OSError:
+            return  # the class's from_pretrained says what is missing, or does without
+        quantization = given.get("quantization_config")
+    if quantization is not None:
+        raise ValueError(
+            f"{name_or_path} has a quantization_config: quantized weights cannot be cut into shards. Use a checkpoint "
+            "in an ordinary dtype; or dequantize this one in the class's own from_pretrained, and pass the model to "
+            "bmt.auto_wrap."
+        )
+
+
+@contextmanager
+def _synchronous() -> Iterator[None]:
+    """Under `with`, transformers reads one tensor after another; its threads would read ahead of the sharding."""
+    before = os.environ.get(_SYNCHRONOUS)
+    os.environ[_SYNCHRONOUS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SYNCHRONOUS]
+        else:
+            os.environ[_SYNCHRONOUS] = before
+
+
+@contextmanager
+def _scattering(world: World) -> Iterator[None]:
+    """Under `with`, each parameter whose values transformers has read becomes scattered when it is put in its module.
+
+    A parameter that was read has the attribute `_is_hf_initialized`, by which transformers tells it from those that it
+    has still to initialise.
+    """
+    thread = threading.get_ident()
+
+    def scatter(module: torch.nn.Module, name: str, parameter: Any) -> Any:
+        was_read = getattr(parameter, "_is_hf_initialized", False) and type(parameter) is torch.nn.Parameter
+        if not was_read or parameter.device.type != "cpu" or threading.get_ident() != thread:
+            return None
+        scattered: Any = ScatteredParameter.scatter(parameter, world.rank, world.size)
+        scattered._is_hf_initialized = True
+        return scattered
+
+    handle = register_module_parameter_registration_hook(scatter)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _check_complete(model: Any) -> None:
+    """Raise ValueError if a tensor of the loaded model has no values."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"bmt.hf.from_pretrained loads models of transformers, not a {type(model).__name__}.")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta and not isinstance(tensor, ScatteredParameter):
+            raise ValueError(f"{type(model).__name__} was loaded without values for '{name}'.")
+
+
+def _raise_everywhere(world: World, failure: Exception | None) -> None:
+    """Raise this rank's failure, or RuntimeError if only others failed. Collective."""
+    try:
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        world.raise_everywhere("from_pretrained failed", problem)
+    except RuntimeError:
+        if failure is not None:
+            raise failure from None
+        raise
+
+
+def _check_alike(model: torch.nn.Module, world: World) -> None:
+    """Raise RuntimeError if the ranks found different tensors in their files. Collective."""
+    mine = {
+        name: (tuple(p.shape), p.dtype, "in the files" if isinstance(p, ScatteredParameter) else "not in the files")
+        for name, p in model.named_parameters()
+    }
+    for rank, theirs in enumerate(world.gather_objects(mine)):
+        for name in [*mine, *theirs]:
+            if mine.get(name) != theirs.get(name):
+                raise RuntimeError(
+                    f"from_pretrained: '{name}' is {mine.get(name)} on rank {world.rank} and {theirs.get(name)} on "
+                    f"rank {rank}. Every host needs the same files."
+                )
+
+
+def _tie_equal(model: Any, world: World) -> None:
+    """Tie the weights that are to be tied and were both in the files, if they are equal. Collective.
+
+    transformers has tied all others. These it compares, and cannot where each rank has a share.
+    """
+    pairs = []
+    for target, source in list(model.all_tied_weights_keys.items()):
+        first, second = model.get_parameter(target), model.get_parameter(source)
+        if first is not second and isinstance(first, ScatteredParameter) and isinstance(second, ScatteredParameter):
+            pairs.append((target, source, first.has_share_of(second)))
+    for equals in zip(*world.gather_objects(pairs)):
+        target, source, _ = equals[0]
+        if all(equal for _, _, equal in equals):
+            module, _, name = target.rpartition(".")
+            setattr(model.get_submodule(module), name, model.get_parameter(source))
+        else:
+            del model.all_tied_weights_keys[target]
+            _log.warning("%s and %s differ in the files and are not tied.", target, source)
+
+
+def _report(model: torch.nn.Module, world: World) -> None:
+    """Log how the model was read."""
+    scattered = [p for p in model.parameters() if isinstance(p, ScatteredParameter)]
+    whole = [name for name, p in model.named_parameters() if not isinstance(p, ScatteredParameter)]
+    gib = sum(p.numel() * p.itemsize for p in scattered) / 2**30
+    _log.info(
+        "rank %d: each of %d ranks maps the files of %s and holds 1/%d of %d parameters, %.2f GiB in all; "
+        "%d that the files lack are initialised whole%s",
+        world.rank, world.size, type(model).__name__, world.size, len(scattered), gib, len(whole),
+        f" ({', '.join(whole[:5])})" if whole else "",
+    )  # fmt: skip

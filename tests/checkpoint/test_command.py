@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from processes import environment
 from resumable import damage, three_checkpoints
 
@@ -15,6 +17,7 @@ def command(*arguments):
     return process.returncode, process.stdout + process.stderr
 
 
+@pytest.mark.slow
 def test_verify_and_inspect(world, tmp_path):
     world(2)(three_checkpoints, str(tmp_path))
     status, printed = command("verify", tmp_path)

@@ -271,8 +271,9 @@ def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
-            if name == "config" and not getattr(config, "architectures", None):
+            if name == "config":  # as the model's own save_pretrained writes them
                 config.architectures = [type(model).__name__]
+                config.dtype = getattr(model, "dtype", None)
             config.save_pretrained(folder)
     written = {}
     for name in set(os.listdir(folder)) - before:

@@ -47,10 +47,14 @@ class BMTrainCallback(TrainerCallback):
         if holds_additions(model):  # adapters that the trainer itself added (TRL's peft_config=)
             auto_wrap(model)
         self._adopt(args, model)
-        world = current_world()
+        world, problem = current_world(), None
+        world.assemble("Trainer(...)")
         if world.rank == 0:
-            set_aside_incomplete(args.output_dir)
-        world.assemble("Trainer's start")
+            try:
+                set_aside_incomplete(args.output_dir)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        world.raise_everywhere(f"Trainer: the checkpoints in {args.output_dir} could not be looked at", problem)
 
     def _adopt(self, args: Any, model: Any) -> None:
         check_model(model)

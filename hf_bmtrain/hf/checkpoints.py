@@ -126,15 +126,15 @@ class TrainerCheckpoints:
         if reference is None:
             return
         places = [Path(folder) for folder in (*folders, reference["folder"]) if folder]
-        for place in places:
-            if _identity(place) == reference["id"]:
-                load_state(place, self._model, self._optimizer, weights=weights)
-                return
-        raise RuntimeError(
-            f"rank {current_world().rank}: the sharded part of checkpoint {reference['folder']} is missing; looked in "
-            f"{', '.join(map(str, places))}. Where the checkpoint was moved, resume with bmt.hf.Trainer, or set "
-            "args.resume_from_checkpoint to it."
-        )
+        same = next((place for place in places if _identity(place) == reference["id"]), None)
+        place = current_world().control.broadcast_object(same)
+        if place is None:
+            raise RuntimeError(
+                f"The sharded part of checkpoint {reference['folder']} is missing; looked in "
+                f"{', '.join(map(str, places))}. Where the checkpoint was moved, resume with bmt.hf.Trainer, or set "
+                "args.resume_from_checkpoint to it."
+            )
+        load_state(place, self._model, self._optimizer, weights=weights)
 
 
 def writes_own_weights(model: Any) -> bool:

@@ -75,20 +75,24 @@ def test_any_number_of_ranks(world, tmp_path, case):
         saved = world(size)(save, folder, case, 2)[0]
 
 
-def whole(folder, family):
-    training = Training(family)
+def whole(folder, family, dtype, tied):
+    training = Training(family, dtype=dtype, tied=tied)
     training.train(1)
     training.save(folder)
     return {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "t5", "mixtral"])
-def test_it_is_the_hugging_face_checkpoint(world, tmp_path, family):
-    state = world(2)(whole, str(tmp_path), family)[0]
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "mixtral"])
+def test_it_is_the_hugging_face_checkpoint(world, tmp_path, family, dtype, tied):
+    state = world(2)(whole, str(tmp_path), family, dtype, tied)[0]
     folder = tmp_path / "checkpoint-1"
     opened = type(build(family)).from_pretrained(folder)
     assert isinstance(opened, transformers.PreTrainedModel)
     check_equal({name: opened.state_dict()[name] for name in state}, state)
+    published = type(build(family)).from_pretrained(folder)
+    published.save_pretrained(tmp_path / "published", save_original_format=False)
+    assert (folder / "config.json").read_text() == (tmp_path / "published" / "config.json").read_text()
     moments = safetensors.torch.load_file(folder / "optimizer.safetensors")
     name, tensor = next(iter(state.items()))
     assert moments[f"{name}.exp_avg"].shape == tensor.shape

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -246,6 +247,33 @@ def test_resume_of_weights_that_the_hub_names_otherwise(world, tmp_path, family)
     reopened = type(build(family)).from_pretrained(tmp_path / "final")
     for name, value in reopened.state_dict().items():
         assert torch.equal(value, resumed["weights"][name]), name
+
+
+class Terminates(transformers.TrainerCallback):
+    """The scheduler's signal reaches one rank, in the middle of a step."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and bmt.rank() == bmt.world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated(folder, given, options):
+    callbacks = [Terminates(), bmt.hf.BMTrainCallback(save_on_sigterm=True)]
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        run(folder, given, {**options, "callbacks": callbacks})
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sigterm(world, tmp_path, size):
+    """Every rank saves after the same step and exits; the resumed run is the one that was not stopped."""
+    given, options = {"max_steps": 5, "save_strategy": "no", "learning_rate": 1e-3}, {"make_optimizer": bmt_adam}
+    whole = world(size)(run, str(tmp_path / "whole"), given, options)[0]
+    world(size)(terminated, str(tmp_path / "run"), given, options)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+    resumed = world(size)(run, str(tmp_path / "run"), given, options, True)[0]
+    assert losses(resumed["history"], "grad_norm") == losses(whole["history"], "grad_norm")
 
 
 class SavesWhenItLikes(transformers.TrainerCallback):

@@ -86,7 +86,10 @@ def make_trainer(
     model = build(family, tied, dropout)
     if wrapped:
         model = bmt.auto_wrap(model, use_checkpoint=use_checkpoint)
-        options["callbacks"] = [*options.get("callbacks", []), bmt.hf.BMTrainCallback()]
+        given_callbacks = options.get("callbacks", [])
+        if not any(isinstance(callback, bmt.hf.BMTrainCallback) for callback in given_callbacks):
+            given_callbacks = [*given_callbacks, bmt.hf.BMTrainCallback()]
+        options["callbacks"] = given_callbacks
     optimizer = None if make_optimizer is None else make_optimizer(model)
     options.setdefault("train_dataset", Rows())
     trainer = cls(model=model, args=args, optimizers=(optimizer, None), **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import zlib
@@ -171,11 +172,19 @@ class Wanted(NamedTuple):
     values: torch.Tensor
 
 
-def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]) -> None:
+class _Scratch(threading.local):
+    """Memory for a piece, one for each thread. It is the system's own: malloc would keep a part of it afterwards."""
+
+    def __init__(self) -> None:
+        self.memory = torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)
+
+
+def read_parts(folder: Path, manifest: Manifest, wanted: Sequence[Wanted]) -> None:
     """Fill the `values` of each from the files. Raises Damaged, naming tensor and file, if a checksum differs.
 
-    A piece that overlaps with what is wanted is read whole. Without a manifest nothing is checked.
+    A piece that overlaps with what is wanted is read whole.
     """
+    scratch = _Scratch()
     with ExitStack() as stack:
         files: dict[str, int] = {}
         for each in wanted:
@@ -184,22 +193,18 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
                 stack.callback(os.close, files[each.stored.file])
         _in_threads(
             [
-                partial(_read_piece, files[each.stored.file], each, piece)
+                partial(_read_piece, files[each.stored.file], each, piece, scratch)
                 for each in wanted
                 for piece in _pieces_of(each, manifest)
             ]
         )
 
 
-def _pieces_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
-    """Yield the pieces with a byte that is wanted; without a manifest pieces that are not checked, with CRC -1."""
+def _pieces_of(wanted: Wanted, manifest: Manifest) -> Iterator[Checked]:
+    """Yield the pieces with a byte that is wanted."""
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size
     stop = start + len(wanted.values) * size
-    if manifest is None:
-        for at in range(start, stop, PIECE_BYTES):
-            yield Checked(at, min(PIECE_BYTES, stop - at), -1)
-        return
     pieces = manifest.files[wanted.stored.file]
     for piece in pieces[max(0, bisect_right(pieces, (start, PIECE_BYTES + 1, 0)) - 1) :]:
         if piece.start >= stop:
@@ -208,9 +213,8 @@ def _pieces_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
             yield piece
 
 
-def _read_piece(handle: int, wanted: Wanted, piece: Checked) -> None:
-    data = torch.empty(piece.length, dtype=torch.uint8)
-    _read(handle, data, piece, f"{wanted.name} in {wanted.stored.file}")
+def _read_piece(handle: int, wanted: Wanted, piece: Checked, scratch: _Scratch) -> None:
+    data = _read(handle, scratch, piece, f"{wanted.name} in {wanted.stored.file}")
     size = wanted.stored.dtype.itemsize
     begin = wanted.stored.start + wanted.first * size
     first, last = max(begin, piece.start), min(begin + len(wanted.values) * size, piece.start + piece.length)
@@ -218,8 +222,14 @@ def _read_piece(handle: int, wanted: Wanted, piece: Checked) -> None:
     wanted.values[(first - begin) // size : (last - begin) // size].copy_(values)
 
 
-def _read(handle: int, data: torch.Tensor, piece: Checked, what: str) -> None:
-    """Fill `data` with a piece. Raises Damaged if it cannot be read, the file is shorter or the checksum differs."""
+def _read(handle: int, scratch: _Scratch, piece: Checked, what: str) -> torch.Tensor:
+    """Return a piece, uint8, until the next is read.
+
+    Raises Damaged if it cannot be read, the file is shorter or the checksum differs.
+    """
+    if piece.length > PIECE_BYTES:
+        raise Damaged(f"{what}: a piece of {piece.length:,} bytes; none is longer than {PIECE_BYTES:,}")
+    data = scratch.memory[: piece.length]
     view = memory_of(data)
     at = 0
     while at < len(view):
@@ -230,10 +240,11 @@ def _read(handle: int, data: torch.Tensor, piece: Checked, what: str) -> None:
         if not count:
             raise Damaged(f"{what}: the file ends at byte {piece.start + at:,}")
         at += count
-    if piece.crc != -1 and zlib.crc32(view) != piece.crc:
+    if zlib.crc32(view) != piece.crc:
         raise Damaged(
             f"{what}: bytes {piece.start:,} to {piece.start + piece.length:,} do not have the checksum that was saved"
         )
+    return data
 
 
 def check_file(folder: Path, name: str, pieces: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
@@ -243,10 +254,11 @@ def check_file(folder: Path, name: str, pieces: Sequence[Checked]) -> Iterator[t
     except OSError as error:
         yield 0, f"{name}: {error.strerror}"
         return
+    scratch = _Scratch()
     try:
         for piece in pieces:
             try:
-                _read(handle, torch.empty(piece.length, dtype=torch.uint8), piece, name)
+                _read(handle, scratch, piece, name)
             except Damaged as error:
                 yield piece.length, str(error)
             else:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.world import World, current_world
+from ..runtime.world import World, current_world, wait_loader
 from ..sharding.parameter import DistributedParameter
 from . import small_state
 from .contents import MODEL, TRAINED, Entry, file_base, load_optimizer, model_entries, named, optimizers_of
@@ -170,6 +170,7 @@ class _Loading:
             buffer.prepare_write()
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
+            wait_loader()  # the threads' copies to the device are on a stream of their own
         finally:  # a rank that holds none of a buffer must gather it anew as well
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 

@@ -36,6 +36,7 @@ def load_state(
     scheduler: Any = None,
     *,
     weights: bool = True,
+    random: bool = True,
 ) -> Resumed | None:
     """Load the newest checkpoint in `folder` that is whole, or the checkpoint that `folder` is. Collective.
 
@@ -45,8 +46,8 @@ def load_state(
     goes on bit by bit as if it had not stopped; with another number, random generators are seeded anew.
 
     optimizer, scheduler: as for `save_state`; what is not passed is not loaded. weights: False leaves the model's
-    tensors as they are. Raises RuntimeError on every rank if no checkpoint is whole, or if it is of another model or
-    optimizer; values that fit may have been loaded then.
+    tensors as they are. random: False leaves random generators as they are. Raises RuntimeError on every rank if no
+    checkpoint is whole, or if it is of another model or optimizer; values that fit may have been loaded then.
     """
     world, root = current_world(), Path(folder).resolve()
     world.assemble("load_state")
@@ -67,7 +68,7 @@ def load_state(
         else:
             for reason in passed_over if world.rank == 0 else ():
                 _log.warning("load_state passed over %s", reason)
-            return Resumed(loading.manifest.step, each, loading.apply())
+            return Resumed(loading.manifest.step, each, loading.apply(random))
     raise RuntimeError(f"load_state: no checkpoint in {root} is whole. {'; '.join(passed_over)}")
 
 
@@ -174,8 +175,8 @@ class _Loading:
         finally:  # a rank that holds none of a buffer must gather it anew as well
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
-    def apply(self) -> Any:
-        """Load what was read, now that all ranks have. Returns this rank's `extra`."""
+    def apply(self, random: bool) -> Any:
+        """Load what was read, now that all ranks have, and with `random` generators. Returns this rank's `extra`."""
         with torch.no_grad():
             for target, values in self._wholes:
                 target.copy_(values.view(target.shape))
@@ -184,9 +185,11 @@ class _Loading:
             numbers = iter(range(sum(sizes)))
             groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in saved["groups"]]
             load_optimizer(optimizer, state, groups)
-        return small_state.restore(
-            self._world, self._model, self._optimizer, self._scheduler, self._state, self.manifest.step
-        )
+        state, step = self._state, self.manifest.step
+        extra = small_state.restore(self._world, self._model, self._optimizer, self._scheduler, state)
+        if random:
+            small_state.restore_random(self._world, state, step)
+        return extra
 
 
 def _header_bytes(path: Path) -> int:

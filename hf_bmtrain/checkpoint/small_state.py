@@ -69,10 +69,11 @@ def decode(data: bytes) -> dict[str, Any]:
         ) from error
 
 
-def restore(
-    world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any], step: int
-) -> Any:
-    """Load all but the optimizers' state, and return this rank's `extra`: rank 0's with another number of ranks."""
+def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
+    """Load schedulers, loss scale and buffers, and return this rank's `extra`.
+
+    With another number of ranks `extra` is rank 0's, and buffers are as they were loaded.
+    """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
     for scheduler, saved in zip(schedulers_of(schedulers), state["schedulers"]):
@@ -80,20 +81,26 @@ def restore(
     for name, module in _with_extra_state(model):
         module.set_extra_state(state["modules"][name])
     ranks = state["ranks"]
+    if len(ranks) != world.size:
+        return ranks[0]["extra"]
+    buffers = dict(named_persistent_buffers(model))
+    for name, values in ranks[world.rank]["buffers"].items():
+        buffers[name].copy_(values)
+    return ranks[world.rank]["extra"]
+
+
+def restore_random(world: World, state: dict[str, Any], step: int) -> None:
+    """Restore this rank's random generators, or seed them anew with another number of ranks."""
+    ranks = state["ranks"]
     if len(ranks) == world.size:
-        mine = ranks[world.rank]
-        buffers = dict(named_persistent_buffers(model))
-        for name, values in mine["buffers"].items():
-            buffers[name].copy_(values)
-        _set_random_state(mine["random"], world.device)
-        return mine["extra"]
+        _set_random_state(ranks[world.rank]["random"], world.device)
+        return
     seed = zlib.crc32(ranks[0]["random"]["torch"].numpy().tobytes()) ^ step
     seed_everything(seed, world.rank, world.device)
     _log.info(
         "resumed on %d ranks what %d ranks saved: random generators are seeded with %d, derived from those of rank 0 "
         "and the step, and every rank gets rank 0's extra", world.size, len(ranks), seed,
     )  # fmt: skip
-    return ranks[0]["extra"]
 
 
 def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -134,7 +134,7 @@ class TrainerCheckpoints:
                 f"{', '.join(map(str, places))}. Where the checkpoint was moved, resume with bmt.hf.Trainer, or set "
                 "args.resume_from_checkpoint to it."
             )
-        load_state(place, self._model, self._optimizer, weights=weights)
+        load_state(place, self._model, self._optimizer, weights=weights, random=False)
 
 
 def writes_own_weights(model: Any) -> bool:

@@ -57,7 +57,7 @@ class TrainerMixin:
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # pyright: ignore[reportAttributeAccessIssue]
         elif not (folder / "optimizer.pt").exists():
-            load_state(folder, self.model)
+            load_state(folder, self.model, random=False)
 
     def _callbacks(self) -> list[BMTrainCallback]:
         return [each for each in self.callback_handler.callbacks if isinstance(each, BMTrainCallback)]

@@ -123,7 +123,7 @@ MISUSES = {
     "zero_level 1": (lambda: bmt.auto_wrap(Tower(), zero_level=1), ValueError, "must be 2"),
     "block of zero_level 4": (lambda: bmt.Block(nn.Linear(2, 2), zero_level=4), ValueError, "must be 2"),
     "meta parameter": (lambda: bmt.DistributedParameter(torch.empty(2, device="meta")), ValueError, "init_method="),
-    "meta model": (lambda: bmt.auto_wrap(meta()), ValueError, "Load or initialise the model on CPU"),
+    "meta model": (lambda: bmt.auto_wrap(meta()), ValueError, "load or initialise the model on CPU"),
     "scripted module": (
         lambda: bmt.auto_wrap(nn.Sequential(Tower(), torch.jit.script(nn.Linear(2, 2)))), ValueError,
         r"'1' is a scripted module, .* use the module that was given to torch\.jit\.script",

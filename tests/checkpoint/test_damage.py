@@ -91,6 +91,7 @@ def test_every_damage(world, tmp_path, file):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("file", FILES)
 def test_every_damage_at_many_positions(world, tmp_path, file, seed):
@@ -268,7 +269,7 @@ print(len(tensors), time.process_time() - began, (resource.getrusage(resource.RU
 """
 
 
-@pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.slow])])
 def test_a_long_legal_header(tmp_path, count):
     """80 bytes for each tensor."""
     path = tmp_path / "model.safetensors"

@@ -28,6 +28,7 @@ def test_some_points():
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["first", "steady", "replaced", "again"])
 def test_many_points(ranks, kind):

@@ -99,14 +99,18 @@ class TrainerCheckpoints:
 
     def _refer(self, reference: dict[str, Any]) -> None:
         """Make the optimizer's state_dict() what Trainer is to write: parameter groups and a reference."""
-        groups, count = [], 0
-        for group in self._optimizer.param_groups:
-            numbers = list(range(count, count + len(group["params"])))
-            groups.append({**group, "params": numbers})
-            count += len(numbers)
-        groups[0][_REFERENCE] = dict(reference)
+
+        def state_dict() -> dict[str, Any]:
+            groups, count = [], 0
+            for group in self._optimizer.param_groups:
+                numbers = list(range(count, count + len(group["params"])))
+                groups.append({**group, "params": numbers})
+                count += len(numbers)
+            groups[0][_REFERENCE] = dict(reference)
+            return {"state": {}, "param_groups": groups}
+
         instance: Any = self._optimizer
-        instance.state_dict = lambda: {"state": {}, "param_groups": groups}
+        instance.state_dict = state_dict
         self._reference = reference
 
     def _forget(self) -> Path | None:
@@ -134,7 +138,11 @@ class TrainerCheckpoints:
                 f"{', '.join(map(str, places))}. Where the checkpoint was moved, resume with bmt.hf.Trainer, or set "
                 "args.resume_from_checkpoint to it."
             )
+        # Trainer's are later: a schedule may change the groups between `save` and Trainer's own writing.
+        groups = [{**group} for group in self._optimizer.param_groups]
         load_state(place, self._model, self._optimizer, weights=weights, random=False)
+        for group, loaded in zip(self._optimizer.param_groups, groups):
+            group.update(loaded)
 
 
 def writes_own_weights(model: Any) -> bool:

@@ -12,9 +12,9 @@ import socket
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from ..sharding.store import flush
 from .header import Damaged
 from .manifest import NAME, Manifest
-from .ranges import flush_folder
 
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
@@ -77,14 +77,14 @@ def stage(root: Path, step: int) -> Path:
 
 def publish(staging: Path, final: Path) -> None:
     """Rename a complete staging folder to its final name. The files are on disk already."""
-    flush_folder(staging)
+    flush(staging)
     if final.exists():  # until it is pruned it remains a checkpoint, of a lower number
         aside = 1
         while (replaced := final.with_name(f"{final.name}.replaced-{aside}")).exists():
             aside += 1
         os.rename(final, replaced)
     os.rename(staging, final)
-    flush_folder(final.parent)
+    flush(final.parent)
 
 
 def prune(root: Path, keep: int | None) -> None:

@@ -148,15 +148,6 @@ def _reserve(handle: int, size: int) -> None:
         os.ftruncate(handle, size)  # this file system cannot reserve
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 # -- reading --------------------------------------------------------------------------------------------------------
 
 

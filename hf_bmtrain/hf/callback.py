@@ -96,12 +96,13 @@ class BMTrainCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._checkpoints is not None
-        self._checkpoints.withdraw()
         self._checkpoints.close(str(args.output_dir))
         self.stage(args, self._weights.model)
         self._close()
 
     def _close(self) -> None:
+        if self._checkpoints is not None:  # a training that failed while Trainer was saving
+            self._checkpoints.withdraw()
         for part in (self._speed, self._termination):
             if part is not None:
                 part.close()

@@ -22,10 +22,11 @@ from ..checkpoint.header import Damaged
 from ..checkpoint.load_state import load_state
 from ..checkpoint.manifest import NAME as MANIFEST
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.ranges import check_file, flush_folder, write_file
+from ..checkpoint.ranges import check_file, write_file
 from ..checkpoint.save_state import let_others_save, save_state
 from ..optim import checks
 from ..runtime.world import current_world
+from ..sharding.store import flush
 
 _log = logging.getLogger("hf_bmtrain")
 _REFERENCE = "hf_bmtrain"
@@ -95,6 +96,7 @@ class TrainerCheckpoints:
 
     def close(self, output_dir: str) -> None:
         """Let other jobs save to `output_dir`."""
+        self.withdraw()
         let_others_save(output_dir)
 
     def _refer(self, reference: dict[str, Any]) -> None:
@@ -235,7 +237,7 @@ def _write_checksums(folder: Path) -> None:
         if path.is_file() and path.name not in known
     }
     write_file(folder / _COMPLETE, json.dumps(sums).encode())
-    flush_folder(folder)
+    flush(folder)
 
 
 def _damage(folder: Path, rank: int, size: int) -> str | None:

@@ -110,15 +110,16 @@ def write_atomically(state: dict, path: Path) -> None:
             save_file(_each_once(state), temporary, metadata={"format": "pt"})
         else:
             torch.save(state, temporary)
-        _flush(temporary)
+        flush(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush(path.parent)
+    flush(path.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -11,7 +11,7 @@ nodes that are ready, those that accumulate gradients first and then the one tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -216,8 +216,8 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
     return value
 
 
-def uncached_autocast() -> AbstractContextManager:
-    """Return the caller's autocast without its cache of casts.
+def uncached_autocast() -> AbstractContextManager | None:
+    """Return the caller's autocast without its cache of casts, None if the caller has none.
 
     The cache is keyed by the whole parameter, which is the same object every step: a refilled block would compute
     with the casts of old weights, and the casts of all blocks would stay alive.
@@ -225,4 +225,4 @@ def uncached_autocast() -> AbstractContextManager:
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
-    return nullcontext()
+    return None

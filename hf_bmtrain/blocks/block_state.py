@@ -82,8 +82,7 @@ class BlockState:
                     buffer.gradient.free_if_unused()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs, bool(policy))
             else:
-                with uncached_autocast():
-                    outputs = self._inside(layer_forward, *args, **kwargs)
+                outputs = self._inside(layer_forward, *args, **kwargs)
             for buffer in self.buffers:
                 buffer.check_unwritten()
         finally:
@@ -101,11 +100,10 @@ class BlockState:
         args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
         try:
-            with uncached_autocast():
-                if recompute:
-                    outputs = self._forward_to_recompute(layer_forward, args, kwargs)
-                else:
-                    outputs = self._inside(layer_forward, *args, **kwargs)
+            if recompute:
+                outputs = self._forward_to_recompute(layer_forward, args, kwargs)
+            else:
+                outputs = self._inside(layer_forward, *args, **kwargs)
         finally:
             if filled is not None:
                 filled.put_back()
@@ -152,7 +150,11 @@ class BlockState:
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
         with self.schedule.inside():
-            return layer_forward(*args, **kwargs)
+            autocast = uncached_autocast()
+            if autocast is None:
+                return layer_forward(*args, **kwargs)
+            with autocast:
+                return layer_forward(*args, **kwargs)
 
     # -- recomputation by a checkpoint around the block ---------------------------------------------------------
 
@@ -166,8 +168,7 @@ class BlockState:
             self._show_wholes(None)
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
-            with uncached_autocast():
-                return checkpoint(run, *args, use_reentrant=False) if self.policy is not False else run(*args)
+            return checkpoint(run, *args, use_reentrant=False) if self.policy is not False else run(*args)
         finally:  # torch ends a recomputation early by an exception
             if closed:
                 self._show_slices()

@@ -61,9 +61,9 @@ class DistributedModule(ShardedModule):
             with self._watch_own():
                 return function(*args, **kwargs)
         if schedule.in_backward:  # a checkpoint around a part of the model recomputes it
-            with uncached_autocast(), schedule.inside(), self._watch_own():
+            with uncached_autocast() or nullcontext(), schedule.inside(), self._watch_own():
                 return function(*args, **kwargs)
-        with uncached_autocast(), schedule.forward() as forward_pass:
+        with uncached_autocast() or nullcontext(), schedule.forward() as forward_pass:
             try:
                 with self._watch_own():
                     outputs = function(*args, **kwargs)

@@ -147,10 +147,14 @@ class GradientBuffer:
 
         The slices of parameters that this rank did not use are left to `decide`. Returns True if there are any.
         """
-        assert self._flight is not None
+        assert self._flight is not None and self.shard is not None
         self._flight.land()
         self._squares, self._flight, self._begun = self._flight.squares, None, False
-        self._count_write()
+        torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
+        self._version = self.shard._version
+        if self._segments is not None:
+            values = as_real(self.shard) if self._is_complex else self.shard
+            self._norms = SegmentNorms(values, self._segments, self._communicator, self._squares)
         if not self._absent:
             self._hand_out(self._indices)
             return False
@@ -249,19 +253,6 @@ class GradientBuffer:
                     continue
                 target = self._total[piece.shard_start : piece.shard_stop]
                 target.zero_() if gradient is None else target.copy_(gradient)
-
-    def _count_write(self) -> None:
-        """Count the write of the shard, and note what measures it."""
-        assert self.shard is not None
-        torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
-        self._version = self.shard._version
-        if self._segments is not None:
-            self._norms = SegmentNorms(
-                as_real(self.shard) if self._is_complex else self.shard,
-                self._segments,
-                self._communicator,
-                self._squares,
-            )
 
     def _hand_out(self, indices: Iterable[int]) -> None:
         """Set the `.grad` of these slices, and call their hooks."""

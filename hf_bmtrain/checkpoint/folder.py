@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -62,14 +63,19 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
     return False
 
 
-def stage(root: Path, step: int) -> Path:
-    """Make an empty folder for the files of a checkpoint, and remove what killed jobs have left. Needs the lock.
+def stage(root: Path, step: int, nbytes: int) -> Path:
+    """Make an empty folder for `nbytes` of files, and remove what killed jobs have left. Needs the lock.
 
-    Its name is new each time, since another rank of a killed job may live a while, and write.
+    Its name is new each time, since another rank of a killed job may live a while, and write. Raises OSError if there
+    is too little space. None is reserved: some file systems would write zeros for that.
     """
     for kind in ("checkpoint", "removed"):
         for left in root.glob(f"{_STAGING}{kind}-*"):
             _delete(left)
+    free = shutil.disk_usage(root).free
+    if nbytes > free:
+        sizes = f"the checkpoint takes {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(root))
     staging = root / f"{_STAGING}checkpoint-{step}-{secrets.token_hex(4)}"
     staging.mkdir()
     return staging

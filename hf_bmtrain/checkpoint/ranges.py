@@ -120,12 +120,12 @@ def _write_piece(handle: int, start: int, data: torch.Tensor) -> Checked:
 def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked]:
     """Write a new file that begins with `data`, and flush it to disk. Returns the pieces of `data`.
 
-    size: bytes to reserve for the file, so that a full disk is found before training data is written.
+    size: of the file; what is not written reads as zeros.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         if size:
-            _reserve(handle, size)
+            os.ftruncate(handle, size)
         view = memoryview(data)
         at = 0
         while at < len(view):
@@ -137,15 +137,6 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
         Checked(at, len(view[at : at + PIECE_BYTES]), zlib.crc32(view[at : at + PIECE_BYTES]))
         for at in range(0, len(view), PIECE_BYTES)
     ]
-
-
-def _reserve(handle: int, size: int) -> None:
-    try:
-        os.posix_fallocate(handle, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(handle, size)  # this file system cannot reserve
 
 
 # -- reading --------------------------------------------------------------------------------------------------------

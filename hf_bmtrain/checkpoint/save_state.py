@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from .header import FilePlan, plan_files
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
 from .ranges import Part, write_file, write_parts
+from .snapshot import HostMemory, Snapshot
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
@@ -65,8 +67,10 @@ def save_state(
     trained_only: leave out frozen parameters, as adapters' users want; what is trained goes to `trained*.safetensors`,
     and `load_state` needs a model that has the frozen ones already.
 
-    non_blocking: return as soon as the values are copied to host memory; a thread writes them. Its errors are raised on
-    all ranks by the next `save_state` or `load_state` of the folder, or by `wait` of what is returned.
+    non_blocking: return at once; a thread copies the values to host memory and writes them. The next step of an
+    optimizer waits for the copies; write weights in other ways only after `wait` of what is returned. The first such
+    call reserves host memory for this rank's parts, page-locked beside a GPU, which the next ones use as well. Errors
+    are raised on all ranks by the next `save_state` or `load_state` of the folder, or by `wait`.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep}: at least the checkpoint that is being saved remains")
@@ -83,14 +87,14 @@ def save_state(
     files, small = _plan(bases)
     job = _Job(world.rank, world.size, root, files, keep, step)
     _begin(world, job, lambda: job.begin(keeper, small, state, model))
-    parts = _parts(bases, files, world)
-    if non_blocking:
-        parts = [part._replace(values=part.values.to("cpu", copy=True)) for part in parts]
-        keeper.saving = SavingState(job, parts, world)
-        return keeper.saving
+    parts = _parts(bases if not non_blocking else _copy_wholes(bases), files, world)
     wait_loader()
-    _raise(job, job.finish(parts, _agreement(world)))
-    return SavingState(job, None, world)
+    if non_blocking:
+        snapshot = Snapshot(parts, world.device)
+        keeper.saving = SavingState(world, job, snapshot, keeper.memory)
+        return keeper.saving
+    _raise(job, job.finish(lambda: write_parts(job.staging, parts), _agreement(world)))
+    return SavingState(world, job)
 
 
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
@@ -121,17 +125,20 @@ def let_others_save(folder: str | os.PathLike) -> None:
 class SavingState:
     """A checkpoint that `save_state` has saved or, with non_blocking, is saving. folder: where it is, once complete."""
 
-    def __init__(self, job: _Job, parts: list[Part] | None, world: World) -> None:
+    def __init__(
+        self, world: World, job: _Job, snapshot: Snapshot | None = None, memory: HostMemory | None = None
+    ) -> None:
         self.folder = job.final
-        self._job, self._world, self._problem = job, world, None
+        self._job, self._world, self._snapshot, self._problem = job, world, snapshot, None
         self._thread = None
-        if parts is not None:
-            self._thread = threading.Thread(target=self._run, args=(parts,), name=f"save {job.final}")
+        if snapshot is not None:
+            self._thread = threading.Thread(target=self._run, args=(snapshot, memory), name=f"save {job.final}")
             self._thread.start()  # the interpreter does not exit before it has ended
 
-    def _run(self, parts: list[Part]) -> None:
+    def _run(self, snapshot: Snapshot, memory: HostMemory) -> None:
         try:
-            self._problem = self._job.finish(parts, _posts(self._world, self._job))
+            write = functools.partial(snapshot.write, self._job.staging, memory)
+            self._problem = self._job.finish(write, _posts(self._world, self._job))
         except Exception as error:  # the launcher's store is gone
             self._problem = _describe(error)
         if self._problem is not None:  # the script may end without a call that raises it
@@ -139,19 +146,24 @@ class SavingState:
 
     def wait(self) -> None:
         """Block until the checkpoint is complete. Collective. Raises RuntimeError on every rank if saving failed."""
-        if self._thread is not None:
+        if self._thread is not None and self._snapshot is not None:
             self._thread.join()
+            self._snapshot.close()
             self._thread = None
             problems = self._world.gather_objects(self._problem)  # each of all ranks
             _raise(self._job, next(filter(None, problems), None))
 
 
 class _Keeper:
-    """What saves the checkpoints of one folder. lock: rank 0's, of the folder. saving: what is under way."""
+    """What saves the checkpoints of one folder.
+
+    lock: rank 0's, of the folder. saving: what is under way. memory: for copies of what is saved.
+    """
 
     def __init__(self) -> None:
         self.lock: Any = None
         self.saving: SavingState | None = None
+        self.memory = HostMemory()
 
     def finish(self, world: World) -> None:
         """Wait for what is under way. Collective. Raises RuntimeError on every rank if it failed."""
@@ -192,7 +204,8 @@ class _Job:
         self.number = 1 + (found[0].manifest.number if found else 0)
         if self.step is None:
             self.step = 1 + (found[0].manifest.step if found else 0)
-        self.staged = stage(self.root, self.step).name
+        nbytes = sum(file.size for file in self.files) + sum(map(len, small.values()))
+        self.staged = stage(self.root, self.step, nbytes).name
         written = {name: write_file(self.staging / name, data) for name, data in small.items()}
         for file in self.files:
             written[file.name] = write_file(self.staging / file.name, file.head, file.size)
@@ -200,11 +213,11 @@ class _Job:
             written |= _write_config(self.staging, model)
         self._note("begin", written)
 
-    def finish(self, parts: list[Part], agree: Agree) -> str | None:
+    def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
         """Write this rank's parts, and publish the checkpoint when all have. Returns what went wrong, on all ranks."""
         problem = None
         try:
-            self._note(str(self.rank), write_parts(self.staging, parts))
+            self._note(str(self.rank), write())
         except Exception as error:
             problem = _describe(error)
         problem = agree("parts", problem)
@@ -252,6 +265,14 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
         if index is not None:
             indices[f"{base}.safetensors.index.json"] = index
     return files, indices
+
+
+def _copy_wholes(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+    """Copy what is not sharded: a forward writes buffers."""
+    return {
+        base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]
+        for base, entries in bases.items()
+    }
 
 
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:

@@ -53,7 +53,7 @@ def saved_before(folder):
 
 FAULTS = [
     ("pwrite", errno.ENOSPC, (0,), 0), ("pwrite", errno.ENOSPC, (1,), 3), ("pwrite", errno.EIO, None, 5),
-    ("posix_fallocate", errno.ENOSPC, None, 0), ("open", errno.EROFS, (0,), 0), ("open", errno.EACCES, (1,), 0),
+    ("ftruncate", errno.ENOSPC, None, 0), ("open", errno.EROFS, (0,), 0), ("open", errno.EACCES, (1,), 0),
     ("fsync", errno.EIO, (1,), 0), ("mkdir", errno.EACCES, None, 0), ("rename", errno.EACCES, None, 0),
 ]  # fmt: skip
 
@@ -81,6 +81,20 @@ def fails(folder, faults, non_blocking):
 def test_faults_of_the_disk(world, tmp_path, non_blocking):
     """Full, read-only, faulty; on one rank or all; each names its cause, and the next save succeeds."""
     assert world(2)(fails, str(tmp_path), FAULTS, non_blocking) == [True, True]
+
+
+def too_little_space(folder):
+    training = saved_before(folder)
+    usage = shutil.disk_usage(folder)._replace(free=10_000)
+    with mock.patch.object(shutil, "disk_usage", return_value=usage):
+        with pytest.raises(RuntimeError, match=r"rank 0: .*No space left on device: the checkpoint takes 0\.\d+ GB"):
+            training.save(folder, keep=1)
+    bmt.synchronize()
+    return names(folder)
+
+
+def test_too_little_space(world, tmp_path):
+    assert world(2)(too_little_space, str(tmp_path)) == [[".lock", "checkpoint-1"]] * 2
 
 
 def raised_later(folder):

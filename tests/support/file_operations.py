@@ -13,8 +13,7 @@ from typing import Any
 from unittest import mock
 
 _OS = (
-    "open", "write", "pwrite", "fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "posix_fallocate",
-    "ftruncate",
+    "open", "write", "pwrite", "fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "ftruncate",
 )  # fmt: skip
 PLACES = [*((os, name) for name in _OS), (fcntl, "flock"), (fcntl, "lockf"), (builtins, "open")]
 """What is counted: (module, name). builtins.open for writing only; pwrite twice, before it and after half of it."""

@@ -1,0 +1,126 @@
+"""Saving beside training: the values are those of the call, whatever happens before they are copied."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from hf_bmtrain.checkpoint import snapshot
+from resumable import OPTIMIZERS, Training
+from state_dicts import check_equal
+
+
+def slowly(function):
+    """`function`, after a while."""
+
+    def slow(*arguments):
+        time.sleep(0.7)
+        return function(*arguments)
+
+    return slow
+
+
+LATE_COPIES = {"target": snapshot.HostMemory, "attribute": "reserve", "new": slowly(snapshot.HostMemory.reserve)}
+
+
+def trained_beside(folder, optimizer):
+    training = Training(optimizer=optimizer, blocks=1)
+    training.train(2)
+    values = {name: value.clone() for name, value in training.whole().items()}
+    with mock.patch.object(**LATE_COPIES):
+        saving = training.save(folder, non_blocking=True)
+        training.train(4)
+        saving.wait()
+    resumed = Training(optimizer=optimizer, blocks=1, seed=1)
+    assert resumed.load(folder).step == 2
+    return values, resumed.whole()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_optimizers_wait_for_the_copies(world, tmp_path, size, optimizer):
+    for values, loaded in world(size)(trained_beside, str(tmp_path), optimizer):
+        check_equal(loaded, values)
+
+
+def written_beside(folder):
+    training = Training(blocks=1)
+    training.train(2)
+    training.save(folder)
+    training.train(3)
+    with mock.patch.object(**LATE_COPIES):
+        saving = training.save(folder, non_blocking=True)
+        if bmt.rank() == bmt.world_size() - 1:
+            with torch.no_grad():
+                next(training.model.parameters()).mul_(2)
+        with pytest.raises(RuntimeError, match=r"nothing was saved.*rank \d: .*Weights .* were written before"):
+            saving.wait()
+    training.train(4)
+    return training.load(folder).step
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_other_writes_are_found(world, tmp_path, size):
+    assert world(size)(written_beside, str(tmp_path)) == [2] * size
+
+
+def normalized_beside(folder):
+    """A forward writes the running statistics."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model = bmt.auto_wrap(model)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with mock.patch.object(**LATE_COPIES):
+        saving = bmt.save_state(folder, model, step=1, non_blocking=True)
+        model(torch.randn(8, 4))
+        saving.wait()
+    bmt.load_state(folder, model)
+    return values, model.state_dict()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_buffers(world, tmp_path, size):
+    for values, loaded in world(size)(normalized_beside, str(tmp_path)):
+        check_equal(loaded, values)
+
+
+def without_memory(folder):
+    training = Training(blocks=1)
+    training.train(2)
+    values = {name: value.clone() for name, value in training.whole().items()}
+    lines = []
+    with (
+        mock.patch("hf_bmtrain.ops.pinned.available_bytes", return_value=1000),
+        mock.patch.object(snapshot, "write_parts", slowly(snapshot.write_parts)),
+        mock.patch.object(logging.getLogger("hf_bmtrain"), "warning", lambda text, *rest: lines.append(text % rest)),
+    ):
+        saving = training.save(folder, non_blocking=True)
+        training.train(3)
+        saving.wait()
+    training.load(folder)
+    assert "the next optimizer step waits until the checkpoint is written. 0.0 GiB of pinned host memory" in lines[0]
+    return values, training.whole()
+
+
+def test_without_memory_for_copies(world, tmp_path):
+    for values, loaded in world(2)(without_memory, str(tmp_path)):
+        check_equal(loaded, values)
+
+
+def twice(folder):
+    training = Training(blocks=1)
+    with mock.patch.object(snapshot, "pinned_bytes", side_effect=snapshot.pinned_bytes) as reserving:
+        for step in (1, 2, 3):
+            training.train(step)
+            training.save(folder, keep=1, non_blocking=True).wait()
+    training.release(folder)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("save ")]
+    return reserving.call_count, training.load(folder).folder
+
+
+def test_memory_is_reserved_once(world, tmp_path):
+    assert world(2)(twice, str(tmp_path)) == [(1, Path(tmp_path) / "checkpoint-3")] * 2

@@ -1,14 +1,17 @@
-"""Look at checkpoints without a GPU or a process group.
+"""Look at checkpoints, and make models of them, without a GPU or a process group.
 
     python -m hf_bmtrain.checkpoint verify FOLDER     read every byte and compare it with its checksum
     python -m hf_bmtrain.checkpoint inspect FOLDER    print what a checkpoint contains
+    python -m hf_bmtrain.checkpoint merge FOLDER      write its model to a folder that from_pretrained opens
 
-FOLDER is one checkpoint, or holds several. The exit status of `verify` is 1 if one is damaged.
+FOLDER is one checkpoint, or holds several; `merge` takes the newest that is whole. The exit status is 1 if a checkpoint
+is damaged, or nothing was written.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,23 +20,76 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .folder import Found, find
-from .header import read_header
+from .header import FILE_BYTES, Damaged, read_header
+from .merge import check_arguments, merge
 from .ranges import check_file
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m hf_bmtrain.checkpoint", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("command", choices=["verify", "inspect"])
-    parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
+    given = _arguments()
     found, damaged = find(given.folder)
     for folder, reason in damaged:
         print(f"{folder}: damaged: {reason}")
     if not found and not damaged:
         sys.exit(f"{given.folder}: no checkpoint of save_state, and no folder that holds one")
+    if given.command == "merge":
+        sys.exit(_merge_newest(found, given))
     good = [verify(each) if given.command == "verify" else describe(each) for each in found]
     if given.command == "verify" and (damaged or not all(good)):
         sys.exit(1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m hf_bmtrain.checkpoint", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, purpose in (
+        ("verify", "read every byte and compare it with its checksum"),
+        ("inspect", "print what a checkpoint contains"),
+        ("merge", "write its model to a folder that from_pretrained opens"),
+    ):
+        command = commands.add_parser(name, help=purpose, description=purpose)
+        command.add_argument("folder", type=Path, help="a checkpoint, or a folder of checkpoints")
+    command.add_argument("--output", type=Path, help="the new folder; default: merged-NAME beside the checkpoint NAME")
+    command.add_argument(
+        "--max-shard-size", type=_bytes, default=FILE_BYTES, metavar="SIZE", help="of a file, such as 5GB (the default)"
+    )
+    command.add_argument(
+        "--optimizer", action="store_true", help="also all else that bmt.load_state needs to go on training"
+    )
+    command.add_argument(
+        "--base", type=Path, nargs="+", default=[], metavar="PATH",
+        help="for a checkpoint of trained_only: the folder, or the safetensors files, of the model that was trained",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+def _bytes(text: str) -> int:
+    """Return the bytes that a size such as 500MB or 2GiB means."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
+    """Write the model of the newest checkpoint that is whole. Returns the error, None if it was written."""
+    for checkpoint in found:
+        output = given.output or checkpoint.folder.with_name(f"merged-{checkpoint.folder.name}")
+        try:
+            check_arguments(checkpoint, output, given.optimizer, given.base)
+            notes = merge(checkpoint, output, given.max_shard_size, given.optimizer, given.base)
+        except Damaged as error:
+            print(f"{checkpoint.folder}: damaged: {error}")
+        except (ValueError, OSError) as error:
+            return f"merge: nothing was written. {error}"
+        else:
+            for note in notes:
+                print(f"note: {note}")
+            print(f"{output}: the model of {checkpoint.folder}, step {checkpoint.manifest.step}")
+            return None
+    return f"merge: nothing was written: no checkpoint in {given.folder} is whole"
 
 
 def verify(checkpoint: Found) -> bool:

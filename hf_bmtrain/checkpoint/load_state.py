@@ -16,7 +16,7 @@ from .contents import MODEL, TRAINED, Entry, file_base, load_optimizer, model_en
 from .folder import Found, find
 from .header import Damaged, StoredTensor, find_tensors
 from .manifest import Manifest
-from .ranges import Wanted, check_file, read_parts
+from .ranges import Wanted, check_heads, read_parts
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -120,12 +120,7 @@ class _Loading:
         """Read what is small, and find out what this rank needs of the rest. Changes nothing."""
         self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
-        for name, pieces in self.manifest.files.items():
-            small = name.endswith((".json", ".pt"))
-            heads = [piece for piece in pieces if small or piece.start < 8 + _header_bytes(self._folder / name)]
-            for _, problem in check_file(self._folder, name, heads):
-                if problem is not None:
-                    raise Damaged(problem)
+        check_heads(self._folder, self.manifest)
         self._state = small_state.decode((self._folder / small_state.NAME).read_bytes())
         if self._weights:
             self._want_model()
@@ -190,11 +185,6 @@ class _Loading:
         if random:
             small_state.restore_random(self._world, state, step)
         return extra
-
-
-def _header_bytes(path: Path) -> int:
-    with open(path, "rb") as file:
-        return int.from_bytes(file.read(8), "little")
 
 
 def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None:

@@ -17,11 +17,11 @@ _FORMAT = 1
 
 
 class Checked(NamedTuple):
-    """Bytes of a file, from `start`, that were written at once, and their CRC-32 (zlib's)."""
+    """Bytes of a file, from `start`, that were written at once, and their CRC-32 (zlib's), None if it is not known."""
 
     start: int
     length: int
-    crc: int
+    crc: int | None
 
 
 @dataclass

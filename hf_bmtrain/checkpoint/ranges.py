@@ -161,10 +161,10 @@ class _Scratch(threading.local):
         self.memory = torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)
 
 
-def read_parts(folder: Path, manifest: Manifest, wanted: Sequence[Wanted]) -> None:
+def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]) -> None:
     """Fill the `values` of each from the files. Raises Damaged, naming tensor and file, if a checksum differs.
 
-    A piece that overlaps with what is wanted is read whole.
+    A piece that overlaps with what is wanted is read whole. manifest: None for files without checksums.
     """
     scratch = _Scratch()
     with ExitStack() as stack:
@@ -182,11 +182,15 @@ def read_parts(folder: Path, manifest: Manifest, wanted: Sequence[Wanted]) -> No
         )
 
 
-def _pieces_of(wanted: Wanted, manifest: Manifest) -> Iterator[Checked]:
+def _pieces_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
     """Yield the pieces with a byte that is wanted."""
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size
     stop = start + len(wanted.values) * size
+    if manifest is None:
+        for at in range(start, stop, PIECE_BYTES):
+            yield Checked(at, min(PIECE_BYTES, stop - at), None)
+        return
     pieces = manifest.files[wanted.stored.file]
     for piece in pieces[max(0, bisect_right(pieces, (start, PIECE_BYTES + 1, 0)) - 1) :]:
         if piece.start >= stop:
@@ -222,11 +226,26 @@ def _read(handle: int, scratch: _Scratch, piece: Checked, what: str) -> torch.Te
         if not count:
             raise Damaged(f"{what}: the file ends at byte {piece.start + at:,}")
         at += count
-    if zlib.crc32(view) != piece.crc:
+    if piece.crc is not None and zlib.crc32(view) != piece.crc:
         raise Damaged(
             f"{what}: bytes {piece.start:,} to {piece.start + piece.length:,} do not have the checksum that was saved"
         )
     return data
+
+
+def check_heads(folder: Path, manifest: Manifest) -> None:
+    """Raise Damaged unless the headers of tensors, and all files without tensors, have their checksums."""
+    for name, pieces in manifest.files.items():
+        small = name.endswith((".json", ".pt"))
+        heads = [piece for piece in pieces if small or piece.start < 8 + _header_bytes(folder / name)]
+        for _, problem in check_file(folder, name, heads):
+            if problem is not None:
+                raise Damaged(problem)
+
+
+def _header_bytes(path: Path) -> int:
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(8), "little")
 
 
 def check_file(folder: Path, name: str, pieces: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:

@@ -1,0 +1,210 @@
+"""Write the model of a checkpoint to a folder of its own, for others: what `merge` of the command line does."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from ..sharding.store import flush
+from . import small_state
+from .contents import MODEL, TRAINED
+from .folder import Found
+from .header import Damaged, StoredTensor, TensorSpec, find_tensors, plan_files, read_header
+from .manifest import NAME as MANIFEST
+from .manifest import Checked, Manifest
+from .ranges import Part, Wanted, check_heads, read_parts, write_file, write_parts
+
+_CONFIGS = ("config.json", "generation_config.json")
+
+
+class _Source(NamedTuple):
+    """A tensor that is to be copied. manifest: None if there are no checksums. in_base: it is not the checkpoint's."""
+
+    folder: Path
+    manifest: Manifest | None
+    stored: StoredTensor
+    in_base: bool
+
+
+def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, base: Sequence[Path]) -> list[str]:
+    """Write the model of `checkpoint` to the new folder `output`, as Hugging Face's `from_pretrained` opens it.
+
+    limit: bytes of a file, but for a tensor that is larger alone. with_optimizer: write the optimizers' state and all
+    else that `load_state` needs as well. base: for a checkpoint of what was trained, the folder or the safetensors
+    files with the model's other tensors. Returns notes for the user.
+
+    Holds one tensor at a time, and compares all that it reads with the checksums. The folder is written under another
+    name, flushed to disk and renamed. Raises Damaged, ValueError or OSError, with nothing left behind.
+    """
+    if output.exists():
+        raise ValueError(f"{output} exists already: name another --output, or delete it")
+    check_heads(checkpoint.folder, checkpoint.manifest)
+    own, notes = _sources(checkpoint, TRAINED if _has_trained_only(checkpoint) else MODEL), []
+    groups, copied = {MODEL: own}, _small_files(checkpoint, with_optimizer)
+    if base:
+        theirs, configs = _open_base(base)
+        groups[MODEL], notes = _overlay(own, theirs)
+        copied = {**configs, **copied}
+    if with_optimizer:
+        groups |= {name: _sources(checkpoint, name) for name in _optimizers(checkpoint)}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = output.with_name(f"tmp-{output.name}-{secrets.token_hex(4)}")
+    staging.mkdir()
+    try:
+        files = _write(staging, groups, copied, limit)
+        if with_optimizer:
+            old = checkpoint.manifest
+            manifest = Manifest(old.step, old.number, old.world_size, old.versions)
+            for name, pieces in sorted(files.items()):
+                manifest.add(name, pieces, os.path.getsize(staging / name))
+            write_file(staging / MANIFEST, manifest.to_bytes())
+        flush(staging)
+        os.rename(staging, output)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    flush(output.parent)
+    return notes
+
+
+def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base: Sequence[Path]) -> None:
+    """Raise ValueError for arguments that do not go together with this checkpoint."""
+    if _has_trained_only(checkpoint) and not base:
+        raise ValueError(
+            f"{checkpoint.folder} holds what was trained alone (trained_only=True): pass --base with the folder of the "
+            "model that was trained, which has the other tensors"
+        )
+    if base and not _has_trained_only(checkpoint):
+        raise ValueError(f"{checkpoint.folder} holds the whole model: leave out --base")
+    beside = output.absolute().parent == checkpoint.folder.absolute().parent
+    if beside and (with_optimizer or output.name.startswith("checkpoint-")):
+        raise ValueError(
+            f"{output} would count as a checkpoint of the training that saves to {output.absolute().parent}: name an "
+            "--output elsewhere"
+        )
+
+
+def _has_trained_only(checkpoint: Found) -> bool:
+    return not any(name.startswith(MODEL) and ".safetensors" in name for name in checkpoint.manifest.files)
+
+
+def _optimizers(checkpoint: Found) -> list[str]:
+    """Return the names of the optimizers' files, without their endings."""
+    matches = (re.match(r"(optimizer\d*)(-\d+-of-\d+)?\.safetensors$", name) for name in checkpoint.manifest.files)
+    return sorted({match[1] for match in matches if match})
+
+
+def _sources(checkpoint: Found, base: str) -> dict[str, _Source]:
+    folder, manifest = checkpoint
+    return {name: _Source(folder, manifest, stored, False) for name, stored in find_tensors(folder, base).items()}
+
+
+def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
+    """Return the contents of the files that are copied as they are. `check_heads` has verified them."""
+    return {
+        name: (checkpoint.folder / name).read_bytes()
+        for name in checkpoint.manifest.files
+        if ".safetensors" not in name and (with_optimizer or name != small_state.NAME)
+    }
+
+
+# -- the frozen tensors of another folder ---------------------------------------------------------------------------
+
+
+def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, bytes]]:
+    """Return the tensors of a model in a folder, or in files, and its configuration. Raises ValueError."""
+    folder = base[0] if base[0].is_dir() else base[0].parent
+    tensors: dict[str, _Source] = {}
+    try:
+        if folder == base[0]:
+            manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
+            if manifest is not None:
+                manifest.check_sizes(folder)
+                check_heads(folder, manifest)
+            files = [(folder, manifest, find_tensors(folder, MODEL))]
+        else:
+            files = [(path.parent, None, read_header(path)) for path in base]
+    except (Damaged, OSError) as error:
+        raise ValueError(f"--base {folder} is not a model in safetensors files: {error}") from error
+    for place, manifest, found in files:
+        for name, stored in found.items():
+            if name in tensors:
+                raise ValueError(f"--base: {name} is in {tensors[name].stored.file} and in {stored.file}")
+            tensors[name] = _Source(place, manifest, stored, True)
+    return tensors, {name: (folder / name).read_bytes() for name in _CONFIGS if (folder / name).exists()}
+
+
+def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dict[str, _Source], list[str]]:
+    """Return the base's tensors with the trained ones in their places, and notes. Raises ValueError for others."""
+    strange = [name for name in trained if name not in base]
+    if strange:
+        raise ValueError(
+            f"--base lacks {len(strange)} of the {len(trained)} trained tensors: {', '.join(strange[:5])}. Adapters "
+            "are not among those of the model they adapt: load the checkpoint into the model with adapters "
+            "(bmt.load_state), and save that with save_pretrained, or after merge_and_unload of PEFT"
+        )
+    shapes = [
+        f"{name} {mine.stored.shape}, in --base {base[name].stored.shape}"
+        for name, mine in trained.items()
+        if mine.stored.shape != base[name].stored.shape
+    ]
+    if shapes:
+        raise ValueError(f"{len(shapes)} tensors have other shapes: {'; '.join(shapes[:5])}")
+    notes, kinds = [], {(base[name].stored.dtype, mine.stored.dtype) for name, mine in trained.items()}
+    for old, new in sorted((pair for pair in kinds if pair[0] != pair[1]), key=str):
+        notes.append(
+            f"trained tensors are written as they were saved, in {new}, where --base has {old}: from_pretrained keeps "
+            f"that with dtype={new}"
+        )
+    return {**base, **trained}, notes
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    staging: Path, groups: dict[str, dict[str, _Source]], copied: dict[str, bytes], limit: int
+) -> dict[str, list[Checked]]:
+    """Write all files, with room for all reserved first. Returns the pieces by file."""
+    files, written = [], {}
+    for base, sources in groups.items():
+        specs = [TensorSpec(name, source.stored.dtype, source.stored.shape) for name, source in sources.items()]
+        plans, index = plan_files(base, specs, limit)
+        files += [(plan, sources) for plan in plans]
+        if index is not None:
+            copied = {**copied, f"{base}.safetensors.index.json": index}
+    for name, data in copied.items():
+        written[name] = write_file(staging / name, data)
+    for plan, _ in files:
+        written[plan.name] = write_file(staging / plan.name, plan.head, plan.size)
+    total = sum(plan.size for plan, _ in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="merge") as bar:
+        for plan, sources in files:
+            bar.update(len(plan.head))
+            for name, target in plan.tensors.items():
+                written[plan.name] += _copy(staging, name, sources[name], target)
+                bar.update(target.stop - target.start)
+    return written
+
+
+def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
+    """Copy one tensor, and return the pieces that were written."""
+    stored = source.stored
+    values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
+    if not len(values):
+        return []
+    try:
+        read_parts(source.folder, source.manifest, [Wanted(name, stored, 0, values)])
+    except Damaged as error:
+        if source.in_base:
+            raise ValueError(f"--base {source.folder} is damaged: {error}") from error
+        raise
+    return write_parts(staging, [Part(target.file, target.start, values)])[target.file]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +11,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from ..sharding.store import flush
+from ..sharding.store import flush, staging_beside
 from . import small_state
 from .contents import MODEL, TRAINED
 from .folder import Found
@@ -42,7 +40,8 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
     files with the model's other tensors. Returns notes for the user.
 
     Holds one tensor at a time, and compares all that it reads with the checksums. The folder is written under another
-    name, flushed to disk and renamed. Raises Damaged, ValueError or OSError, with nothing left behind.
+    name, flushed to disk and renamed; what a killed `merge` has left is deleted by the next. Raises Damaged, ValueError
+    or OSError, with nothing left behind.
     """
     if output.exists():
         raise ValueError(f"{output} exists already: name another --output, or delete it")
@@ -56,9 +55,9 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
     if with_optimizer:
         groups |= {name: _sources(checkpoint, name) for name in _optimizers(checkpoint)}
     output.parent.mkdir(parents=True, exist_ok=True)
-    staging = output.with_name(f"tmp-{output.name}-{secrets.token_hex(4)}")
-    staging.mkdir()
-    try:
+    with staging_beside(output) as folder:
+        staging = folder / output.name
+        staging.mkdir()
         files = _write(staging, groups, copied, limit)
         if with_optimizer:
             old = checkpoint.manifest
@@ -68,9 +67,6 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
             write_file(staging / MANIFEST, manifest.to_bytes())
         flush(staging)
         os.rename(staging, output)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     flush(output.parent)
     return notes
 

@@ -11,7 +11,7 @@ from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps
 from ..ops.residual import Master
 from ..ops.torch_internals import WithoutTorchFunction
 from ..runtime.world import current_world
-from .checkpoint import load_state, save_state
+from .checkpoint import load_state, own_part, save_state
 from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -273,7 +273,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the state of any AdamW as float32; torch would cast it to the dtype of the parameters.
 
-        Until the next step it is a copy in host memory, so that no device stores it twice.
+        Of whole tensors this rank's part is loaded. Until the next step it is a copy in host memory, so that no device
+        stores it twice.
         """
         if "sliced" in state_dict:  # a gathered state
             return load_state(self, state_dict, current_world())
@@ -292,6 +293,6 @@ class AdamOptimizer(torch.optim.Optimizer):
         for key, parameter in zip(keys, mine):
             for name, value in state_dict["state"].get(key, {}).items():
                 dtype = value.dtype if name == "residual" else torch.float32
-                self.state[parameter][name] = value.detach().to("cpu", dtype, copy=copy)
+                self.state[parameter][name] = own_part(parameter, name, value).detach().to("cpu", dtype, copy=copy)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []

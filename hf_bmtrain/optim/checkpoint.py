@@ -43,7 +43,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: World) -> None:
     """Load a sharded state, or this rank's part of a gathered state, which every rank passes whole.
 
-    Raises ValueError for the sharded state of another rank or another number of ranks.
+    What is loaded of a gathered state shares no memory with it. Raises ValueError for the sharded state of another rank
+    or another number of ranks.
     """
     state: States = saved["state"]
     if "sliced" in saved:
@@ -60,6 +61,10 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
             "ranks."
         )
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+    for values in optimizer.state.values() if "sliced" in saved else ():
+        for name, value in values.items():
+            if isinstance(value, SliceTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:
+                values[name] = value.clone()  # a view would keep the whole in memory
 
 
 # -- the optimizer's own state_dict -------------------------------------------------------------------------------
@@ -96,7 +101,8 @@ class WholeState:
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
                 for name, value in state.items():
-                    state[name] = _slice(parameter, name, value)
+                    own = own_part(parameter, name, value)
+                    state[name] = own if _is_laid_out_like(value, parameter) or own is value else own.clone()
 
     def _note_load(self, optimizer: torch.optim.Optimizer) -> None:
         self.loaded = True
@@ -109,14 +115,17 @@ class WholeState:
         return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
 
 
-def _slice(parameter: DistributedParameter, name: str, value: Any) -> Any:
-    """Return this rank's part of `value` if it is whole, otherwise `value`. Raises ValueError if it fits neither."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
+    """Return this rank's part of state `value`, a view if that is whole. Raises ValueError if it fits neither.
+
+    Numbers, and the state of an ordinary parameter, are returned as they are.
+    """
+    if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if _is_laid_out_like(value, parameter):
         return SliceTensor.of(value.as_subclass(torch.Tensor), parameter.placement)
     if value.numel() == parameter.full_shape.numel():
-        return parameter.take(value.reshape(parameter.full_shape)).clone()
+        return parameter.take(value.reshape(parameter.full_shape))
     if value.numel() == 1 or _is_factor(value.shape, parameter.full_shape):
         return value
     raise ValueError(

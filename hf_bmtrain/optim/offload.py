@@ -267,8 +267,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         )
         return [p.slab.part(p.start, p.start + run.weights.numel()) for run, p in places.items()]
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
+    def _load(self, state_dict: dict, copy: bool) -> None:
+        super()._load(state_dict, copy)
         self._early = _EarlyUpdates()
 
 

@@ -92,7 +92,7 @@ def file_base(number: int) -> str:
     return "optimizer" if number == 0 else f"optimizer{number + 1}"
 
 
-def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
     """Return the optimizer's parameters by their names in `model`, in its order. Raises ValueError for another's."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -143,12 +143,45 @@ def _holds_slices(value: Any) -> bool:
     return isinstance(value, Sliced)
 
 
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]], groups: list[dict[str, Any]]
-) -> None:
-    """Load this rank's `state`, by the number of the parameter; `groups` have such numbers as well."""
-    saved = {"state": state, "param_groups": groups}
-    if isinstance(optimizer, AdamOptimizer):
-        optimizer.take_state_dict(saved)
-    else:
-        optimizer.load_state_dict(saved)
+class LoadedState:
+    """The state of an optimizer that is being loaded. Making one of AdamOptimizer discards the state that it has.
+
+    parameters: as `named` returns them. names: (parameter, name) of the tensors that `target` is asked for. others:
+    all other state, by the parameter's name. groups: with the names of their parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: dict[str, Any],
+        names: list[tuple[str, str]],
+        others: dict[str, dict[str, Any]],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        numbers = {name: number for number, name in enumerate(parameters)}
+        self._optimizer, self._parameters, self._numbers = optimizer, parameters, numbers
+        self._groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+        self._state = {numbers[name]: dict(values) for name, values in others.items()}
+        self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        if names and isinstance(optimizer, AdamOptimizer):
+            places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
+            if all(what in places.get(parameters[name], ()) for name, what in names):
+                self._places = places  # else masters were saved in the form of another device
+
+    def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory, 1-D, for this rank's part of a tensor that is stored as `dtype`."""
+        parameter = self._parameters[name]
+        if self._places:
+            return self._places[parameter][what]
+        on = "cpu" if isinstance(self._optimizer, AdamOptimizer) else parameter.device
+        values = torch.empty(parameter.placement.piece.length, dtype=dtype, device=on)
+        self._state.setdefault(self._numbers[name], {})[what] = values
+        return values
+
+    def load(self) -> None:
+        """Load what was written to the targets."""
+        state = {"state": self._state, "param_groups": self._groups}
+        if not isinstance(self._optimizer, AdamOptimizer):
+            self._optimizer.load_state_dict(state)
+        elif not self._places:
+            self._optimizer.take_state_dict(state)

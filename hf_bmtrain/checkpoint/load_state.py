@@ -12,7 +12,7 @@ import torch
 from ..runtime.world import World, current_world, wait_loader
 from ..sharding.parameter import DistributedParameter
 from . import small_state
-from .contents import MODEL, TRAINED, Entry, file_base, load_optimizer, model_entries, named, optimizers_of
+from .contents import MODEL, TRAINED, Entry, LoadedState, file_base, model_entries, named, optimizers_of
 from .folder import Found, find
 from .header import Damaged, StoredTensor, find_tensors
 from .manifest import Manifest
@@ -114,7 +114,7 @@ class _Loading:
         self._optimizer, self._scheduler, self._weights = optimizer, scheduler, weights
         self._wanted: list[Wanted] = []
         self._wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._states: list[dict[int, dict[str, Any]]] = []
+        self._states: list[LoadedState] = []
 
     def open(self) -> None:
         """Read what is small, and find out what this rank needs of the rest. Changes nothing."""
@@ -126,7 +126,11 @@ class _Loading:
             self._want_model()
         small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state)
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
-            self._want_optimizer(optimizer, number, find_tensors(self._folder, file_base(number)))
+            parameters = named(optimizer, self._model)
+            for key, stored in find_tensors(self._folder, file_base(number)).items():
+                whole = parameters[key.rpartition(".")[0]].full_shape
+                if stored.shape != tuple(whole):
+                    raise ValueError(f"{key} has shape {stored.shape}, its parameter here {tuple(whole)}")
 
     def _want_model(self) -> None:
         trained_only = not any(name.startswith(MODEL) for name in self.manifest.files)
@@ -141,25 +145,20 @@ class _Loading:
                 self._wholes.append((targets[entry.spec.name], part))
             self._wanted.append(Wanted(entry.spec.name, stored, entry.first, part))
 
-    def _want_optimizer(self, optimizer: torch.optim.Optimizer, number: int, tensors: dict[str, StoredTensor]) -> None:
-        parameters = named(optimizer, self._model)
-        places = {name: place for place, name in enumerate(parameters)}
-        saved = self._state["optimizers"][number]
-        state: dict[int, dict[str, Any]] = {places[name]: dict(values) for name, values in saved["others"].items()}
-        for key, stored in tensors.items():
-            name, _, what = key.rpartition(".")
-            piece = parameters[name]
-            assert isinstance(piece, DistributedParameter), name
-            where = piece.placement.piece
-            if stored.shape != tuple(piece.full_shape):
-                raise ValueError(f"{key} has shape {stored.shape}, {name} here {tuple(piece.full_shape)}")
-            values = torch.empty(where.length, dtype=stored.dtype)
-            self._wanted.append(Wanted(key, stored, where.tensor_start, values))
-            state.setdefault(places[name], {})[what] = values
-        self._states.append(state)
+    def _want_optimizers(self) -> None:
+        for number, optimizer in enumerate(optimizers_of(self._optimizer)):
+            parameters, saved = named(optimizer, self._model), self._state["optimizers"][number]
+            tensors = find_tensors(self._folder, file_base(number))
+            names = [(name, what) for name, _, what in (key.rpartition(".") for key in tensors)]
+            state = LoadedState(optimizer, parameters, names, saved["others"], saved["groups"])
+            for (name, what), (key, stored) in zip(names, tensors.items()):
+                first = parameters[name].placement.piece.tensor_start
+                self._wanted.append(Wanted(key, stored, first, state.target(name, what, stored.dtype)))
+            self._states.append(state)
 
     def read(self) -> None:
-        """Read this rank's parts: the model's into place, the optimizers' into host memory."""
+        """Read this rank's parts into place, or where the optimizer takes them from."""
+        self._want_optimizers()
         parameters = self._model.parameters() if self._weights else ()
         buffers = {p.buffer for p in parameters if isinstance(p, DistributedParameter)}
         for buffer in sorted(buffers, key=lambda buffer: buffer.number):
@@ -175,11 +174,8 @@ class _Loading:
         with torch.no_grad():
             for target, values in self._wholes:
                 target.copy_(values.view(target.shape))
-        for optimizer, saved, state in zip(optimizers_of(self._optimizer), self._state["optimizers"], self._states):
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
-            numbers = iter(range(sum(sizes)))
-            groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in saved["groups"]]
-            load_optimizer(optimizer, state, groups)
+        for loaded in self._states:
+            loaded.load()
         state, step = self._state, self.manifest.step
         extra = small_state.restore(self._world, self._model, self._optimizer, self._scheduler, state)
         if random:

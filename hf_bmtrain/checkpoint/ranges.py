@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import errno
-import mmap
+import functools
 import os
 import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..comm.streams import has_own_memory
+from ..ops.pinned import pinned_bytes
 from .header import Damaged, StoredTensor
 from .manifest import Checked, Manifest
 
 PIECE_BYTES = 4 << 20
 """A multiple of every element's size, so that no element is in two pieces."""
-_THREADS = 4  # zlib and the system calls release the interpreter
+_THREADS = 8  # zlib and the system calls release the interpreter
 
 
 class Part(NamedTuple):
@@ -80,12 +81,32 @@ def _in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
+class _Scratch(threading.local):
+    """Memory for a piece, one for each thread, which `device` reads and writes.
+
+    It is the system's own: malloc would keep a part of it afterwards.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @functools.cached_property
+    def memory(self) -> torch.Tensor:
+        return pinned_bytes(PIECE_BYTES, self._device, "pieces of a checkpoint")
+
+
+def _scratch_for(values: Iterable[torch.Tensor]) -> _Scratch:
+    devices = [each.device for each in values if has_own_memory(each.device)]
+    return _Scratch(devices[0] if devices else torch.device("cpu"))
+
+
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_parts(folder: Path, parts: Iterable[Part]) -> dict[str, list[Checked]]:
+def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]:
     """Write parts into files that exist, and flush the files to disk. Returns the pieces by file."""
     written: dict[str, list[Checked]] = {}
+    scratch = _scratch_for(part.values for part in parts)
     with ExitStack() as stack:
         files: dict[str, int] = {}
         names: list[str] = []
@@ -98,7 +119,7 @@ def write_parts(folder: Path, parts: Iterable[Part]) -> dict[str, list[Checked]]
             for at in range(0, len(data), PIECE_BYTES):
                 piece = data[at : at + PIECE_BYTES]
                 names.append(part.file)
-                jobs.append(partial(_write_piece, files[part.file], part.start + at, piece))
+                jobs.append(functools.partial(_write_piece, files[part.file], part.start + at, piece, scratch))
         for name, checked in zip(names, _in_threads(jobs)):
             written.setdefault(name, []).append(checked)
         for handle in files.values():
@@ -106,8 +127,10 @@ def write_parts(folder: Path, parts: Iterable[Part]) -> dict[str, list[Checked]]
     return written
 
 
-def _write_piece(handle: int, start: int, data: torch.Tensor) -> Checked:
-    values = memory_of(data.cpu())
+def _write_piece(handle: int, start: int, data: torch.Tensor, scratch: _Scratch) -> Checked:
+    if has_own_memory(data.device):
+        data = scratch.memory[: len(data)].copy_(data)
+    values = memory_of(data)
     crc, at = zlib.crc32(values), 0
     while at < len(values):
         count = os.pwrite(handle, values[at:], start + at)
@@ -154,19 +177,12 @@ class Wanted(NamedTuple):
     values: torch.Tensor
 
 
-class _Scratch(threading.local):
-    """Memory for a piece, one for each thread. It is the system's own: malloc would keep a part of it afterwards."""
-
-    def __init__(self) -> None:
-        self.memory = torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)
-
-
 def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]) -> None:
     """Fill the `values` of each from the files. Raises Damaged, naming tensor and file, if a checksum differs.
 
     A piece that overlaps with what is wanted is read whole. manifest: None for files without checksums.
     """
-    scratch = _Scratch()
+    scratch = _scratch_for(each.values for each in wanted)
     with ExitStack() as stack:
         files: dict[str, int] = {}
         for each in wanted:
@@ -175,7 +191,7 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
                 stack.callback(os.close, files[each.stored.file])
         _in_threads(
             [
-                partial(_read_piece, files[each.stored.file], each, piece, scratch)
+                functools.partial(_read_piece, files[each.stored.file], each, piece, scratch)
                 for each in wanted
                 for piece in _pieces_of(each, manifest)
             ]
@@ -255,7 +271,7 @@ def check_file(folder: Path, name: str, pieces: Sequence[Checked]) -> Iterator[t
     except OSError as error:
         yield 0, f"{name}: {error.strerror}"
         return
-    scratch = _Scratch()
+    scratch = _Scratch(torch.device("cpu"))
     try:
         for piece in pieces:
             try:

@@ -284,6 +284,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Load a state dict as `load_state_dict` does, but keep its tensors where they need no conversion."""
         self._load(state_dict, copy=False)
 
+    def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Load a state dict whose state is the step counts, and allocate the rest, which the caller is to write.
+
+        Returns it as `stored_state` does, for the parameters that have a step count.
+        """
+        self._load(state_dict, copy=True)
+        self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])
+        return dict(self.state)
+
     def _load(self, state_dict: dict, copy: bool) -> None:
         self._finish()
         groups = state_dict["param_groups"]

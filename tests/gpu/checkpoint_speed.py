@@ -6,7 +6,7 @@
 
 `load` has `bmt.hf.from_pretrained`, or `from_pretrained` and then `auto_wrap`. `save` trains, saves, saves twice beside
 training, and resumes: `save_state` and `load_state`, or FSDP2 (float32 shards) with torch.distributed.checkpoint, whose
-async_save has a stager of its own here that copies to pinned memory beside the next step, as the options of torch allow.
+async_save gets a stager that copies to pinned memory beside the next step, as torch's options allow.
 The stall is the time of the call and of the steps after it, less what as many steps take otherwise. Each save is
 deleted before the next. Every line is JSON.
 """
@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 import hf_bmtrain as bmt
 from bench.engines.base import adamw, torch_clip, torch_step
 from bench.models import make_batch, make_config, make_model
+from hf_bmtrain.comm.streams import finish
 
 STEPS_BESIDE = 4
 
@@ -91,7 +92,7 @@ class FSDP2:
         if not beside:
             dcp.save(self.state(), checkpoint_id=str(folder))
             return lambda: None
-        response = dcp.async_save(
+        response: Any = dcp.async_save(
             self.state(), checkpoint_id=str(folder), async_stager=self.stager, process_group=self.group
         )
         if hasattr(response, "staging_completion"):
@@ -104,14 +105,14 @@ class FSDP2:
 
 
 class Clock:
-    """Seconds between points that all ranks have reached, with nothing queued on their devices."""
+    """Seconds between points that all ranks have reached, with nothing queued on their current streams."""
 
     def __init__(self) -> None:
         self.last = 0.0
         self.read()
 
     def read(self) -> float:
-        bmt.wait_loader()
+        finish(bmt.current_world().device)  # not the copies beside it
         bmt.synchronize()
         now = time.perf_counter()
         passed, self.last = now - self.last, now
@@ -131,9 +132,7 @@ def load(engine: str, folder: Path) -> None:
         model = load_one(AutoModelForCausalLM, folder, dtype=torch.bfloat16)
     else:
         model = bmt.auto_wrap(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    parameters = sum(p.full_shape.numel() for p in model.parameters())
-    report(part="load", engine=engine, seconds=clock.read(), parameters=parameters, host_peak=status["VmHWM"].strip())
+    report(part="load", engine=engine, seconds=clock.read(), parameters=model.num_parameters())
 
 
 def measure_saves(engine: Ours | FSDP2, folder: Path, batches: list[dict]) -> None:
@@ -185,7 +184,8 @@ def main() -> None:
         make_model(config, torch.bfloat16, torch.device(device)).save_pretrained(options.folder)
         return
     if options.engine == "fsdp2":
-        torch.device(device).type == "cuda" and torch.cuda.set_device(device)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     bmt.init_distributed(seed=0)
     device = bmt.current_world().device

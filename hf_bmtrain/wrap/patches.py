@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -38,9 +38,18 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
             disable = getattr(module, f"{word}_checkpointing_disable", None)
             if callable(disable):
                 if word == "activation" or not hasattr(module, "activation_checkpointing_disable"):
-                    disable()
+                    _turn_off(module, disable)
                 setattr(module, f"{word}_checkpointing_enable", functools.partial(_set_recompute, states, True))
                 setattr(module, f"{word}_checkpointing_disable", functools.partial(_set_recompute, states, False))
+
+
+def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
+    """Call `disable`. transformers raises where the class claims the support and none of its modules has the switch."""
+    try:
+        disable()
+    except ValueError:
+        if any(hasattr(inner, "gradient_checkpointing") for inner in module.modules()):
+            raise
 
 
 def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwargs) -> None:

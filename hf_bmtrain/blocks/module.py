@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..runtime.schedule import Schedule
+from ..ops.torch_internals import pytree
+from ..runtime.schedule import ForwardPass, Schedule
 from ..runtime.world import current_world
 from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
@@ -22,6 +23,15 @@ from .base import ShardedModule, extend_class
 
 _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
 """Methods that are called instead of the module, for a part of its forward."""
+
+
+def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
+    """Return `outputs` with copies in place of views of parameters, whose memory is freed before they are read."""
+    if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
+        return outputs
+    if not any(isinstance(leaf, torch.Tensor) and forward_pass.holds(leaf) for leaf in pytree.tree_leaves(outputs)):
+        return outputs
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if forward_pass.holds(t) else t, outputs)
 
 
 class DistributedModule(ShardedModule):
@@ -66,7 +76,7 @@ class DistributedModule(ShardedModule):
         with uncached_autocast() or nullcontext(), schedule.forward() as forward_pass:
             try:
                 with self._watch_own():
-                    outputs = function(*args, **kwargs)
+                    outputs = _without_views(function(*args, **kwargs), forward_pass)
                 forward_pass.check_unwritten()
             except BaseException:
                 forward_pass.release()

@@ -53,6 +53,7 @@ class Reader(Protocol):
 
     @property
     def version(self) -> int: ...
+    def holds(self, tensor: torch.Tensor) -> bool: ...
     def check_unwritten(self) -> None: ...
     def release(self) -> None: ...
     def prepare_backward(self, unwatched: bool) -> None: ...
@@ -85,6 +86,10 @@ class ForwardPass:
         """Raise RuntimeError if the forward modified a parameter that it read."""
         for reader in self.readers:
             reader.check_unwritten()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is a view of a parameter that the forward read, but for watched reads."""
+        return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def release(self) -> None:
         """Release what was read; no backward will follow."""

@@ -51,6 +51,10 @@ class OnDemandGather:
         """The buffer's version."""
         return self._buffer.version
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is a view of the buffer's wholes."""
+        return self._buffer.holds(tensor)
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def read(self, piece: Any, reader: torch.nn.Module) -> torch.nn.Parameter:

@@ -170,10 +170,41 @@ def read_in_the_parent(tied):
     return Language(tied, detached_in_the_parent)
 
 
+class Queries(nn.Module):
+    """Returns, beside its loss, the first hidden state: rows of a parameter, as detectors return their queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries = nn.Embedding(5, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+
+    def forward(self, rows: int) -> dict:
+        first = x = self.queries.weight[:3].expand(rows, -1, -1)
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean(), "states": [first, self.queries.weight[3:]]}
+
+
+def returned_views_of_parameters():
+    """They keep their values when the parameter is released: after an evaluation, and after a backward."""
+    model, twin = bmt.auto_wrap(Queries()), Queries()
+    for training in (False, True):
+        with torch.set_grad_enabled(training):
+            output, expected = model(2), twin(2)
+        if training:
+            for either in (output, expected):
+                (either["loss"] + either["states"][0].sum()).backward()
+        assert not model.queries.weight.buffer.is_whole
+        for got, wanted in zip(output["states"], expected["states"]):
+            torch.testing.assert_close(got, wanted)
+    check_gradients(model, twin)
+
+
 MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
 CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
 CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
-CASES += [(backward_twice,), (saved_activation_modified,)]
+CASES += [(backward_twice,), (saved_activation_modified,), (returned_views_of_parameters,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 
 each_case = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every family of the zoo against plain torch: `python tests zoo` writes tests/ZOO.md."""
+"""Every family of the zoo against plain torch: `python tests zoo` writes ZOO.md, with --families FAMILIES.md."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from ranks import Ranks
+from zoo_account import tell_account
 from zoo_check import Row, measure
 from zoo_families import FAMILIES, KINDS
 from zoo_models import Family
@@ -26,7 +27,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="print these only, and write nothing")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--families", dest="account", action="store_true", help="table every model type of transformers in FAMILIES.md"
+    )
     arguments = parser.parse_args()
+    if arguments.account:
+        return tell_account()
     names = arguments.families or list(FAMILIES)
     results: dict[str, Row | str] = {}
     worlds = [Ranks(arguments.ranks) for _ in range(WORLDS)]

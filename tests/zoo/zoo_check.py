@@ -106,10 +106,8 @@ def _compare_outputs(family: Family, model: Any, twin: Twin | None) -> tuple[str
     compared = []
     for name in OPTIONAL_OUTPUTS:
         for training in (True, False):
-            expected = None if twin is None else _optional_outputs(family, twin.model, name, training)
-            offered = [bool(expected)]
-            dist.broadcast_object_list(offered, 0)
-            if not offered[0]:
+            expected = None if twin is None else _plain_outputs(family, twin.model, name, training)
+            if not _from_rank0(bool(expected)):
                 continue
             got = _optional_outputs(family, model, name, training)
             if twin is not None:
@@ -118,6 +116,14 @@ def _compare_outputs(family: Family, model: Any, twin: Twin | None) -> tuple[str
                     torch.testing.assert_close(got[key], expected[key], rtol=1e-3, atol=1e-5)
             compared.append(name)
     return tuple(dict.fromkeys(compared))
+
+
+def _plain_outputs(family: Family, model: Any, name: str, training: bool) -> dict[str, Any]:
+    """Nothing where the plain model fails: some of transformers' do when they are asked for these outputs."""
+    try:
+        return _optional_outputs(family, model, name, training)
+    except (TypeError, IndexError):
+        return {}
 
 
 def _optional_outputs(family: Family, model: Any, name: str, training: bool) -> dict[str, Any]:
@@ -133,16 +139,24 @@ def _optional_outputs(family: Family, model: Any, name: str, training: bool) -> 
         raise
     finally:
         model.train()
+    if not isinstance(outputs, dict):
+        return {}
     values = {key: value for key, value in outputs.items() if key.endswith(name)}
     return {key: pytree.tree_leaves(value) for key, value in values.items() if pytree.tree_leaves(value)}
 
 
+def _from_rank0(value: Any) -> Any:
+    values = [value]
+    if bmt.world_size() > 1:
+        dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
 def _save_and_load(model: Any, twin: Twin | None) -> None:
     """`save_pretrained` on every rank, rank 0 writes; `from_pretrained` gives what it gives for the plain model."""
-    folders = [tempfile.mkdtemp() if twin is not None else None]
-    dist.broadcast_object_list(folders, 0)
-    model.save_pretrained(folders[0], is_main_process=twin is not None)
+    folder = _from_rank0(tempfile.mkdtemp() if twin is not None else None)
+    model.save_pretrained(folder, is_main_process=twin is not None)
     state = model.state_dict()
     if twin is not None:
-        _compare_states(twin.load(str(folders[0])), twin.saved_and_loaded(state), rtol=0)
-        shutil.rmtree(str(folders[0]))
+        _compare_states(twin.load(folder), twin.saved_and_loaded(state), rtol=0)
+        shutil.rmtree(folder)

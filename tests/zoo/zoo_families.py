@@ -9,11 +9,13 @@ from zoo_models import Family
 from zoo_multimodal import MULTIMODAL
 from zoo_other import OTHER
 from zoo_seq2seq import SEQ2SEQ
+from zoo_tiny import TINY
+from zoo_tiny_others import TINY_OTHERS
 from zoo_vision import VISION
 
 KINDS = {
     "Decoders": DECODERS, "Later decoders": LATER_DECODERS, "Encoders": ENCODERS, "Encoder-decoders": SEQ2SEQ,
     "Vision and sound": VISION,
-    "Text and images": MULTIMODAL, "Detection, series and others": OTHER,
+    "Text and images": MULTIMODAL, "Detection, series and others": OTHER, "Small defaults": [*TINY, *TINY_OTHERS],
 }  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for families in KINDS.values() for family in families}

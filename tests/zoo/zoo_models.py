@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch.utils import _pytree as pytree
 
 VOCABULARY = 61
 IMAGE_TOKEN = 60
@@ -23,8 +25,9 @@ TEXT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """model: a class of transformers. config: keywords of its configuration, or a function that makes one.
+    """model: a class of transformers, as folder.Class where it is not exported.
 
+    config: keywords of its configuration, or a function that makes one.
     batch: (generator, number) to a forward's keywords, with labels where the model has a loss of its own; odd
     and even numbers, so neighbouring ranks, may differ in shape. note: what is particular about it.
     """
@@ -38,11 +41,21 @@ class Family:
     @property
     def missing(self) -> str | None:
         """The name that the installed transformers does not have, if any."""
-        return None if hasattr(transformers, self.model) else self.model
+        try:
+            return None if self.model_class else self.model
+        except (AttributeError, ModuleNotFoundError):
+            return self.model
+
+    @property
+    def model_class(self) -> Any:
+        folder, _, name = self.model.rpartition(".")
+        if not folder:
+            return getattr(transformers, name)
+        return getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
 
     def build(self, seed: int = 0) -> Any:
         """A randomly initialised model in training mode."""
-        cls = getattr(transformers, self.model)
+        cls = self.model_class
         config = self.config() if callable(self.config) else cls.config_class(**self.config)
         torch.manual_seed(seed)
         try:
@@ -73,7 +86,9 @@ def loss_of(outputs: Any) -> torch.Tensor:
     loss = getattr(outputs, "loss", None)
     if loss is not None:
         return loss.mean()
-    values = outputs.values() if hasattr(outputs, "values") else outputs
+    values = list(outputs.values()) if isinstance(outputs, dict) else pytree.tree_leaves(outputs)
+    if not any(isinstance(value, torch.Tensor) for value in values):
+        values = pytree.tree_leaves(values)  # a backbone's, in a tuple
     parts = [
         value.float().square().mean() for value in values if isinstance(value, torch.Tensor) and value.requires_grad
     ]

@@ -410,6 +410,30 @@ def test_distributed_models_are_refused(world):
     world(2)(distributed_models_are_refused)
 
 
+class Claims(transformers.PreTrainedModel):
+    """Says that it supports gradient checkpointing, and has no module with the switch for it, as PP-LCNetV4."""
+
+    config_class = transformers.BertConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: transformers.BertConfig) -> None:
+        super().__init__(config)
+        self.inner = Tower()
+        self.post_init()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(ids)
+
+
+def a_switch_that_is_claimed():
+    model = check_twins(seeded(Claims, transformers.BertConfig()), plain_loss, use_checkpoint=True)
+    assert blocks_of(model)
+
+
+def test_a_switch_that_is_claimed(world):
+    world(2)(a_switch_that_is_claimed)
+
+
 def test_one_list_in_two_places():
     model = Tower()
     model.again = model.layers

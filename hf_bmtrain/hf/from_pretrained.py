@@ -40,9 +40,10 @@ def from_pretrained(
 ) -> Any:
     """Return `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, never whole. Collective.
 
-    Host memory holds this rank's 1/N of the model, and one tensor whole at a time (of merged ones, such as experts,
-    their parts as well); weights that the files lack are whole until they are sharded. Device memory holds the shards
-    and one tensor whole. Every rank maps the files, so each host needs them, and reads its part of each tensor.
+    Every rank maps the files, so each host needs them, and reads its part of each tensor. Tensors that are converted
+    (to another dtype, or merged) are whole in host memory one at a time, with the parts of merged ones; this rank's 1/N
+    of them is kept until they are sharded. Weights that the files lack are whole until then. Device memory holds the
+    shards and one tensor whole.
 
     The result is that of loading whole and wrapping, bit by bit, with one exception: values in the files are kept, also
     where transformers overwrites the padding's row of a loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP).
@@ -165,11 +166,19 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
 
 
 def _check_alike(model: torch.nn.Module, world: World) -> None:
-    """Raise RuntimeError if the ranks found different tensors in their files. Collective."""
+    """Raise RuntimeError if the ranks found different tensors in their files. Collective.
+
+    Values that are not in a mapped file on every rank are divided on all.
+    """
     mine = {
         name: (tuple(p.shape), p.dtype, "in the files" if isinstance(p, ScatteredParameter) else "not in the files")
         for name, p in model.named_parameters()
     }
+    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, ScatteredParameter)}
+    mapped = world.gather_objects({name for name, p in scattered.items() if p.mapped})
+    for name, parameter in scattered.items():
+        if parameter.mapped and not all(name in names for names in mapped):
+            parameter.divide(world.rank, world.size)
     for rank, theirs in enumerate(world.gather_objects(mine)):
         for name in [*mine, *theirs]:
             if mine.get(name) != theirs.get(name):
@@ -188,7 +197,7 @@ def _tie_equal(model: Any, world: World) -> None:
     for target, source in list(model.all_tied_weights_keys.items()):
         first, second = model.get_parameter(target), model.get_parameter(source)
         if first is not second and isinstance(first, ScatteredParameter) and isinstance(second, ScatteredParameter):
-            pairs.append((target, source, first.has_share_of(second)))
+            pairs.append((target, source, first.has_share_of(second, world.rank, world.size)))
     for equals in zip(*world.gather_objects(pairs)):
         target, source, _ = equals[0]
         if all(equal for _, _, equal in equals):
@@ -203,10 +212,10 @@ def _report(model: torch.nn.Module, world: World) -> None:
     """Log how the model was read."""
     scattered = [p for p in model.parameters() if isinstance(p, ScatteredParameter)]
     whole = [name for name, p in model.named_parameters() if not isinstance(p, ScatteredParameter)]
-    gib = sum(p.numel() * p.itemsize for p in scattered) / 2**30
+    mapped = [p for p in scattered if p.mapped]
     _log.info(
-        "rank %d: each of %d ranks maps the files of %s and holds 1/%d of %d parameters, %.2f GiB in all; "
-        "%d that the files lack are initialised whole%s",
-        world.rank, world.size, type(model).__name__, world.size, len(scattered), gib, len(whole),
+        "rank %d: each of %d ranks reads its parts of %d parameters of %s in mapped files, and holds 1/%d of %d that "
+        "were converted; %d that the files lack are initialised whole%s",
+        world.rank, world.size, len(mapped), type(model).__name__, world.size, len(scattered) - len(mapped), len(whole),
         f" ({', '.join(whole[:5])})" if whole else "",
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""ScatteredParameter: a loaded parameter, of which each rank has an equal share until it is sharded."""
+"""ScatteredParameter: a loaded parameter that no rank holds whole until it is sharded."""
 
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,38 +16,59 @@ GATHERED_NUMEL = 1 << 20
 
 
 class ScatteredParameter(torch.nn.Parameter):
-    """A whole parameter on the meta device, whose values are divided equally among the ranks, in host memory.
+    """A whole parameter on the meta device, whose values are in a file, or divided equally among the ranks.
 
     It stands for a parameter in a model that auto_wrap will shard, from the time its values were read: which elements a
     rank's shard will hold is known only when the model is complete.
 
-    share: this rank's elements, 1-D and as long on every rank, the end filled with zeros; None once they are sharded.
+    values: 1-D; None once they are sharded. mapped: they are all of them, in a file that this process has mapped, and
+    take no memory of its own. Otherwise they are this rank's share, in host memory, as long on every rank, the end
+    filled with zeros.
     """
 
-    share: torch.Tensor | None
+    values: torch.Tensor | None
+    mapped: bool
 
     @classmethod
     def scatter(cls, whole: torch.Tensor, rank: int, size: int) -> ScatteredParameter:
-        """Copy the share of `rank` out of `whole`, a tensor on the CPU that has the same values on all `size` ranks."""
-        length = -(-whole.numel() // size)
-        values = whole.detach().reshape(-1)[rank * length : (rank + 1) * length]
+        """Take the values of `whole`, a tensor on the CPU that has the same ones on all `size` ranks."""
         made: Any = make_subclass(cls, torch.empty_like(whole, device="meta"), whole.requires_grad)
-        made.share = _allocate(length, values.dtype)
-        made.share[: len(values)] = values
+        made.values, made.mapped = whole.detach().reshape(-1), is_mapped(whole)
+        if not made.mapped:
+            made.divide(rank, size)
         return made
 
-    def has_share_of(self, other: ScatteredParameter) -> bool:
+    def divide(self, rank: int, size: int) -> None:
+        """Copy the share of `rank`, and let go of the rest."""
+        assert self.values is not None
+        values = _share_of(self.values, rank, size)
+        self.values, self.mapped = _allocate(-(-len(self.values) // size), values.dtype), False
+        self.values[: len(values)] = values
+
+    def has_share_of(self, other: ScatteredParameter, rank: int, size: int) -> bool:
         """Return whether this rank's share of `other` has the same values, and `other` the same shape."""
-        if self.share is None or other.share is None:
+        shares = [
+            _share_of(each.values, rank, size) if each.mapped else each.values
+            for each in (self, other)
+            if each.values is not None
+        ]
+        if len(shares) < 2 or self.shape != other.shape:
             return False
-        return self.shape == other.shape and torch.equal(self.share, other.share)
+        count = min(map(len, shares))  # without the zeros at the end
+        return torch.equal(shares[0][:count], shares[1][:count])
 
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
-        """Fill `part`, 1-D, with the whole's elements from `start` on, and drop this rank's share. Collective."""
-        if self.share is None:
+        """Fill `part`, 1-D, with the whole's elements from `start` on, and drop the values. Collective.
+
+        `mapped` must be the same on all ranks.
+        """
+        if self.values is None:
             raise RuntimeError(f"The values of a parameter of shape {tuple(self.shape)} were moved to a shard before.")
-        share, self.share = self.share, None
+        share, self.values = self.values, None
+        if self.mapped:
+            part.copy_(share[start : start + len(part)])
+            return
         stop, step = start + len(part), max(1, GATHERED_NUMEL // communicator.size)
         for at in range(0, len(share), step):
             mine = share[at : at + step].to(part.device)
@@ -57,6 +79,25 @@ class ScatteredParameter(torch.nn.Parameter):
                 low, high = max(start, first), min(stop, first + len(values))
                 if low < high:
                     part[low - start : high - start] = values[low - first : high - first]
+
+
+def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    length = -(-len(values) // size)
+    return values[rank * length : (rank + 1) * length]
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of `tensor` is a file's, False where the system does not tell."""
+    maps = Path("/proc/self/maps")
+    if not tensor.is_contiguous() or not maps.exists():
+        return False
+    address = tensor.data_ptr()
+    for line in maps.read_text().splitlines():
+        places, *_, path = line.split(" ", 1)
+        start, stop = (int(place, 16) for place in places.split("-"))
+        if start <= address < stop:
+            return "/" in path and not path.endswith("(deleted)")
+    return False
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:

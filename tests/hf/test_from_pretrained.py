@@ -195,16 +195,18 @@ def test_zoo_families(world, tmp_path, name):
     world(2)(loads_family, name, str(tmp_path))
 
 
-def gathers_in_parts(folder):
-    """Tensors larger than what is gathered at a time."""
-    with mock.patch.object(scattered, "GATHERED_NUMEL", 7):
+def gathers_in_parts(folder, mapped_on):
+    """Tensors larger than what is gathered at a time. They are, where some rank does not have them in a mapped file."""
+    is_mapped = scattered.is_mapped if bmt.rank() in mapped_on else lambda tensor: False
+    with mock.patch.object(scattered, "GATHERED_NUMEL", 7), mock.patch.object(scattered, "is_mapped", is_mapped):
         loads("LlamaForCausalLM", folder, batch("llama", 0))
 
 
 def test_gathers_in_parts(world, tmp_path):
     build("llama").save_pretrained(tmp_path)
     for size in SIZES:
-        world(size)(gathers_in_parts, str(tmp_path))
+        for mapped_on in ((), (0,)):
+            world(size)(gathers_in_parts, str(tmp_path), mapped_on)
 
 
 def names_of_blocks(folder):
@@ -287,7 +289,7 @@ def refused(folder):
     head = torch.nn.Linear(2, 2)
     assert type(head.weight) is torch.nn.Parameter
     head.weight = scattered.ScatteredParameter.scatter(torch.ones(2, 2), bmt.rank(), bmt.world_size())
-    head.weight.share = None
+    head.weight.values = None
     with pytest.raises(RuntimeError, match="moved to a shard before"):
         bmt.auto_wrap(torch.nn.ModuleDict({"head": head}))
     return len(list(model.parameters()))

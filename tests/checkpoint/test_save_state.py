@@ -1,14 +1,12 @@
 """save_state and load_state: bit by bit what was saved, on any number of ranks, and the newest that is whole."""
 
-from pathlib import Path
-
 import pytest
 import safetensors.torch
 import torch
 import transformers
 
 import hf_bmtrain as bmt
-from resumable import Training, damage, three_checkpoints
+from resumable import Training, damage, interrupted, three_checkpoints, undisturbed
 from state_dicts import check_equal
 from tiny_models import build
 
@@ -20,21 +18,6 @@ CASES = [
     {"family": "llama", "optimizer": "sgd", "frozen": True, "use_checkpoint": False},
     {"family": "gpt2", "optimizer": "offload", "dtype": torch.bfloat16, "tied": True},
 ]
-
-
-def undisturbed(case):
-    training = Training(**case)
-    return training.train(8), training.whole()
-
-
-def interrupted(folder, case, non_blocking):
-    training = Training(**case)
-    losses = training.train(4)
-    training.save(folder, non_blocking=non_blocking)
-    losses += training.train(5)  # not saved
-    resumed = Training(**case, seed=1)
-    assert resumed.load(folder) == (4, Path(folder) / "checkpoint-4", {"rank": bmt.rank(), "position": 4})
-    return losses[:4] + resumed.train(8), resumed.whole()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

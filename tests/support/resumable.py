@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 import hf_bmtrain as bmt
@@ -49,6 +51,7 @@ class Training:
         losses = []
         while self.step < until:
             inputs = batch(self.family, 100 * self.step + bmt.rank())
+            inputs = {name: tensor.to(bmt.current_world().device) for name, tensor in inputs.items()}
             loss = self.model(**inputs).loss
             self.manager.zero_grad()
             self.manager.backward(loss)
@@ -81,6 +84,23 @@ class Training:
         for key, state in saved["state"].items():
             values.update({f"{ordered[key]}.{name}": torch.as_tensor(value) for name, value in state.items()})
         return dict(sorted(values.items()))
+
+
+def undisturbed(case):
+    """The losses and the end of a training of 8 steps."""
+    training = Training(**case)
+    return training.train(8), training.whole()
+
+
+def interrupted(folder, case, non_blocking):
+    """The same, resumed after 4 steps."""
+    training = Training(**case)
+    losses = training.train(4)
+    training.save(folder, non_blocking=non_blocking)
+    losses += training.train(5)  # not saved
+    resumed = Training(**case, seed=1)
+    assert resumed.load(folder) == (4, Path(folder) / "checkpoint-4", {"rank": bmt.rank(), "position": 4})
+    return losses[:4] + resumed.train(8), resumed.whole()
 
 
 def three_checkpoints(folder, keep=None) -> None:

@@ -34,7 +34,8 @@ def peers() -> Iterator[Callable[[int], Ranks]]:
 
 
 SAMPLED = {
-    "test_accelerate": 9, "test_adam": 6, "test_announced_updates": 6, "test_attributes": 6, "test_auto_wrap": 2,
+    "test_accelerate": 9, "test_accelerate_state": 4, "test_adam": 6, "test_announced_updates": 6, "test_attributes": 6,
+    "test_auto_wrap": 2,
     "test_benchmark": 4, "test_benchmark_search": 6, "test_block": 12, "test_bmtrain_defects": 2,
     "test_boolq_through_hugging_face": 4, "test_causal_loss": 8, "test_checkpoints": 3, "test_checks": 3,
     "test_compile": 8, "test_containers": 32, "test_delta": 4, "test_distributed": 4, "test_finetune_bert_boolq": 2,

@@ -20,6 +20,7 @@ from .manifest import NAME, Manifest
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
 _LOCK = ".lock"
+_PREFIXES = ("checkpoint-", "checkpoint_")  # `save_state`'s and Accelerate's names
 
 
 class Found(NamedTuple):
@@ -132,7 +133,7 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             folders = [each for each in path.iterdir() if each.is_dir() and not each.name.startswith((_STAGING, "."))]
     for folder in folders:
-        if folder != path and not (folder / NAME).exists() and not folder.name.startswith("checkpoint-"):
+        if folder != path and not (folder / NAME).exists() and not folder.name.startswith(_PREFIXES):
             continue
         try:
             manifest = Manifest.read(folder).without(without)

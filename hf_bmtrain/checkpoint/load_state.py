@@ -121,7 +121,7 @@ class _Loading:
         self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
         check_heads(self._folder, self.manifest)
-        self._state = small_state.decode((self._folder / small_state.NAME).read_bytes())
+        self._state = small_state.read(self._folder)
         if self._weights:
             self._want_model()
         small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state)

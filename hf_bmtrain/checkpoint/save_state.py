@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from ..runtime.world import World, current_world, wait_loader
+from ..sharding.store import flush
 from . import small_state
 from .contents import MODEL, TRAINED, Entry, file_base, model_entries, optimizer_entries, optimizers_of
 from .folder import find, lock, prune, publish, stage
 from .header import FilePlan, plan_files
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
-from .ranges import Part, write_file, write_parts
+from .ranges import Part, checksums, write_file, write_parts
 from .snapshot import HostMemory, Snapshot
 
 _log = logging.getLogger("hf_bmtrain")
@@ -47,6 +48,8 @@ def save_state(
     keep: int | None = None,
     trained_only: bool = False,
     non_blocking: bool = False,
+    name: str | None = None,
+    add: Callable[[Path], None] | None = None,
 ) -> SavingState:
     """Save all that training needs to `folder`/checkpoint-`step`, for `load_state`. Collective.
 
@@ -71,6 +74,9 @@ def save_state(
     optimizer waits for the copies; write weights in other ways only after `wait` of what is returned. The first such
     call reserves host memory for this rank's parts, page-locked beside a GPU, which the next ones use as well. Errors
     are raised on all ranks by the next `save_state` or `load_state` of the folder, or by `wait`.
+
+    name: of the checkpoint instead of checkpoint-`step`. add: called on every rank with an empty folder; the files that
+    it writes there become files of the checkpoint, of those with one name the lowest rank's.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep={keep}: at least the checkpoint that is being saved remains")
@@ -78,15 +84,13 @@ def save_state(
     world.assemble("save_state")
     keeper = world.kept.setdefault(root, _Keeper())
     keeper.finish(world)
-    bases = {TRAINED if trained_only else MODEL: model_entries(model, trained_only)}
-    others = []
-    for number, each in enumerate(optimizers_of(optimizer)):
-        bases[file_base(number)], rest = optimizer_entries(each, model, world)
-        others.append(rest)
+    bases, others = _entries(world, model, optimizer, trained_only)
     state = small_state.collect(world, model, optimizer, others, scheduler, extra)
     files, small = _plan(bases)
-    job = _Job(world.rank, world.size, root, files, keep, step)
+    job = _Job(world.rank, world.size, root, files, keep, step, name)
     _begin(world, job, lambda: job.begin(keeper, small, state, model))
+    if add is not None:
+        _add(world, job, add)
     parts = _parts(bases if not non_blocking else _copy_wholes(bases), files, world)
     wait_loader()
     if non_blocking:
@@ -111,6 +115,16 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     if first != digest:
         problem = problem or "it holds other tensors than rank 0: the ranks' models or optimizers differ"
     _raise(job, _agreement(world)("begin", problem))
+
+
+def _add(world: World, job: _Job, add: Callable[[Path], None]) -> None:
+    """Let every rank add files. Raises RuntimeError on all if one fails."""
+    problem, job.adds = None, True
+    try:
+        job.add(add)
+    except Exception as error:
+        problem = _describe(error)
+    _raise(job, _agreement(world)("add", problem))
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
@@ -176,7 +190,8 @@ class _Keeper:
 class _Job:
     """One checkpoint that is being saved. Its methods are called on every rank but for `begin`, which rank 0 calls.
 
-    staged: the name of the folder that is written to, "" before there is one; no other checkpoint ever has it.
+    staged: the name of the folder that is written to, "" before there is one; no other checkpoint ever has it. adds:
+    the ranks have added files.
     """
 
     rank: int
@@ -185,8 +200,10 @@ class _Job:
     files: list[FilePlan]
     keep: int | None
     step: int | None
+    name: str | None
     number: int = 0
     staged: str = ""
+    adds: bool = False
 
     @property
     def staging(self) -> Path:
@@ -194,7 +211,7 @@ class _Job:
 
     @property
     def final(self) -> Path:
-        return self.root / f"checkpoint-{self.step}"
+        return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
         """Create the files, as long as they will be, with all that is not a part. Chooses number, folder and step."""
@@ -212,6 +229,14 @@ class _Job:
         if any(file.name.startswith(MODEL) for file in self.files):
             written |= _write_config(self.staging, model)
         self._note("begin", written)
+
+    def add(self, write: Callable[[Path], None]) -> None:
+        """Let `write` fill a folder of this rank's own, from which `_publish` moves the files."""
+        folder = self._added(self.rank)
+        folder.mkdir()
+        write(folder)
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
     def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
         """Write this rank's parts, and publish the checkpoint when all have. Returns what went wrong, on all ranks."""
@@ -242,6 +267,8 @@ class _Job:
             for file, some in json.loads(path.read_text()).items():
                 pieces.setdefault(file, []).extend(some)
             path.unlink()
+        for rank in range(self.size) if self.adds else ():
+            self._move_added(rank, pieces)
         assert self.step is not None
         manifest = Manifest(self.step, self.number, self.size, _versions())
         for file, some in sorted(pieces.items()):
@@ -250,10 +277,40 @@ class _Job:
         publish(self.staging, self.final)
         prune(self.root, self.keep)
 
+    def _added(self, rank: int) -> Path:
+        return self.staging / f"added-{rank}"
+
+    def _move_added(self, rank: int, pieces: dict[str, list[Any]]) -> None:
+        """Move the files that a rank has added, unless there are such. Those in subfolders are not in the manifest."""
+        path = self.staging / f"pieces-added-{rank}.json"
+        for name, some in json.loads(path.read_text()).items():
+            target = self.staging / name
+            if not target.exists():
+                if target.parent != self.staging:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(self._added(rank) / name, target)
+                if target.parent == self.staging:
+                    pieces[name] = some
+                else:
+                    flush(target.parent)
+        path.unlink()
+        shutil.rmtree(self._added(rank))
+
     def withdraw(self) -> None:
         """Remove what was written, after a failure."""
         if self.rank == 0 and self.staged:
             shutil.rmtree(self.staging, ignore_errors=True)
+
+
+def _entries(
+    world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
+) -> tuple[dict[str, list[Entry]], list[Any]]:
+    """Return what goes to safetensors files, by their base, and all other state of each optimizer. Collective."""
+    bases, others = {TRAINED if trained_only else MODEL: model_entries(model, trained_only)}, []
+    for number, each in enumerate(optimizers_of(optimizer)):
+        bases[file_base(number)], rest = optimizer_entries(each, model, world)
+        others.append(rest)
+    return bases, others
 
 
 def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:

@@ -8,6 +8,7 @@ import pickle
 import random
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,11 @@ def decode(data: bytes) -> dict[str, Any]:
             "extra and the state of schedulers may hold tensors, numbers, strings, lists and dicts; "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the small state of the checkpoint in `folder`. Raises as `decode` does."""
+    return decode((folder / NAME).read_bytes())
 
 
 def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:

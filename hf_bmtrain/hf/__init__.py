@@ -3,12 +3,13 @@
 Only this folder imports transformers and accelerate. It uses the other folders; none of them imports it.
 """
 
+from .accelerate_state import shard_checkpoints
 from .arguments import check_versions
 from .callback import BMTrainCallback
 from .causal_loss import fuse_causal_loss
 from .from_pretrained import from_pretrained
 from .trainer import Trainer, TrainerMixin
 
-__all__ = ["BMTrainCallback", "Trainer", "TrainerMixin", "from_pretrained", "fuse_causal_loss"]
+__all__ = ["BMTrainCallback", "Trainer", "TrainerMixin", "from_pretrained", "fuse_causal_loss", "shard_checkpoints"]
 
 check_versions()

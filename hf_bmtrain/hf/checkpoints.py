@@ -260,6 +260,6 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 def _identity(folder: Path) -> str | None:
     """Return the id that a checkpoint was saved with."""
     try:
-        return small_state.decode((folder / small_state.NAME).read_bytes())["ranks"][0]["extra"]["id"]
+        return small_state.read(folder)["ranks"][0]["extra"]["id"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -16,6 +18,7 @@ from ..sharding.parameter import DistributedParameter
 from ..slices.tensor import SliceTensor
 from .runs import stored_numel
 
+_log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
 States = dict[Any, dict[str, Any]]
 """The "state" of an optimizer's state dict: by the number of the parameter, its values by name."""
 
@@ -111,6 +114,11 @@ class WholeState:
         if self._local or not state_dict["state"] or not accelerator_is_running():
             return None
         world = current_world()
+        _log_once(
+            "optimizer.state_dict() gathers the whole state in the host memory of every rank. Before "
+            "accelerator.save_state call bmt.hf.shard_checkpoints(accelerator): then nothing is gathered, and a kill "
+            "during a save loses no checkpoint; Accelerate deletes those beyond total_limit before it writes."
+        )
         world.assemble("optimizer.state_dict")
         return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
 

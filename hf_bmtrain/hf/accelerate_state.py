@@ -1,0 +1,199 @@
+"""Accelerate's checkpoints of a sharded model: each rank writes its parts, and one rename publishes the whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from ..checkpoint import small_state
+from ..checkpoint.folder import find
+from ..checkpoint.load_state import load_state
+from ..checkpoint.save_state import let_others_save, save_state
+from ..runtime.launcher import check_accelerator
+from ..runtime.world import World, current_world
+from ..sharding.store import flush
+
+
+def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
+    """Make `accelerator.save_state` and `load_state` save and load checkpoints as `bmt.save_state` does.
+
+    Weights and optimizer state are written by all ranks, nothing is gathered, and any number of ranks can resume.
+    Accelerate writes all else (schedulers, scaler, samplers, registered objects, random states) to the same folder,
+    which is checksummed and published by one rename. Checkpoints beyond `total_limit` are deleted after that.
+    Returns `accelerator`; both methods are collective then.
+    """
+    states = _AcceleratorStates(accelerator)
+    accelerator.save_state, accelerator.load_state = states.save, states.load
+    return accelerator
+
+
+class _AcceleratorStates:
+    """`save_state` and `load_state` of one Accelerator.
+
+    With automatic naming a checkpoint is `project_dir`/checkpoints/checkpoint_`iteration`. A folder that the caller
+    names holds one, checkpoint-1 or a later number, which the next call replaces when it is complete.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
+
+    def save(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Path:
+        """Save to `output_dir` or, with automatic naming, to the next folder. Returns it. Collective.
+
+        safe_serialization is ignored: weights are safetensors. Raises RuntimeError on every rank if one cannot write;
+        earlier checkpoints are untouched then.
+        """
+        world, configuration = self._begin("accelerator.save_state"), self._accelerator.project_configuration
+        automatic, limit, iteration = (
+            configuration.automatic_checkpoint_naming, configuration.total_limit, configuration.iteration
+        )  # fmt: skip
+        root = self._automatic_root() if automatic else Path(output_dir or "").resolve()
+        name = f"checkpoint_{iteration}" if automatic else None
+        fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root))
+
+        def add(folder: Path) -> None:
+            with self._left_to_accelerate():
+                self._save_state(str(folder), safe_serialization, **options)
+
+        try:
+            saved = save_state(
+                fresh or root, self._model(), self._optimizers(), extra={"step": self._accelerator.step},
+                step=iteration if automatic else None, keep=limit and max(1, limit) if automatic else 1,
+                name=name, add=add,
+            )  # fmt: skip
+            if fresh is not None:
+                let_others_save(fresh)
+                _on_first_rank(world, lambda: _put_in_place(fresh, root))
+        except BaseException:
+            configuration.iteration = iteration
+            raise
+        return saved.folder if automatic else root
+
+    def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
+        """Load `input_dir` or, with automatic naming, the newest checkpoint that is whole. Collective.
+
+        What is passed over is logged, with the reason. A folder of Accelerate's own format is left to it. Raises
+        RuntimeError on every rank if no checkpoint is whole or one rank cannot load it.
+        """
+        world, configuration = self._begin("accelerator.load_state"), self._accelerator.project_configuration
+        automatic = input_dir is None and configuration.automatic_checkpoint_naming
+        root = self._automatic_root() if automatic else Path(input_dir or "").expanduser().resolve()
+        if not _on_first_rank(world, lambda: any(find(root))):
+            if automatic:
+                raise ValueError(f"accelerator.load_state: there is no checkpoint in {root}")
+            return self._load_state(input_dir, load_kwargs, **options)
+        resumed, problem = load_state(root, self._model(), self._optimizers(), random=False), None
+        assert resumed is not None, root
+        try:
+            with self._left_to_accelerate():
+                self._load_state(str(resumed.folder), load_kwargs, **options)
+            self._accelerator.step = resumed.extra["step"]  # Accelerate has it for as many ranks as saved
+            small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        world.raise_everywhere(f"accelerator.load_state: {resumed.folder} cannot be loaded", problem)
+        if automatic:
+            used = _on_first_rank(world, lambda: [int(n) for n in re.findall(r"checkpoint_(\d+)\b", _names(root))])
+            configuration.iteration = max(configuration.iteration, 1 + max(used))
+        return None
+
+    def _begin(self, occasion: str) -> World:
+        world = current_world()
+        check_accelerator(world.size)
+        world.assemble(occasion)
+        return world
+
+    def _automatic_root(self) -> Path:
+        return Path(self._accelerator.project_dir, "checkpoints").resolve()
+
+    def _model(self) -> torch.nn.Module:
+        models = [
+            model.module if isinstance(model, DistributedDataParallel) else model for model in self._accelerator._models
+        ]
+        return models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        optimizers = list(self._accelerator._optimizers)
+        while any(isinstance(each, AcceleratedOptimizer) for each in optimizers):
+            optimizers = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in optimizers]
+        return optimizers
+
+    @contextmanager
+    def _left_to_accelerate(self) -> Iterator[None]:
+        """Let Accelerate save to, or load from, the folder that it is given, all but models and optimizers.
+
+        Hooks of the user's before saving or loading see the models, and before saving whole weights.
+        """
+        accelerator, configuration = self._accelerator, self._accelerator.project_configuration
+        models, optimizers, automatic = (
+            accelerator._models, accelerator._optimizers, configuration.automatic_checkpoint_naming
+        )  # fmt: skip
+        if not (accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook):
+            accelerator._models = []  # the weights need not be gathered for a hook
+        accelerator._optimizers, configuration.automatic_checkpoint_naming = [], False
+        handles = [  # the last of the hooks
+            accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
+            accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            accelerator._models, accelerator._optimizers = models, optimizers
+            configuration.automatic_checkpoint_naming = automatic
+
+
+def _on_first_rank(world: World, call: Any) -> Any:
+    """Return on all ranks what `call` returns on rank 0. Raises RuntimeError on all if it raises. Collective."""
+    found = problem = None
+    if world.rank == 0:
+        try:
+            found = call()
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    world.raise_everywhere("accelerator.save_state or load_state", problem)
+    return world.control.broadcast_object(found)
+
+
+def _names(folder: Path) -> str:
+    return "\n".join(os.listdir(folder))
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise ValueError(
+            f"{folder} exists: load_state() before, or ProjectConfiguration(iteration=...), makes the next save go on "
+            "after the newest."
+        )
+
+
+def _fresh(folder: Path) -> Path | None:
+    """Return a folder beside `folder` to be filled and renamed to it, so that it is there only when it is complete.
+
+    None if it has contents, which remain.
+    """
+    if folder.exists() and os.listdir(folder):
+        return None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.iterdir():  # of a killed job
+        if re.fullmatch(rf"tmp-{re.escape(folder.name)}-[0-9a-f]{{8}}", left.name):
+            shutil.rmtree(left, ignore_errors=True)
+    return folder.with_name(f"tmp-{folder.name}-{secrets.token_hex(4)}")
+
+
+def _put_in_place(fresh: Path, folder: Path) -> None:
+    os.rename(fresh, folder)
+    flush(folder.parent)

@@ -1,0 +1,310 @@
+"""save_state and load_state of an Accelerator: parts of every rank, published by one rename, resumed exactly."""
+
+import contextlib
+import errno
+import logging
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
+
+import hf_bmtrain as bmt
+import jobs
+from resumable import damage
+from tiny_models import build
+
+OPTIMIZERS = {
+    "bmt": jobs.bmt_adam,
+    "torch": jobs.torch_adam,
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+}
+
+
+class Count:
+    """A user's object that is registered for checkpointing."""
+
+    def __init__(self):
+        self.epochs = 0
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
+
+
+class Loop:
+    """A user's loop; 5 steps an epoch, shuffled if there is dropout."""
+
+    def __init__(self, folder, optimizer="bmt", dropout=0.1, limit=None, sharded=True, accumulate=1):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulate,
+            dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=1),
+            project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=limit),
+        )  # fmt: skip
+        if sharded:
+            assert bmt.hf.shard_checkpoints(self.accelerator) is self.accelerator
+        torch.manual_seed(0)
+        model = bmt.auto_wrap(build("llama", dropout=dropout, blocks=1).train())
+        optimizer = OPTIMIZERS[optimizer](model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
+        rows = [{"input_ids": row, "labels": row} for row in jobs.Rows(30).ids]
+        loader = torch.utils.data.DataLoader(rows, batch_size=6, shuffle=dropout > 0)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
+        self.count = Count()
+        self.accelerator.register_for_checkpointing(self.count)
+        torch.manual_seed(1 + bmt.rank())
+
+    def epochs(self, until):
+        """Train up to an epoch. Returns the mean losses of all ranks."""
+        losses = []
+        while self.count.epochs < until:
+            self.loader.set_epoch(self.count.epochs)
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**batch).loss
+                    self.accelerator.backward(loss)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                losses.append(self.accelerator.reduce(loss.detach(), "mean").item())
+            self.count.epochs += 1
+        return losses
+
+    def checkpoints(self):
+        bmt.synchronize()
+        names = sorted(path.name for path in Path(self.accelerator.project_dir, "checkpoints").iterdir())
+        bmt.synchronize()
+        return names
+
+
+@contextlib.contextmanager
+def warnings():
+    lines, logger = [], logging.getLogger("hf_bmtrain")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def gathers(*args, **options):
+    raise AssertionError("something was gathered")
+
+
+def halfway(folder, options, own=None):
+    """Two epochs, a save, two more epochs. own: the folder's name, if it is the caller's."""
+    loop = Loop(folder, **options)
+    if own:
+        loop.accelerator.project_configuration.automatic_checkpoint_naming = False
+    before = loop.epochs(2)
+    with (
+        mock.patch("hf_bmtrain.sharding.buffer.ShardedBuffer.gather_like_slices", gathers),
+        mock.patch.object(type(loop.model), "state_dict", gathers),
+    ):
+        saved = loop.accelerator.save_state(own)
+    assert saved == Path(own or f"{folder}/checkpoints/checkpoint_0")
+    return before + loop.epochs(4)
+
+
+def resumed(folder, options, own=None):
+    loop = Loop(folder, **options)
+    loop.accelerator.load_state(own)
+    assert loop.count.epochs == 2 and loop.scheduler.scheduler.last_epoch == 10
+    return loop.epochs(4)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_resume_is_exact(world, tmp_path, size, optimizer, own):
+    """10 steps, new objects and 10 more are 20 steps, bit by bit: dropout, shuffled rows and a schedule."""
+    options, place = {"optimizer": optimizer}, str(tmp_path / "own") if own else None
+    whole = world(size)(halfway, str(tmp_path), options, place)
+    assert len(whole[0]) == 20 and whole[0] == whole[-1]
+    assert world(size)(resumed, str(tmp_path), options, place) == [losses[10:] for losses in whole]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3), (3, 2)])
+def test_another_number_of_ranks(world, tmp_path, sizes):
+    before, after = sizes
+    options = {"dropout": 0.0}
+    whole = world(before)(halfway, str(tmp_path), options)[0]
+    for losses in world(after)(resumed, str(tmp_path), options):
+        assert losses == pytest.approx(whole[10:], abs=1e-6)
+
+
+def two_saved(folder, limit=None):
+    loop = Loop(folder, limit=limit)
+    for epoch in (1, 2):
+        loop.epochs(epoch)
+        loop.accelerator.save_state()
+    return loop.checkpoints(), loop.epochs(3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_total_limit(world, tmp_path, size):
+    """kill_points.py shows that the older checkpoint is there until the newer one is whole."""
+    assert world(size)(two_saved, str(tmp_path), 1)[0][0] == [".lock", "checkpoint_1"]
+
+
+def passed_over(folder, name):
+    loop = Loop(folder)
+    with warnings() as lines:
+        loop.accelerator.load_state()
+    assert loop.count.epochs == 1 and loop.accelerator.save_iteration == 2
+    loop.epochs(2)
+    after = loop.epochs(3)
+    loop.accelerator.save_state()
+    assert loop.checkpoints() == [".lock", "checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    if bmt.rank() == 0:
+        (line,) = lines
+        assert line.startswith("load_state passed over ") and "checkpoint_1: " in line and name in line
+    return after
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "scheduler.bin", "random_states_1.pkl", "custom_checkpoint_0.pkl"]
+)
+def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, name):
+    ahead = [losses for _, losses in world(2)(two_saved, str(tmp_path))]
+    damage(tmp_path / "checkpoints" / "checkpoint_1" / name)
+    assert world(2)(passed_over, str(tmp_path), name) == ahead
+
+
+def is_refused(folder, match):
+    loop = Loop(folder)
+    with pytest.raises((RuntimeError, ValueError), match=match):
+        loop.accelerator.load_state()
+
+
+def test_without_a_whole_checkpoint(world, tmp_path):
+    world(2)(is_refused, str(tmp_path), "there is no checkpoint in .*checkpoints")
+    (tmp_path / "checkpoints" / "checkpoint_7").mkdir(parents=True)
+    world(2)(is_refused, str(tmp_path), "checkpoint_7: manifest.json is missing")
+
+
+def fails(folder, rank, function):
+    """A full disk on one rank, at its parts or at its random state."""
+    loop = Loop(folder, limit=1)
+    loop.epochs(1)
+    loop.accelerator.save_state()
+    loop.epochs(2)
+
+    module = os if function == "pwrite" else torch
+    original = getattr(module, function)
+
+    def full(first, second, *arguments, **options):
+        if module is torch and not isinstance(second, Path):  # torch.save pickles tensors for other ranks as well
+            return original(first, second, *arguments, **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(module, function, full) if bmt.rank() == rank else contextlib.nullcontext():
+        with pytest.raises(RuntimeError, match=rf"nothing was saved to .*rank {rank}: OSError: .*No space left"):
+            loop.accelerator.save_state()
+    assert loop.checkpoints() == [".lock", "checkpoint_0"] and loop.accelerator.save_iteration == 1
+    again = Loop(folder, limit=1)
+    again.accelerator.load_state()
+    again.epochs(2)
+    again.accelerator.save_state()
+    assert again.checkpoints() == [".lock", "checkpoint_1"]
+
+
+@pytest.mark.parametrize("function", ["pwrite", "save"])
+def test_a_failure_on_one_rank_withdraws_it_on_all(world, tmp_path, function):
+    world(2)(fails, str(tmp_path), 1, function)
+
+
+def replaced(folder):
+    """A folder of the caller's, saved to twice; what else is in it stays."""
+    loop = Loop(folder)
+    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
+    own = Path(folder) / "own"
+    for epoch in (1, 2):
+        loop.epochs(epoch)
+        assert loop.accelerator.save_state(str(own)) == own
+        bmt.synchronize()
+        if bmt.rank() == 0:
+            (own / "notes.txt").write_text("the user's")
+    bmt.synchronize()
+    assert sorted(path.name for path in own.iterdir()) == [".lock", "checkpoint-2", "notes.txt"]
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["own"]
+    loop.count.epochs = 0
+    loop.accelerator.load_state(str(own))
+    assert loop.count.epochs == 2
+
+
+def test_a_folder_is_saved_to_again(world, tmp_path):
+    world(2)(replaced, str(tmp_path))
+
+
+def hooked(folder):
+    """Hooks of the user's are called as Accelerate calls them; what they write is a part of the checkpoint."""
+    loop, seen = Loop(folder), []
+
+    def save(models, weights, output_dir):
+        assert models == [loop.model] and weights[0].keys() == loop.model.state_dict().keys()
+        path = Path(output_dir) / "mine" / f"rank{bmt.rank()}.txt"
+        path.parent.mkdir()
+        path.write_text("of a hook")
+
+    def load(models, input_dir):
+        assert models == [loop.model]
+        seen.append((Path(input_dir) / "mine" / f"rank{bmt.rank()}.txt").read_text())
+
+    loop.accelerator.register_save_state_pre_hook(save)
+    loop.accelerator.register_load_state_pre_hook(load)
+    loop.epochs(1)
+    saved = loop.accelerator.save_state()
+    ahead = loop.epochs(2)
+    loop.accelerator.load_state(str(saved))
+    assert seen == ["of a hook"] and loop.epochs(2) == ahead
+    assert len(loop.accelerator._save_model_state_pre_hook) == len(loop.accelerator._load_model_state_pre_hook) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_hooks_of_the_user(world, tmp_path, size):
+    world(size)(hooked, str(tmp_path))
+
+
+def old_format(folder):
+    """Without the one line: Accelerate's own files, a line in the log, and they can still be loaded."""
+    loop = Loop(folder, sharded=False)
+    loop.epochs(1)
+    with warnings() as lines:
+        loop.accelerator.save_state()
+    assert any("bmt.hf.shard_checkpoints(accelerator)" in line for line in lines)
+    bmt.synchronize()
+    ahead = loop.epochs(2)
+    other = Loop(folder)
+    other.accelerator.load_state(f"{folder}/checkpoints/checkpoint_0")
+    assert other.epochs(2) == ahead
+
+
+def test_a_script_without_the_line(world, tmp_path):
+    world(2)(old_format, str(tmp_path))
+
+
+def accumulating(folder, resume):
+    """The count of Accelerate's accumulation is restored on ranks that did not exist."""
+    loop = Loop(folder, dropout=0.0, accumulate=2)
+    if resume:
+        loop.accelerator.load_state()
+        assert loop.accelerator.step == 3
+    else:
+        loop.accelerator.step = 3
+        loop.accelerator.save_state()
+
+
+def test_accumulation_on_more_ranks(world, tmp_path):
+    world(2)(accumulating, str(tmp_path), False)
+    world(3)(accumulating, str(tmp_path), True)

@@ -82,7 +82,7 @@ class BMTrainCallback(TrainerCallback):
         self._close()
         check_optimizer(_inner(optimizer))
         warn_of_missing_masters(model, _inner(optimizer))
-        self._checkpoints = TrainerCheckpoints(model, _inner(optimizer))
+        self._checkpoints = TrainerCheckpoints(model, _inner(optimizer), args)
         given = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
         weights = self.resumed is not None and writes_own_weights(model)
         self._checkpoints.load(self.resumed, given, self._folder(args, state), weights=weights)
@@ -96,7 +96,7 @@ class BMTrainCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._checkpoints is not None
-        self._checkpoints.close(str(args.output_dir))
+        self._checkpoints.close()
         self.stage(args, self._weights.model)
         self._close()
 
@@ -143,7 +143,7 @@ class BMTrainCallback(TrainerCallback):
         if not own:
             self._weights.gather(checkpoint=True)
         if own or not args.save_only_model:
-            self._checkpoints.save(str(args.output_dir), state.global_step, not args.save_only_model)
+            self._checkpoints.save(state.global_step)
         self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
@@ -154,7 +154,7 @@ class BMTrainCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._checkpoints is not None and self._weights is not None:
-            self._checkpoints.complete()
+            self._checkpoints.complete(state.best_model_checkpoint)
             self._weights.drop()
             if self._terminating:
                 self._close()

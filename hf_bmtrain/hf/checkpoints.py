@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import uuid
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -37,27 +38,28 @@ class TrainerCheckpoints:
     """Saves and loads weights and an element-wise `optimizer` over slices in Trainer's folders.
 
     `save` publishes `checkpoint-N` with everything that is sharded, on disk and checksummed, before Trainer adds its
-    own files and deletes older checkpoints; Trainer's `optimizer.pt` has the parameter groups and a reference.
-    `complete` adds checksums of Trainer's files. On resuming, Trainer loads `optimizer.pt`, and then `load` the rest,
-    for any number of ranks.
+    own files; Trainer's `optimizer.pt` has the parameter groups and a reference. `complete` adds checksums of Trainer's
+    files, and deletes older checkpoints: Trainer would on rank 0, while others still write. On resuming, Trainer loads
+    `optimizer.pt`, and then `load` the rest, for any number of ranks.
     """
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, args: Any) -> None:
         if checks.check(optimizer) is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds no parameter of a sharded model: make it from model.parameters() "
                 "after auto_wrap."
             )
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._args = model, optimizer, args
         self._run = current_world().control.broadcast_object(uuid.uuid4().hex)
         self._reference: dict[str, Any] | None = None
+        self._limit: int | None = None  # save_total_limit, while Trainer must not see it
 
     @property
     def staged(self) -> Path | None:
         """The checkpoint that Trainer is about to complete."""
         return None if self._reference is None else Path(self._reference["folder"])
 
-    def save(self, output_dir: str, step: int, with_optimizer: bool) -> None:
+    def save(self, step: int) -> None:
         """Publish the sharded part of `checkpoint-step`, which Trainer is about to write. Collective.
 
         Until `complete` or `withdraw`, the optimizer's state_dict() contains the reference and no state. Raises
@@ -65,17 +67,21 @@ class TrainerCheckpoints:
         """
         if self._reference is not None:
             return
-        folder = Path(output_dir).absolute() / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        folder = Path(self._args.output_dir).absolute() / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         identity = f"{self._run}-{folder.name}"
-        optimizer = self._optimizer if with_optimizer else None
+        optimizer = None if self._args.save_only_model else self._optimizer
         save_state(
-            output_dir, self._model, optimizer, extra={"id": identity}, step=step,
+            folder.parent, self._model, optimizer, extra={"id": identity}, step=step,
             trained_only=not writes_own_weights(self._model),
         )  # fmt: skip
         self._refer({"id": identity, "folder": str(folder)})
 
-    def complete(self) -> None:
-        """Add checksums of what Trainer has written to the checkpoint. Collective."""
+    def complete(self, best: str | None) -> None:
+        """Add checksums of what Trainer has written to the checkpoint, then delete older ones. Collective.
+
+        best: the checkpoint that stays in any case.
+        """
+        limit = self._limit
         folder = self._forget()
         if folder is None:
             return
@@ -84,6 +90,8 @@ class TrainerCheckpoints:
         if world.rank == 0:
             try:
                 _write_checksums(folder)
+                if limit is not None:
+                    _delete_oldest(folder, limit, best)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
@@ -94,10 +102,10 @@ class TrainerCheckpoints:
         if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
             remove(folder)
 
-    def close(self, output_dir: str) -> None:
-        """Let other jobs save to `output_dir`."""
+    def close(self) -> None:
+        """Let other jobs save to the folder."""
         self.withdraw()
-        let_others_save(output_dir)
+        let_others_save(self._args.output_dir)
 
     def _refer(self, reference: dict[str, Any]) -> None:
         """Make the optimizer's state_dict() what Trainer is to write: parameter groups and a reference."""
@@ -109,6 +117,8 @@ class TrainerCheckpoints:
                 groups.append({**group, "params": numbers})
                 count += len(numbers)
             groups[0][_REFERENCE] = dict(reference)
+            if self._args.save_total_limit is not None:  # Trainer has written its arguments, and deletes soon
+                self._limit, self._args.save_total_limit = self._args.save_total_limit, None
             return {"state": {}, "param_groups": groups}
 
         instance: Any = self._optimizer
@@ -118,6 +128,8 @@ class TrainerCheckpoints:
     def _forget(self) -> Path | None:
         """Make the optimizer's state_dict() its own again. Returns the checkpoint that was staged."""
         reference, self._reference = self._reference, None
+        if self._limit is not None:
+            self._args.save_total_limit, self._limit = self._limit, None
         if reference is None:
             return None
         del self._optimizer.state_dict  # that of the instance
@@ -183,8 +195,8 @@ def find_damage(folder: Path) -> str | None:
     world = current_world()
     try:
         problem = _damage(folder, world.rank, world.size)
-    except (Damaged, OSError) as error:
-        problem = str(error)
+    except (OSError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
     problems = [text for text in world.gather_objects(problem) if text is not None]
     return problems[0] if problems else None
 
@@ -192,16 +204,16 @@ def find_damage(folder: Path) -> str | None:
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
 
-    Not collective; for rank 0.
+    Deletes those that were renamed before. Not collective; for rank 0.
     """
-    for folder in _by_step(output_dir):
-        missing = _missing(folder) if _identity(folder) is not None else None
-        if missing is not None:
-            aside = folder.with_name(f"incomplete-{folder.name}")
-            if aside.exists():
-                remove(aside)
-            os.rename(folder, aside)
-            _log.warning("%s was not completed (%s): renamed to %s", folder, missing, aside.name)
+    reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
+    incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
+    for left in Path(output_dir).absolute().glob(f"incomplete-{PREFIX_CHECKPOINT_DIR}-*") if incomplete else ():
+        remove(left)
+    for folder, missing in incomplete.items():
+        aside = folder.with_name(f"incomplete-{folder.name}")
+        os.rename(folder, aside)
+        _log.warning("%s was not completed (%s): renamed to %s", folder, missing, aside.name)
 
 
 def _by_step(output_dir: str | os.PathLike) -> list[Path]:
@@ -219,11 +231,15 @@ def _missing(folder: Path) -> str | None:
     """Return what Trainer has not finished writing, None if all that it needs to resume can be read."""
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
-        names = Manifest.read(folder).files if (folder / MANIFEST).exists() else {}
-        if any(name.startswith("optimizer") for name in names):
+        manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
+        if manifest is not None and any(name.startswith("optimizer") for name in manifest.files):
             for path in (folder / "optimizer.pt", folder / "scheduler.pt"):
                 torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            if not (folder / _COMPLETE).exists():  # ranks write their random states when they like
+                ranks = [f"_{rank}" for rank in range(manifest.world_size)] if manifest.world_size > 1 else [""]
+                for rank in ranks:
+                    zipfile.ZipFile(folder / f"rng_state{rank}.pth").close()
+    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
 
@@ -236,8 +252,26 @@ def _write_checksums(folder: Path) -> None:
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name not in known
     }
-    write_file(folder / _COMPLETE, json.dumps(sums).encode())
+    write_file(folder / f"tmp-{_COMPLETE}", json.dumps(sums).encode())
+    os.rename(folder / f"tmp-{_COMPLETE}", folder / _COMPLETE)
     flush(folder)
+
+
+def _delete_oldest(newest: Path, limit: int, best: str | None) -> None:
+    """Delete the checkpoints that were saved first until `limit` remain, but neither `newest` nor `best`."""
+
+    def number(folder: Path) -> int:
+        try:
+            return Manifest.read(folder).number
+        except Damaged:  # Trainer's own, or deleted in part
+            return 0
+
+    folders = _by_step(newest.parent)[::-1]
+    folders.sort(key=number)
+    kept = {newest, *([Path(best).absolute()] if best else [])}
+    excess = len(folders) - max(limit, len(kept))
+    for folder in [folder for folder in folders if folder not in kept][: max(0, excess)] if limit > 0 else ():
+        remove(folder)
 
 
 def _damage(folder: Path, rank: int, size: int) -> str | None:

@@ -121,6 +121,7 @@ class Judge:
                 expected = values[0] and {"rank": rank, "position": values[0]}
                 if values[0] not in may or values[1] != expected:
                     self.problems.append(f"rank {rank} resumed at {values}, saved were {may}")
+                self._saved, self._saving = values[0], set()
             elif what == "loss" and self._losses[rank, values[0]] != values[1]:
                 self.problems.append(f"rank {rank} step {values[0]}: {values[1]}, {self._losses[rank, values[0]]}")
             elif what == "warning" and "was not completed" in values[0]:  # Trainer's, which was set aside
@@ -133,7 +134,7 @@ class Judge:
                 self._saving = {values[0]}
             elif what == "saved":
                 self._saved, self._saving = values[0], set()
-        if len(resumed) < self._ranks or len({*resumed.values()}) > 1:
+        if (len(resumed) < self._ranks and not killed) or len({*resumed.values()}) > 1:  # Trainer's start may be killed
             self.problems.append(f"resumed: {resumed}")
         if self.survived(lines):
             assert self._saved is not None

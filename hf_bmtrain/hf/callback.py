@@ -84,8 +84,7 @@ class BMTrainCallback(TrainerCallback):
         warn_of_missing_masters(model, _inner(optimizer))
         self._checkpoints = TrainerCheckpoints(model, _inner(optimizer), args)
         given = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
-        weights = self.resumed is not None and writes_own_weights(model)
-        self._checkpoints.load(self.resumed, given, self._folder(args, state), weights=weights)
+        self._checkpoints.load(self.resumed, given, self._folder(args, state))
         self._speed = Speedometer(model)
         self._termination = Termination() if self._save_on_sigterm else None
         if args.torch_compile and not self._compiled:

@@ -135,10 +135,11 @@ class TrainerCheckpoints:
         del self._optimizer.state_dict  # that of the instance
         return Path(reference["folder"])
 
-    def load(self, *folders: str | os.PathLike | None, weights: bool) -> None:
+    def load(self, *folders: str | os.PathLike | None) -> None:
         """Load the checkpoint that Trainer's reference names, if it has loaded one: from `folders`, or where it was.
 
-        weights: False if Trainer has loaded them. Collective. Raises RuntimeError if it is not there.
+        Weights are loaded even if stock Trainer has, which verifies nothing. Collective. Raises RuntimeError if it is not
+        there, or damaged.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:
@@ -154,7 +155,7 @@ class TrainerCheckpoints:
             )
         # Trainer's are later: a schedule may change the groups between `save` and Trainer's own writing.
         groups = [{**group} for group in self._optimizer.param_groups]
-        load_state(place, self._model, self._optimizer, weights=weights, random=False)
+        load_state(place, self._model, self._optimizer, weights=writes_own_weights(self._model), random=False)
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
 

@@ -171,6 +171,9 @@ def test_resume_that_cannot_be_right_raises(world, tmp_path):
     folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
     world(2)(run, str(folder), given, options)
     checkpoint = folder / "checkpoint-2"
+    flip(checkpoint / "model.safetensors")
+    world(2)(resume_errors, str(folder), given, options, str(checkpoint), r"in model.safetensors: .* the checksum")
+    flip(checkpoint / "model.safetensors")  # back
     flip(checkpoint / "optimizer.safetensors")
     world(2)(resume_errors, str(folder), given, options, str(checkpoint), "optimizer.safetensors.* the checksum")
     world(2)(resume_errors, str(folder), given, OURS, str(checkpoint), "checkpoint-2 is damaged: optimizer.safetensors")

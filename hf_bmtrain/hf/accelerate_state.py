@@ -59,6 +59,8 @@ class _AcceleratorStates:
         automatic, limit, iteration = (
             configuration.automatic_checkpoint_naming, configuration.total_limit, configuration.iteration
         )  # fmt: skip
+        if not automatic and output_dir is None:
+            raise ValueError("accelerator.save_state: pass a folder, or set automatic_checkpoint_naming")
         root = self._automatic_root() if automatic else Path(output_dir or "").resolve()
         name = f"checkpoint_{iteration}" if automatic else None
         fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root))
@@ -78,6 +80,8 @@ class _AcceleratorStates:
                 _on_first_rank(world, lambda: _put_in_place(fresh, root))
         except BaseException:
             configuration.iteration = iteration
+            if fresh is not None and world.rank == 0:
+                shutil.rmtree(fresh, ignore_errors=True)
             raise
         return saved.folder if automatic else root
 
@@ -89,6 +93,8 @@ class _AcceleratorStates:
         """
         world, configuration = self._begin("accelerator.load_state"), self._accelerator.project_configuration
         automatic = input_dir is None and configuration.automatic_checkpoint_naming
+        if not automatic and input_dir is None:
+            return self._load_state()  # which raises
         root = self._automatic_root() if automatic else Path(input_dir or "").expanduser().resolve()
         if not _on_first_rank(world, lambda: any(find(root))):
             if automatic:
@@ -99,7 +105,8 @@ class _AcceleratorStates:
         try:
             with self._left_to_accelerate():
                 self._load_state(str(resumed.folder), load_kwargs, **options)
-            self._accelerator.step = resumed.extra["step"]  # Accelerate has it for as many ranks as saved
+            if isinstance(resumed.extra, dict):  # Accelerate restores it on as many ranks as saved
+                self._accelerator.step = resumed.extra.get("step", self._accelerator.step)
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"

@@ -138,8 +138,8 @@ class TrainerCheckpoints:
     def load(self, *folders: str | os.PathLike | None) -> None:
         """Load the checkpoint that Trainer's reference names, if it has loaded one: from `folders`, or where it was.
 
-        Weights are loaded even if stock Trainer has, which verifies nothing. Collective. Raises RuntimeError if it is not
-        there, or damaged.
+        Weights too, even if stock Trainer has loaded them: it verifies nothing. Collective. Raises RuntimeError if it
+        is not there, or damaged.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:

@@ -219,6 +219,23 @@ def fails(folder, rank, function):
     assert again.checkpoints() == [".lock", "checkpoint_1"]
 
 
+def fails_in_a_new_folder(folder):
+    loop = Loop(folder)
+    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
+    loop.count.state_dict = None
+    with pytest.raises(RuntimeError, match="nothing was saved to .*TypeError"):
+        loop.accelerator.save_state(f"{folder}/own")
+    for method in (loop.accelerator.save_state, loop.accelerator.load_state):
+        with pytest.raises(ValueError, match="automatic.checkpoint.naming"):
+            method()
+    bmt.synchronize()
+    return os.listdir(folder)
+
+
+def test_a_failure_in_a_new_folder(world, tmp_path):
+    assert world(2)(fails_in_a_new_folder, str(tmp_path)) == [[], []]
+
+
 @pytest.mark.parametrize("function", ["pwrite", "save"])
 def test_a_failure_on_one_rank_withdraws_it_on_all(world, tmp_path, function):
     world(2)(fails, str(tmp_path), 1, function)
@@ -245,6 +262,33 @@ def replaced(folder):
 
 def test_a_folder_is_saved_to_again(world, tmp_path):
     world(2)(replaced, str(tmp_path))
+
+
+def two_models(folder):
+    """Each with its optimizer; the first is loaded as well, and trained on."""
+    loop = Loop(folder)
+    second = bmt.auto_wrap(build("gpt2", seed=2, blocks=1))
+    loop.accelerator.prepare(second, bmt.optim.AdamOptimizer(second.parameters(), lr=1e-2))
+    (_, optimizer), batch = loop.accelerator._optimizers, next(iter(loop.loader))
+
+    def step():
+        loss = second(**batch).loss
+        loop.accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for _ in range(2):
+        step()
+    loop.accelerator.save_state()
+    ahead = [step() for _ in range(3)], loop.epochs(1)
+    loop.accelerator.load_state()
+    assert ([step() for _ in range(3)], loop.epochs(1)) == ahead
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_models(world, tmp_path, size):
+    world(size)(two_models, str(tmp_path))
 
 
 def hooked(folder):

@@ -159,6 +159,8 @@ def kill_everywhere(case: Case, every: int, first: int | None, losses: dict, roo
     folder = Path(tempfile.mkdtemp(dir=root))
     judge, operations, failed = Judge(case, losses), Counter(), 0
     began, point, last = time.monotonic(), first or 1 + zlib.crc32(case.label().encode()) % every, None
+    if case.kind == "again":  # something to lose
+        judge.hear(launch(case, 0, folder), folder)
     while True:
         lines = launch(case, point, folder)
         judge.hear(lines, folder)

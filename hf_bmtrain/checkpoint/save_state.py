@@ -74,7 +74,6 @@ def save_state(
     optimizer waits for the copies; write weights in other ways only after `wait` of what is returned. The first such
     call reserves host memory for this rank's parts, page-locked beside a GPU, which the next ones use as well. Errors
     are raised on all ranks by the next `save_state` or `load_state` of the folder, or by `wait`.
-
     name: of the checkpoint instead of checkpoint-`step`. add: called on every rank with an empty folder; the files that
     it writes there become files of the checkpoint, of those with one name the lowest rank's.
     """
@@ -89,8 +88,7 @@ def save_state(
     files, small = _plan(bases)
     job = _Job(world.rank, world.size, root, files, keep, step, name)
     _begin(world, job, lambda: job.begin(keeper, small, state, model))
-    if add is not None:
-        _add(world, job, add)
+    _add(world, job, add)
     parts = _parts(bases if not non_blocking else _copy_wholes(bases), files, world)
     wait_loader()
     if non_blocking:
@@ -117,8 +115,10 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     _raise(job, _agreement(world)("begin", problem))
 
 
-def _add(world: World, job: _Job, add: Callable[[Path], None]) -> None:
-    """Let every rank add files. Raises RuntimeError on all if one fails."""
+def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
+    """Let every rank add files, if there is an `add`. Raises RuntimeError on all if one fails."""
+    if add is None:
+        return
     problem, job.adds = None, True
     try:
         job.add(add)

@@ -268,8 +268,8 @@ def two_models(folder):
     """Each with its optimizer; the first is loaded as well, and trained on."""
     loop = Loop(folder)
     second = bmt.auto_wrap(build("gpt2", seed=2, blocks=1))
-    loop.accelerator.prepare(second, bmt.optim.AdamOptimizer(second.parameters(), lr=1e-2))
-    (_, optimizer), batch = loop.accelerator._optimizers, next(iter(loop.loader))
+    _, optimizer = loop.accelerator.prepare(second, bmt.optim.AdamOptimizer(second.parameters(), lr=1e-2))
+    batch = next(iter(loop.loader))
 
     def step():
         loss = second(**batch).loss

@@ -19,6 +19,7 @@ from .blocks.block_list import PipelineTransformerBlockList, TransformerBlockLis
 from .blocks.module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
 from .checkpoint.load_state import load_state
 from .checkpoint.save_state import save_state
+from .checkpoint.torch_dcp import DCPState
 from .config import config
 from .distributed import gather_result, sum_loss
 from .runtime.world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
@@ -36,7 +37,7 @@ __version__ = "0.1.0"
 Block = CheckpointBlock  # BMTrain's second name for it
 
 __all__ = [
-    "BMTrainModelWrapper", "Block", "CheckpointBlock", "DistributedModule", "DistributedParameter",
+    "BMTrainModelWrapper", "Block", "CheckpointBlock", "DCPState", "DistributedModule", "DistributedParameter",
     "ParameterInitializer", "PipelineTransformerBlockList", "TransformerBlockList", "auto_wrap", "config",
     "current_world", "distributed", "gather_result", "gathered", "grouped_parameters", "init_distributed",
     "init_parameters", "inspect", "install_as_bmtrain", "load", "load_state", "loss", "lr_scheduler", "nn", "optim",

@@ -1,0 +1,195 @@
+"""DCPState: sharded models and optimizers in checkpoints of torch.distributed.checkpoint (DCP)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..optim.adam import AdamOptimizer
+from ..optim.checkpoint import divide_state, save_state
+from ..runtime.world import current_world
+from ..sharding.parameter import DistributedParameter
+from .contents import LoadedState, named
+
+_ADAMW = {
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+}  # fmt: skip
+"""Settings of torch.optim.AdamW that AdamOptimizer lacks, with what it does."""
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The offsets and sizes of a box in a tensor."""
+
+
+class DCPState:
+    """The state of a model and its optimizer, for `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
+
+        dcp.save({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
+        dcp.load({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
+
+    Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
+    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim": what FSDP2 or a plain
+    model has saved so is loaded, and the other way round. AdamOptimizer is saved as torch.optim.AdamW, whose lr, betas,
+    eps and weight decay it loads; masters of half-precision weights are saved too, and expected.
+
+    model: its whole state dict is saved. optimizer: AdamOptimizer, or another that has made a step. Raises RuntimeError
+    with an older torch.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        from torch.distributed import checkpoint  # imports for a second
+
+        if not hasattr(checkpoint, "CheckpointableTensor"):
+            raise RuntimeError(
+                f"DCPState needs torch.distributed.checkpoint.CheckpointableTensor, of torch 2.15; this is torch "
+                f"{torch.__version__}. bmt.save_state writes whole tensors that other programs read, at any version."
+            )
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of this rank's elements, in host memory. Collective."""
+        current_world().assemble("DCPState.state_dict")
+        state: dict[str, Any] = {"model": {name: _pack(t, t) for name, t in _model_tensors(self._model).items()}}
+        if self._optimizer is not None:
+            state["optim"] = self._optimizer_state(self._optimizer)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned and DCP has filled. Collective."""
+        current_world().assemble("DCPState.load_state_dict")
+        targets = _model_tensors(self._model)
+        buffers = {p.buffer for p in targets.values() if isinstance(p, DistributedParameter)}
+        for buffer in sorted(buffers, key=lambda buffer: buffer.number):
+            buffer.update.wait()
+            buffer.prepare_write()
+        for name, target in targets.items():
+            part = target.part if isinstance(target, DistributedParameter) else target
+            part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
+        torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])  # also where this rank has none
+        if self._optimizer is not None:
+            self._load_optimizer(self._optimizer, state_dict["optim"])
+
+    # -- the optimizer ------------------------------------------------------------------------------------------
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return its state as `get_state_dict` does, by the names of the parameters."""
+        world = current_world()
+        parameters = named(optimizer, self._model)
+        own = save_state(optimizer, world, gather=False)
+        names = list(parameters)
+        held = {names[number]: values for number, values in own["state"].items()}
+        if isinstance(optimizer, AdamOptimizer):
+            for name, parameter in parameters.items():
+                if parameter.requires_grad and name not in held:  # as it is before its first step
+                    held[name] = _before_first_step(parameter)
+        elif not held:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has no state that DCP could save, or load into, before its first step: "
+                "make a step with lr=0, or pass an AdamOptimizer."
+            )
+        sliced, state = divide_state(parameters, held, world)
+        for what, name in sliced:
+            state[name][what] = _pack(parameters[name], held[name][what])
+        numbers = iter(names)
+        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in own["param_groups"]]
+        if isinstance(optimizer, AdamOptimizer):
+            groups = [
+                {**{key: group[key] for key in ("params", *_SETTINGS)}, **_ADAMW,
+                 "decoupled_weight_decay": group["decoupled"]}
+                for group in groups
+            ]  # fmt: skip
+        return {"state": state, "param_groups": groups}
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        parameters = named(optimizer, self._model)
+        state = {
+            name: {what: _unpack(parameters[name], value) for what, value in values.items()}
+            for name, values in saved["state"].items()
+        }
+        groups = []
+        for mine, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            loaded = {key: theirs[key] for key in _SETTINGS} if isinstance(optimizer, AdamOptimizer) else {**theirs}
+            groups.append({**mine, **loaded, "params": theirs["params"]})
+        LoadedState(optimizer, parameters, [], state, groups).load()
+
+
+def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return AdamOptimizer's state of a parameter that was never updated, laid out like it."""
+    own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
+    values = own.detach().to("cpu", torch.float32, copy=True)
+    state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(values), "exp_avg_sq": torch.zeros_like(values)}
+    return state if parameter.dtype == torch.float32 else {**state, "master": values}
+
+
+def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the slices, ordinary parameters and persistent buffers of a state dict, tied ones under each name."""
+    tensors: dict[str, Any] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        buffers = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in {**module._parameters, **buffers}.items():
+            if tensor is not None:
+                tensors[f"{prefix}.{name}" if prefix else name] = tensor
+    return tensors
+
+
+# -- slices as boxes ------------------------------------------------------------------------------------------------
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that cover the elements start:stop, in C order, of a tensor of `shape`, each element once.
+
+    Of a matrix these are at most a part of a row, whole rows and a part of a row.
+    """
+    if start == stop:
+        return
+    if len(shape) < 2:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # both ends are inside one row
+        for offsets, sizes in boxes(shape[1:], start - last * row, stop - last * row):
+            yield (last, *offsets), (1, *sizes)
+        return
+    for offsets, sizes in boxes(shape[1:], start - (first - 1) * row, row) if start < first * row else ():
+        yield (first - 1, *offsets), (1, *sizes)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    for offsets, sizes in boxes(shape[1:], 0, stop - last * row):
+        yield (last, *offsets), (1, *sizes)
+
+
+def _pack(like: Any, values: Any) -> Any:
+    """Return a copy of `values`, laid out like the parameter `like`, in host memory, as DCP saves and loads it.
+
+    It has the rows that contain this rank's elements; only those elements are written or read, so that the system gives
+    no memory to the others. A tensor that is not sharded is copied as it is.
+    """
+    if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
+        whole = torch.empty(like.full_shape, dtype=like.dtype) if isinstance(like, DistributedParameter) else values
+        return whole.detach().to("cpu", copy=True)
+    shape, piece = tuple(like.full_shape), like.placement.piece
+    row = math.prod(shape[1:])
+    first = piece.tensor_start // row
+    rows = -(-piece.tensor_stop // row) - first if piece.length else 0
+    own = values.part if hasattr(values, "part") else values
+    packed: Any = torch.empty((rows, *shape[1:]) if shape else (), dtype=own.dtype)
+    packed.view(-1)[piece.tensor_start - first * row :][: piece.length] = own.detach().cpu()
+    mine = list(boxes(shape, piece.tensor_start, piece.tensor_stop))
+    packed.global_shape = shape
+    packed.global_offsets = tuple(offsets for offsets, _ in mine)
+    packed.local_offsets = tuple((offsets[0] - first, *offsets[1:]) if shape else () for offsets, _ in mine)
+    packed.local_sizes = tuple(sizes for _, sizes in mine)
+    return packed
+
+
+def _unpack(like: Any, packed: Any) -> Any:
+    """Return this rank's elements of what `_pack` made, a 1-D view; values that it did not make as they are."""
+    if not hasattr(packed, "global_shape"):
+        return packed
+    piece, row = like.placement.piece, math.prod(packed.global_shape[1:])
+    return packed.view(-1)[piece.tensor_start - piece.tensor_start // row * row :][: piece.length]

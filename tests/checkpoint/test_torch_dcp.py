@@ -1,0 +1,190 @@
+"""bmt.DCPState: checkpoints of torch.distributed.checkpoint, to and from FSDP2 and plain models, bit by bit."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import hf_bmtrain as bmt
+from hf_bmtrain.checkpoint.torch_dcp import boxes
+from resumable import Training
+from state_dicts import check_equal
+
+LACKS = not hasattr(dcp, "CheckpointableTensor")
+needs_protocol = pytest.mark.skipif(LACKS, reason="torch.distributed.checkpoint.CheckpointableTensor needs torch 2.15")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (5, 1), (1, 6), (2, 3, 4), (3, 1, 2, 2)], ids=str)
+def test_boxes(shape):
+    """Each range is covered, every element once, in order, by few boxes."""
+    numbers = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
+    for start, stop in itertools.combinations_with_replacement(range(numbers.numel() + 1), 2):
+        found = list(boxes(shape, start, stop))
+        cut = [numbers[tuple(slice(o, o + s) for o, s in zip(*box))].reshape(-1) for box in found]
+        assert torch.equal(torch.cat([torch.empty(0, dtype=torch.long), *cut]), torch.arange(start, stop))
+        assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.skipif(not LACKS, reason="this torch has the protocol")
+def test_older_torch():
+    with pytest.raises(RuntimeError, match=r"of torch 2\.15; this is torch .*bmt\.save_state"):
+        bmt.DCPState(nn.Linear(2, 2))
+
+
+class Model(nn.Module):
+    """A scalar, a three-dimensional and an empty parameter, odd sizes, tied weights, a buffer and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 5)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.Linear(9, 5)) for _ in range(3))
+        self.experts = nn.Parameter(torch.randn(3, 5, 5))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.arange(3.0))
+        self.layers[1][0].requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for number, layer in enumerate(self.layers):
+            x = x + layer(x) @ self.experts[number]
+        return (x @ self.embedding.weight.T * self.scale).square().mean()
+
+
+def rows(step):
+    """The same on every rank: nobody averages the gradients of a plain model, or of a scalar in FSDP2's."""
+    return torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(step))
+
+
+def trained(model, optimizer, steps=2):
+    for step in range(steps):
+        model(rows(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def ours(kind, steps):
+    model = bmt.auto_wrap(Model())
+    return trained(model, KINDS[kind]([p for p in model.parameters() if p.requires_grad], lr=0.02), steps)
+
+
+def by_torch(sharded, steps, lr=0.01):
+    model = Model()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = torch.distributed.init_device_mesh("cpu", (bmt.world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.scale})  # it does not shard scalars
+    return trained(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr), steps)
+
+
+KINDS = {"adam": bmt.optim.AdamOptimizer, "adamw": torch.optim.AdamW, "offload": bmt.optim.AdamOffloadOptimizer}
+
+
+def whole_of_ours(model, optimizer):
+    """Weights, buffers and moments by name. Collective."""
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    states = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
+    moments = {f"{names[i]}.{key}": torch.as_tensor(v) for i, values in states.items() for key, v in values.items()}
+    weights = model.state_dict()
+    return {**weights, **moments} if bmt.rank() == 0 else {}
+
+
+def whole_of_torch(model, optimizer):
+    """The same of a plain model or FSDP2's. Collective."""
+    weights, state = get_state_dict(model, optimizer)
+    moments = {f"{name}.{key}": v for name, values in state["state"].items() for key, v in values.items()}
+    return {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in {**weights, **moments}.items()}
+
+
+def check(mine, theirs):
+    if mine:
+        assert sorted(mine) == sorted(theirs)
+    for name, value in mine.items():
+        assert torch.equal(value.detach(), theirs[name].detach()), name
+
+
+def to_torch(folder, kind, sharded):
+    model, optimizer = ours(kind, 2)
+    dcp.save({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
+    other, its = by_torch(sharded, 1)
+    weights, state = get_state_dict(other, its)
+    loaded = {"app": {"model": weights, "optim": state}}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(other, its, model_state_dict=weights, optim_state_dict=state)
+    check(whole_of_ours(model, optimizer), whole_of_torch(other, its))
+    assert its.param_groups[0]["lr"] == 0.02
+
+
+@needs_protocol
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_to_torch(world, tmp_path, kind, sharded, size):
+    world(size)(to_torch, str(tmp_path), kind, sharded)
+
+
+def from_torch(folder, kind, sharded, steps):
+    model, optimizer = by_torch(sharded, 2)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"app": {"model": weights, "optim": state}}, checkpoint_id=folder)
+    mine, its = ours(kind, steps)
+    dcp.load({"app": bmt.DCPState(mine, its)}, checkpoint_id=folder)
+    check(whole_of_ours(mine, its), whole_of_torch(model, optimizer))
+    assert its.param_groups[0]["lr"] == 0.01
+    trained(mine, its, 1)  # what was loaded is what trains
+    trained(model, optimizer, 1)
+    after, expected = whole_of_ours(mine, its), whole_of_torch(model, optimizer)
+    for name, value in after.items():
+        torch.testing.assert_close(value.detach(), expected[name].detach())
+
+
+@needs_protocol
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("kind", "steps"), [("adam", 0), ("adam", 1), ("adamw", 1), ("offload", 0)])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_from_torch(world, tmp_path, kind, steps, sharded, size):
+    world(size)(from_torch, str(tmp_path), kind, sharded, steps)
+
+
+def save_ours(folder, case):
+    training = Training(**case)
+    training.train(2)
+    dcp.save({"app": bmt.DCPState(training.model, training.optimizer)}, checkpoint_id=folder)
+    return training.whole()
+
+
+def load_ours(folder, case):
+    training = Training(**case, seed=1)
+    dcp.load({"app": bmt.DCPState(training.model, training.optimizer)}, checkpoint_id=folder)
+    return training.whole()
+
+
+@needs_protocol
+@pytest.mark.parametrize(
+    "case", [{"family": "t5", "tied": True}, {"family": "gpt2", "dtype": torch.bfloat16, "frozen": True}], ids=str
+)
+def test_from_ours(world, tmp_path, case):
+    """Tied weights, masters of half-precision weights, another number of ranks."""
+    saved = world(2)(save_ours, str(tmp_path), case)[0]
+    check_equal(world(3)(load_ours, str(tmp_path), case)[0], saved)
+
+
+def has_no_state():
+    model = bmt.auto_wrap(Model())
+    state = bmt.DCPState(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(RuntimeError, match="AdamW has no state that DCP could save"):
+        state.state_dict()
+
+
+@needs_protocol
+def test_before_the_first_step(world):
+    world(2)(has_no_state)

@@ -50,7 +50,7 @@ SAMPLED = {
     "test_torch_functions": 24, "test_unused": 6, "test_update_stream": 3, "test_usages": 18, "test_users": 3,
     "test_world": 12, "test_zoo": 4,
     "test_save_state": 8, "test_damage": 6, "test_failures": 4, "test_from_pretrained": 8, "test_merge": 3,
-    "test_torch_dcp": 6,
+    "test_torch_dcp": 6, "test_fill": 8,
 }  # fmt: skip
 """One case in so many of a file runs by default, chosen by its name, so that `python -m pytest` takes about ten
 minutes on two cores; `pytest -m "full or not full"` runs all."""

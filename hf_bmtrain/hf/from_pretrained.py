@@ -16,7 +16,7 @@ from transformers.utils import find_adapter_config_file
 
 from ..recompute.policy import UseCheckpoint
 from ..runtime.world import World, current_world
-from ..sharding.scattered import ScatteredParameter
+from ..sharding.scattered import ScatteredParameter, divide_unless_mapped_everywhere
 from ..wrap.auto_wrap import auto_wrap
 
 _log = logging.getLogger("hf_bmtrain")
@@ -69,6 +69,8 @@ def from_pretrained(
     _raise_everywhere(world, failure)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     _check_alike(model, world)
+    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, ScatteredParameter)}
+    divide_unless_mapped_everywhere(scattered, world)
     _tie_equal(model, world)
     _report(model, world)
     chosen = None if blocks is None else [model.get_submodule(name) for name in blocks]
@@ -166,19 +168,11 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
 
 
 def _check_alike(model: torch.nn.Module, world: World) -> None:
-    """Raise RuntimeError if the ranks found different tensors in their files. Collective.
-
-    Values that are not in a mapped file on every rank are divided on all.
-    """
+    """Raise RuntimeError if the ranks found different tensors in their files. Collective."""
     mine = {
         name: (tuple(p.shape), p.dtype, "in the files" if isinstance(p, ScatteredParameter) else "not in the files")
         for name, p in model.named_parameters()
     }
-    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, ScatteredParameter)}
-    mapped = world.gather_objects({name for name, p in scattered.items() if p.mapped})
-    for name, parameter in scattered.items():
-        if parameter.mapped and not all(name in names for names in mapped):
-            parameter.divide(world.rank, world.size)
     for rank, theirs in enumerate(world.gather_objects(mine)):
         for name in [*mine, *theirs]:
             if mine.get(name) != theirs.get(name):

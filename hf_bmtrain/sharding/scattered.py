@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from ..comm.collectives import Communicator
 from ..ops.torch_internals import make_subclass
+from ..runtime.world import World
 
 GATHERED_NUMEL = 1 << 20
 """At most about so many elements are gathered at a time."""
@@ -30,10 +32,14 @@ class ScatteredParameter(torch.nn.Parameter):
     mapped: bool
 
     @classmethod
-    def scatter(cls, whole: torch.Tensor, rank: int, size: int) -> ScatteredParameter:
-        """Take the values of `whole`, a tensor on the CPU that has the same ones on all `size` ranks."""
-        made: Any = make_subclass(cls, torch.empty_like(whole, device="meta"), whole.requires_grad)
-        made.values, made.mapped = whole.detach().reshape(-1), is_mapped(whole)
+    def scatter(cls, whole: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> ScatteredParameter:
+        """Take the values of `whole`, a tensor on the CPU that has the same ones on all `size` ranks.
+
+        dtype: that of the parameter, if it is not that of `whole`.
+        """
+        dtype = whole.dtype if dtype is None else dtype
+        made: Any = make_subclass(cls, torch.empty_like(whole, device="meta", dtype=dtype), whole.requires_grad)
+        made.values, made.mapped = whole.detach().reshape(-1), dtype == whole.dtype and is_mapped(whole)
         if not made.mapped:
             made.divide(rank, size)
         return made
@@ -42,7 +48,7 @@ class ScatteredParameter(torch.nn.Parameter):
         """Copy the share of `rank`, and let go of the rest."""
         assert self.values is not None
         values = _share_of(self.values, rank, size)
-        self.values, self.mapped = _allocate(-(-len(self.values) // size), values.dtype), False
+        self.values, self.mapped = _allocate(-(-len(self.values) // size), self.dtype), False
         self.values[: len(values)] = values
 
     def has_share_of(self, other: ScatteredParameter, rank: int, size: int) -> bool:
@@ -79,6 +85,14 @@ class ScatteredParameter(torch.nn.Parameter):
                 low, high = max(start, first), min(stop, first + len(values))
                 if low < high:
                     part[low - start : high - start] = values[low - first : high - first]
+
+
+def divide_unless_mapped_everywhere(parameters: Mapping[str, ScatteredParameter], world: World) -> None:
+    """Divide the values that are not in a mapped file on every rank. Collective, with the same names on all ranks."""
+    mapped = world.gather_objects({name for name, parameter in parameters.items() if parameter.mapped})
+    for name, parameter in parameters.items():
+        if parameter.mapped and not all(name in names for names in mapped):
+            parameter.divide(world.rank, world.size)
 
 
 def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:

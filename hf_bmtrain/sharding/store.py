@@ -99,7 +99,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     world.assemble("load")
     path, state, problem = Path(file_name), OrderedDict(), None
     try:
-        state = _read(path)
+        state = read_state(path)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     world.raise_everywhere(f"load: {path} could not be read", problem)
@@ -178,8 +178,11 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read(path: Path) -> OrderedDict:
-    """Return the tensors in the file at `path`, or in the files that a folder or an index of Hugging Face names."""
+def read_state(path: Path) -> OrderedDict:
+    """Return the tensors in the file at `path`, or in the files that a folder or an index of Hugging Face names.
+
+    They are mapped where the format allows it, so that memory is used for what is read of them.
+    """
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).exists()]
         if not found:

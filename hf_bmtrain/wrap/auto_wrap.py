@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Place, find_places, shard_places
 from .check import admit, admit_parameters, holds_additions
+from .fill import fill_from
 from .find import Chain, choose_chains
 from .outside import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
 from .patches import follow_accelerator, install_guard, keep_cache_out, keep_ranks_together, route_recomputation
@@ -30,6 +32,7 @@ def auto_wrap(
     use_checkpoint: UseCheckpoint = True,
     compile: bool | str = False,
     blocks: Iterable[torch.nn.Module] | None = None,
+    weights: str | os.PathLike | None = None,
 ) -> torch.nn.Module:
     """Shard `model` over all ranks, in place, and return it. Collective.
 
@@ -49,10 +52,14 @@ def auto_wrap(
     compile: compile the blocks with torch.compile, with its default backend or the named one.
     blocks: the modules of the model that become blocks instead, in execution order; a ModuleList or Sequential
     stands for its items.
+    weights: a folder or file, as `load` takes it, with the values of a model on the meta device, under the names of its
+    state dict. Each rank maps it and copies 1/N of each tensor, so that no process ever holds the model.
     """
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
+    if weights is not None:
+        fill_from(model, weights, world)
     if holds_additions(model):
         return _shard_additions(model, world)
     admit(model)

@@ -64,7 +64,8 @@ def admit_parameters(model: torch.nn.Module) -> None:
         if parameter.is_meta and not isinstance(parameter, ScatteredParameter):
             raise ValueError(
                 f"auto_wrap: '{name}' is on the meta device and has no values: load or initialise the model on CPU "
-                "before wrapping. A model too large for that is loaded by bmt.hf.from_pretrained."
+                "before wrapping. A model too large for that takes its values from files, by auto_wrap(model, "
+                "weights=FOLDER), or is loaded by bmt.hf.from_pretrained."
             )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(

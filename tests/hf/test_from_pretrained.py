@@ -306,6 +306,7 @@ def test_refused(world, tmp_path):
 
 
 @pytest.mark.slow
-def test_host_memory(tmp_path):
+@pytest.mark.parametrize("function", ["measure", "measure_filling"])
+def test_host_memory(tmp_path, function):
     """Half of the model, about one tensor, and nothing else."""
-    assert max(load_memory.run(str(tmp_path))) < 0.6
+    assert max(load_memory.run(str(tmp_path), function)) < 0.6

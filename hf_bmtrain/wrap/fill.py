@@ -74,10 +74,9 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
     for tensor, names in entries:
         present = [name for name in names if name in state]
         for name in present:
-            first = state[present[0]]
             if state[name].shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(state[name].shape)}, in the model {tuple(tensor.shape)}")
-            if name != present[0] and not torch.equal(state[name], first):
+            if name != present[0] and not torch.equal(state[name], state[present[0]]):
                 raise ValueError(f"{present[0]} and {name} are tied in the model, and differ in the files")
     empty = [
         prefix + name

@@ -11,6 +11,7 @@ from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps
 from ..ops.residual import Master
 from ..ops.torch_internals import WithoutTorchFunction
 from ..runtime.world import current_world
+from ..slices.tensor import Sliced
 from .checkpoint import load_state, own_part, save_state
 from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
 
@@ -301,7 +302,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(keys, mine):
             for name, value in state_dict["state"].get(key, {}).items():
-                dtype = value.dtype if name == "residual" else torch.float32
-                self.state[parameter][name] = own_part(parameter, name, value).detach().to("cpu", dtype, copy=copy)
+                dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)
+                own = own.part if isinstance(own, Sliced) else own
+                self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copy)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []

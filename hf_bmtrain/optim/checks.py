@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..runtime.world import current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
+from .adam import AdamOptimizer
 from .checkpoint import WholeState
 from .runs import same_members
 
@@ -46,15 +47,10 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     if slices:
         _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
-        if not _is_ours(optimizer):
+        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # ours are element-wise
             _check_element_wise(optimizer, slices[0].device)
         known = optimizer.whole_state = WholeState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
-
-
-def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this library's optimizer is element-wise and takes its own part of what is loaded."""
-    return type(optimizer).__module__.split(".")[0] == __name__.split(".")[0]
 
 
 def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
@@ -80,7 +76,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         check(optimizer)
         optimizer.checked = ShardedBuffer.made, [[*group] for group in groups]
     whole_state = getattr(optimizer, "whole_state", None)
-    if whole_state is not None and whole_state.loaded and not _is_ours(optimizer):
+    if whole_state is not None and whole_state.loaded and not isinstance(optimizer, AdamOptimizer):  # it has sliced it
         whole_state.slice_loaded(optimizer)
 
 

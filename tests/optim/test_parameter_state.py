@@ -13,6 +13,8 @@ from hf_bmtrain.ops import adam_step
 from hf_bmtrain.ops.residual import split
 from hf_bmtrain.optim.runs import adopt, shown
 from offloaded import Trainee, assert_equal, the_same
+from resumable import Training
+from state_dicts import check_equal
 from twenty_steps import OPTIONS
 
 KINDS = (FloatMasters, bmt.optim.AdamOptimizer)
@@ -249,3 +251,23 @@ def test_files(world, size, case):
 
 def test_a_checkpoint(world, tmp_path):
     world(2)(through_a_checkpoint, str(tmp_path))
+
+
+def loaded_from_a_gpu():
+    training = Training(dtype=torch.bfloat16, blocks=1)
+    training.train(2)
+    expected, saved = training.whole(), training.optimizer.state_dict()
+    for state in saved["state"].values():
+        masters = state.pop("master")
+        state["residual"] = torch.empty_like(masters, dtype=torch.int16)
+        split(masters, torch.empty_like(masters, dtype=torch.bfloat16), state["residual"], state["exp_avg_sq"])
+    other = Training(dtype=torch.bfloat16, blocks=1, seed=1)
+    other.model.load_state_dict(training.model.state_dict())
+    other.optimizer.load_state_dict(saved)
+    return expected, other.whole()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_residuals_are_masters_where_there_are_none(world, size):
+    for expected, loaded in world(size)(loaded_from_a_gpu):
+        check_equal(loaded, expected)

@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 tests checkpoint_speed save --folder F --engine ours|fsdp2
 
 `load` has `bmt.hf.from_pretrained`, or `from_pretrained` and then `auto_wrap`. `save` trains, saves, saves twice beside
-training, and resumes: `save_state` and `load_state`, or FSDP2 (float32 shards) with torch.distributed.checkpoint, whose
-async_save gets a stager that copies to pinned memory beside the next step, as torch's options allow.
+training (`--beside` times), and resumes: `save_state` and `load_state`, or FSDP2 (float32 shards) with
+torch.distributed.checkpoint; with `--pinned` its async_save gets a stager that copies to pinned memory beside the next
+step, as torch's options allow (that memory is rounded up to powers of two).
 The stall is the time of the call and of the steps after it, less what as many steps take otherwise. Each save is
 deleted before the next. Every line is JSON.
 """
@@ -63,7 +64,7 @@ class Ours:
 class FSDP2:
     """torch.distributed.checkpoint of FSDP2."""
 
-    def __init__(self, config: Any, device: torch.device) -> None:
+    def __init__(self, config: Any, device: torch.device, pinned: bool) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.model = make_model(config, torch.float32, device)
@@ -76,8 +77,7 @@ class FSDP2:
         self.staged: Any = None
         self.optimizer.register_step_pre_hook(self.wait_for_staging)
         self.group = dist.new_group(backend="gloo")  # for the thread that saves
-        cuda = device.type == "cuda"
-        self.stager = DefaultStager(StagingOptions(cuda, False, cuda, cuda))
+        self.stager = DefaultStager(StagingOptions(True, False, True, True)) if pinned else None
 
     def wait_for_staging(self, *_: Any) -> None:
         if self.staged is not None:
@@ -135,7 +135,7 @@ def load(engine: str, folder: Path) -> None:
     report(part="load", engine=engine, seconds=clock.read(), parameters=model.num_parameters())
 
 
-def measure_saves(engine: Ours | FSDP2, folder: Path, batches: list[dict]) -> None:
+def measure_saves(engine: Ours | FSDP2, folder: Path, batches: list[dict], count: int) -> None:
     clock = Clock()
 
     def steps(count: int) -> list[float]:
@@ -148,7 +148,7 @@ def measure_saves(engine: Ours | FSDP2, folder: Path, batches: list[dict]) -> No
     steps(3)
     usual = statistics.median(steps(5))
     report(part="step", engine=type(engine).__name__, seconds=usual)
-    for beside in (False, True, True):
+    for beside in [False] + [True] * count:
         if bmt.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -175,6 +175,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--engine", choices=("ours", "plain", "fsdp2"), default="ours")
     parser.add_argument("--model", default="llama-8b")
+    parser.add_argument("--beside", type=int, default=2, help="saves beside training")
+    parser.add_argument("--pinned", action="store_true")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=4096)
     options = parser.parse_args()
@@ -192,11 +194,10 @@ def main() -> None:
     if options.part == "load":
         load(options.engine, options.folder)
         return
-    engine = FSDP2(config, device) if options.engine == "fsdp2" else Ours(config, device)
+    engine = FSDP2(config, device, options.pinned) if options.engine == "fsdp2" else Ours(config, device)
     seeds = range(bmt.rank(), 4 * bmt.world_size(), bmt.world_size())
-    measure_saves(
-        engine, options.folder, [make_batch(config, options.rows, options.length, seed, device) for seed in seeds]
-    )
+    batches = [make_batch(config, options.rows, options.length, seed, device) for seed in seeds]
+    measure_saves(engine, options.folder, batches, options.beside)
 
 
 if __name__ == "__main__":

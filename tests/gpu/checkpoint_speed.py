@@ -112,8 +112,9 @@ class Clock:
         self.read()
 
     def read(self) -> float:
-        finish(bmt.current_world().device)  # not the copies beside it
-        bmt.synchronize()
+        world = bmt.current_world()
+        finish(world.device)  # bmt.synchronize would wait for the copies beside it as well
+        world.gather_objects(None)
         now = time.perf_counter()
         passed, self.last = now - self.last, now
         return passed

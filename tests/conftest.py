@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for quotient, remainder, item in cases:
             if remainder != least:
                 item.add_marker("full")
-                if quotient % parts != part - 1 and not item.get_closest_marker("zoo"):
+                if quotient % parts != part - 1:
                     left_out.add(item)
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))

@@ -56,13 +56,11 @@ def fork_rank(rank: int, port: int, method: str, *arguments: Any) -> int:
             TORCHELASTIC_USE_AGENT_STORE="True", ACCELERATE_USE_CPU="True",
         )  # fmt: skip
         bmt.init_distributed(timeout=SECONDS / 2)
-        worker = RANKS[arguments[0].through](*arguments)
-        try:
-            getattr(worker, method)()
-        except BaseException:
-            worker.report("error", traceback.format_exc()[-2000:])
-        else:
-            status = 0
+        getattr(RANKS[arguments[0].through](*arguments), method)()
+        status = 0
+    except BaseException:
+        line = json.dumps([rank, "error", traceback.format_exc()[-2000:]])
+        os.write(arguments[-1], f"{line}\n".encode())
     finally:
         os._exit(status)
 
@@ -70,11 +68,37 @@ def fork_rank(rank: int, port: int, method: str, *arguments: Any) -> int:
 # -- around the ranks -----------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def store_port() -> Iterator[int]:
+    """Under `with`, the port of a store, in another process: ranks are forked here, where no thread may run."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(writing, str(held.port).encode())
+            time.sleep(2 * SECONDS)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    port = int(os.read(reading, 16))
+    os.close(reading)
+    try:
+        yield port
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
 def launch(case: Case, point: int, folder: Path, method: str = "run") -> list[list[Any]]:
     """Run the ranks until all have ended; one that dies takes the others along. Returns what they reported."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with store_port() as port:
+        return _launch(port, case, point, folder, method)
+
+
+def _launch(port: int, case: Case, point: int, folder: Path, method: str) -> list[list[Any]]:
     reading, writing = os.pipe()
-    running = {fork_rank(rank, store.port, method, case, point, folder, writing) for rank in range(case.ranks)}
+    running = {fork_rank(rank, port, method, case, point, folder, writing) for rank in range(case.ranks)}
     os.close(writing)
     text, end = b"", time.monotonic() + SECONDS
     os.set_blocking(reading, False)

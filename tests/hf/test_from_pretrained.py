@@ -166,7 +166,7 @@ def test_mismatched(world, tmp_path):
 def loads_family(name, folder):
     transformers.utils.logging.disable_progress_bar()
     family = ZOO[name]
-    cls = getattr(transformers, family.model)
+    cls = family.model_class
     if bmt.rank() == 0:
         family.build().save_pretrained(folder)
     bmt.synchronize()

@@ -73,13 +73,18 @@ def stage(root: Path, step: int, nbytes: int) -> Path:
     for kind in ("checkpoint", "removed"):
         for left in root.glob(f"{_STAGING}{kind}-*"):
             _delete(left)
-    free = shutil.disk_usage(root).free
-    if nbytes > free:
-        sizes = f"the checkpoint takes {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(root))
+    check_space(root, nbytes)
     staging = root / f"{_STAGING}checkpoint-{step}-{secrets.token_hex(4)}"
     staging.mkdir()
     return staging
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise OSError, with the numbers, if `nbytes` do not fit on the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        sizes = f"the checkpoint takes {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
 
 
 def publish(staging: Path, final: Path) -> None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ..sharding.store import flush, staging_beside
 from . import small_state
 from .contents import MODEL, TRAINED
-from .folder import Found
+from .folder import Found, check_space
 from .header import Damaged, StoredTensor, TensorSpec, find_tensors, plan_files, read_header
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
@@ -169,7 +169,7 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
 def _write(
     staging: Path, groups: dict[str, dict[str, _Source]], copied: dict[str, bytes], limit: int
 ) -> dict[str, list[Checked]]:
-    """Write all files, with room for all reserved first. Returns the pieces by file."""
+    """Write all files, if there is space for them. Returns the pieces by file."""
     files, written = [], {}
     for base, sources in groups.items():
         specs = [TensorSpec(name, source.stored.dtype, source.stored.shape) for name, source in sources.items()]
@@ -177,11 +177,12 @@ def _write(
         files += [(plan, sources) for plan in plans]
         if index is not None:
             copied = {**copied, f"{base}.safetensors.index.json": index}
+    total = sum(plan.size for plan, _ in files)
+    check_space(staging, total + sum(map(len, copied.values())))
     for name, data in copied.items():
         written[name] = write_file(staging / name, data)
     for plan, _ in files:
         written[plan.name] = write_file(staging / plan.name, plan.head, plan.size)
-    total = sum(plan.size for plan, _ in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="merge") as bar:
         for plan, sources in files:
             bar.update(len(plan.head))

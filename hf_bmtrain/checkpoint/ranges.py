@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
+import mmap
 import os
 import threading
 import zlib
@@ -20,6 +22,7 @@ from ..ops.pinned import pinned_bytes
 from .header import Damaged, StoredTensor
 from .manifest import Checked, Manifest
 
+_log = logging.getLogger("hf_bmtrain")
 PIECE_BYTES = 4 << 20
 """A multiple of every element's size, so that no element is in two pieces."""
 _THREADS = 8  # zlib and the system calls release the interpreter
@@ -92,7 +95,12 @@ class _Scratch(threading.local):
 
     @functools.cached_property
     def memory(self) -> torch.Tensor:
-        return pinned_bytes(PIECE_BYTES, self._device, "pieces of a checkpoint")
+        if has_own_memory(self._device):
+            try:
+                return pinned_bytes(PIECE_BYTES, self._device, "pieces of a checkpoint")
+            except RuntimeError as error:
+                _log.warning("pieces of a checkpoint go through memory that is not page-locked: slower. %s", error)
+        return torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)
 
 
 def _scratch_for(values: Iterable[torch.Tensor]) -> _Scratch:

@@ -74,6 +74,7 @@ def save_state(
     optimizer waits for the copies; write weights in other ways only after `wait` of what is returned. The first such
     call reserves host memory for this rank's parts, page-locked beside a GPU, which the next ones use as well. Errors
     are raised on all ranks by the next `save_state` or `load_state` of the folder, or by `wait`.
+
     name: of the checkpoint instead of checkpoint-`step`. add: called on every rank with an empty folder; the files that
     it writes there become files of the checkpoint, of those with one name the lowest rank's.
     """
@@ -92,8 +93,7 @@ def save_state(
     parts = _parts(bases if not non_blocking else _copy_wholes(bases), files, world)
     wait_loader()
     if non_blocking:
-        snapshot = Snapshot(parts, world.device)
-        keeper.saving = SavingState(world, job, snapshot, keeper.memory)
+        keeper.saving = SavingState(world, job, Snapshot(parts, world.device), keeper.memory)
         return keeper.saving
     _raise(job, job.finish(lambda: write_parts(job.staging, parts), _agreement(world)))
     return SavingState(world, job)
@@ -147,7 +147,11 @@ class SavingState:
         self._thread = None
         if snapshot is not None:
             self._thread = threading.Thread(target=self._run, args=(snapshot, memory), name=f"save {job.final}")
-            self._thread.start()  # the interpreter does not exit before it has ended
+            try:
+                self._thread.start()  # the interpreter does not exit before it has ended
+            except BaseException:
+                snapshot.close()  # no optimizer is to wait for it
+                raise
 
     def _run(self, snapshot: Snapshot, memory: HostMemory) -> None:
         try:

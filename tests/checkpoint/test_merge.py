@@ -176,7 +176,7 @@ def test_damage(world, tmp_path, merge):
 
 @pytest.mark.parametrize(
     ("function", "code", "after"),
-    [("posix_fallocate", errno.ENOSPC, 0), ("pwrite", errno.ENOSPC, 5), ("fsync", errno.EIO, 9),
+    [("ftruncate", errno.ENOSPC, 0), ("pwrite", errno.ENOSPC, 5), ("fsync", errno.EIO, 9),
      ("rename", errno.EACCES, 0), ("mkdir", errno.EROFS, 0)],
 )  # fmt: skip
 def test_faults_of_the_disk(world, tmp_path, merge, function, code, after):

@@ -67,7 +67,7 @@ NAMES = ("gemma2", "gpt_neox", "falcon", "vit", "clip", "wav2vec2_conformer", "m
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zoo_families(world, tmp_path, name):
-    if name not in ZOO or ZOO[name].missing:
+    if ZOO[name].missing:
         pytest.skip(f"this transformers has no {name}")
     model = ZOO[name].build()
     model.save_pretrained(tmp_path, save_original_format=False)

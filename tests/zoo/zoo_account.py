@@ -166,7 +166,7 @@ def build(cls: Any, config: Any) -> Any:
             return cls(tiny(config))
         except ImportError:
             raise
-        except Exception:
+        except Exception:  # sizes that do not go together; errors of the default one are raised
             return cls(config())
 
 

@@ -268,7 +268,7 @@ def test_workers_that_outlive_a_job_do_not_hold_its_lock(tmp_path):
 def test_only_what_save_state_has_left_is_removed(tmp_path):
     for name in ("tmp-data", "tmp-checkpoint-3", "tmp-removed-checkpoint-2"):
         (tmp_path / name).mkdir()
-    staging = folders.stage(tmp_path, 4)
+    staging = folders.stage(tmp_path, 4, 1000)
     assert names(tmp_path) == sorted(["tmp-data", staging.name])
 
 

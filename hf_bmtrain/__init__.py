@@ -6,7 +6,8 @@
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 
 A file imports only from the folders to its left, or from its own folder:
-ops, comm, runtime, slices, sharding, recompute, blocks, wrap, optim, checkpoint, the files of this folder, hf.
+ops, comm, runtime, slices, sharding, recompute, blocks, wrap, optim, checkpoint, diagnose, the files of this folder,
+hf, memory.
 """
 
 import importlib
@@ -21,7 +22,9 @@ from .checkpoint.load_state import load_state
 from .checkpoint.save_state import save_state
 from .checkpoint.torch_dcp import DCPState
 from .config import config
+from .diagnose.check_parity import check_parity
 from .distributed import gather_result, sum_loss
+from .memory.contract import predict_memory
 from .runtime.world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
 from .sharding.gathered import gathered
 from .sharding.parameter import DistributedParameter
@@ -38,11 +41,11 @@ Block = CheckpointBlock  # BMTrain's second name for it
 
 __all__ = [
     "BMTrainModelWrapper", "Block", "CheckpointBlock", "DCPState", "DistributedModule", "DistributedParameter",
-    "ParameterInitializer", "PipelineTransformerBlockList", "TransformerBlockList", "auto_wrap", "config",
-    "current_world", "distributed", "gather_result", "gathered", "grouped_parameters", "init_distributed",
+    "ParameterInitializer", "PipelineTransformerBlockList", "TransformerBlockList", "auto_wrap", "check_parity",
+    "config", "current_world", "distributed", "gather_result", "gathered", "grouped_parameters", "init_distributed",
     "init_parameters", "inspect", "install_as_bmtrain", "load", "load_state", "loss", "lr_scheduler", "nn", "optim",
-    "print_block", "print_dict", "print_rank", "rank", "save", "save_state", "see_memory", "store", "sum_loss",
-    "synchronize", "utils", "wait_loader", "world_size",
+    "predict_memory", "print_block", "print_dict", "print_rank", "rank", "save", "save_state", "see_memory", "store",
+    "sum_loss", "synchronize", "utils", "wait_loader", "world_size",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .comm.collectives import as_bytes
+from .ops.expect import expect_number
 from .runtime.world import current_world
 
 _OPERATIONS = ("sum", "avg", "max", "min", "prod")
@@ -23,7 +24,7 @@ _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
     """Return `x` (...) of all ranks, stacked: (world size, ...). Shapes and dtypes must be equal. Collective."""
     current_world().check_comm(comm)
-    _check_alike("all_gather", x)
+    _check_alike("all_gather", "x", x)
     return _AllGather.apply(x)
 
 
@@ -33,11 +34,12 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
     Ranks that hold the same maximum (minimum) share its gradient evenly, as in torch.amax.
     """
     current_world().check_comm(comm)
-    if op not in _OPERATIONS:
-        raise ValueError(f"all_reduce knows the operations {', '.join(_OPERATIONS)}, not {op!r}")
+    if not isinstance(op, str) or op not in _OPERATIONS:
+        raise ValueError(f"op must be one of the operations {', '.join(_OPERATIONS)}, not {op!r}")
+    _check_tensor("all_reduce", "x", x)
     if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
         raise ValueError(f"all_reduce cannot take the {op} of {x.dtype}: convert it first, for example with .float()")
-    _check_alike("all_reduce", x)
+    _check_alike("all_reduce", "x", x)
     if op in ("sum", "avg"):
         total = _Sum.apply(x)
         return total / current_world().size if op == "avg" else total
@@ -48,9 +50,11 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
     """Return this rank's part (n, ...) of the reduction of `x` (world size * n, ...) over ranks. Collective."""
     world = current_world()
+    _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % world.size:
         raise ValueError(
-            f"reduce_scatter deals dimension 0 to {world.size} ranks, which must divide it: got shape {tuple(x.shape)}"
+            f"reduce_scatter deals dimension 0 of x to {world.size} ranks, which must divide it: got shape "
+            f"{tuple(x.shape)}"
         )
     rows = x.shape[0] // world.size
     return all_reduce(x, op, comm)[world.rank * rows : (world.rank + 1) * rows]
@@ -60,20 +64,25 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     """Return rank `root`'s `x` (...) on every rank. Shapes and dtypes must be equal. Collective."""
     current_world().check_comm(comm)
     size = current_world().size
-    if not 0 <= root < size:
-        raise ValueError(f"broadcast from rank {root}: ranks are 0 to {size - 1}")
-    _check_alike("broadcast", x)
+    expect_number("root", root, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, whole=True)
+    _check_alike("broadcast", "x", x)
     return _Broadcast.apply(x, root)
 
 
-def _check_alike(name: str, x: torch.Tensor) -> None:
+def _check_tensor(function: str, name: str, x: Any) -> None:
+    """Raise ValueError unless `x` is a tensor with values."""
+    if not isinstance(x, torch.Tensor) or x.is_meta:
+        kind = "one on the meta device" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+        raise ValueError(f"{function} takes a tensor as {name}, not {kind}: wrap it in torch.tensor(...)")
+
+
+def _check_alike(function: str, name: str, x: torch.Tensor) -> None:
     """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal on all ranks. Collective."""
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} takes a tensor, not a {type(x).__name__}: wrap it in torch.tensor(...)")
+    _check_tensor(function, name, x)
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
     if any(other != everyone[0] for other in everyone):
         listing = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(everyone))
-        raise ValueError(f"{name} needs equal shapes and dtypes, got {listing}. Pad to a common length first.")
+        raise ValueError(f"{function} needs equal shapes and dtypes, got {listing}. Pad to a common length first.")
 
 
 def _stack(x: torch.Tensor) -> torch.Tensor:
@@ -140,8 +149,9 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
     """
     world = current_world()
     world.check_comm(comm)
+    _check_tensor("sum_loss", "loss", loss)
     if loss.dim():
-        _check_alike("sum_loss", loss)
+        _check_alike("sum_loss", "loss", loss)
     return _Sum.apply(loss.to(torch.float32)) / world.size
 
 
@@ -150,5 +160,5 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
 
     A scalar counts as (1,). Raises ValueError on every rank if shapes or dtypes differ.
     """
-    _check_alike("gather_result", result)
+    _check_alike("gather_result", "result", result)
     return _stack(result.reshape(1) if result.dim() == 0 else result).flatten(0, 1)

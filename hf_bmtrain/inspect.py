@@ -8,13 +8,14 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .ops.expect import expect_flag, expect_kind, expect_module
 from .runtime.world import current_world
 from .sharding.parameter import DistributedParameter
 
@@ -90,6 +91,9 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     Collective; nothing is gathered: every rank contributes the moments of its slices.
     """
     world = current_world()
+    expect_module("model", model)
+    expect_kind("param_name", param_name, str, "a pattern of names, such as '*.weight'")
+    expect_kind("prefix", prefix, str, "a str")
     world.assemble("inspect_model")
     mine, sharded = [], []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -206,7 +210,12 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     group: a prefix of the name. requires_grad: keep its gradient too. Raises ValueError for a parameter.
     """
     if isinstance(x, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
-        raise ValueError(f"record_tensor takes an activation, not a {type(x).__name__}: see inspect_model for weights.")
+        raise ValueError(
+            f"record_tensor takes an activation as x, not a {type(x).__name__}: see inspect_model for weights."
+        )
+    expect_kind("name", name, str, "a str")
+    expect_kind("group", group, (str, type(None)), "a str or None")
+    expect_flag("requires_grad", requires_grad)
     schedule = current_world().schedule
     if schedule.inspector is not None and not schedule.in_backward:  # in backward a recomputation repeats it
         schedule.inspector.add(x, name, group, requires_grad)
@@ -214,6 +223,11 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
     """Return a text table of a summary from `inspect_model` or `get_summary`: a header, and one line per dict."""
+    expect_kind("summary", summary, (list, tuple), "a list, from inspect_model or get_summary")
+    for line in summary:
+        expect_kind("summary", line, Mapping, "a list of dicts, from inspect_model or get_summary")
+        if not _COLUMNS.keys() <= line.keys():
+            raise ValueError(f"summary must be from inspect_model or get_summary: a line lacks one of {list(_COLUMNS)}")
     rows = [tuple(_COLUMNS), *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
     longest = [max(map(len, column)) for column in zip(*rows)]
     widths = [max(least, length + 1) for least, length in zip(_COLUMNS.values(), longest)]

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops.autocast import autocast_type
 from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
+from .ops.expect import expect_number, expect_tensor
 from .ops.wide_product import add_product
 from .runtime.world import current_world
 from .sharding.on_demand import OnDemandGather
@@ -67,9 +69,8 @@ def linear_cross_entropy(
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check(hidden, weight, targets, bias)
     targets = how.indices(targets, weight.shape[0])
-    if chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
-    recorded, device = torch.is_grad_enabled(), hidden.device.type
+    expect_number("chunk_bytes", chunk_bytes, "at least 1", lambda size: size >= 1, whole=True)
+    recorded, device = torch.is_grad_enabled(), autocast_type(hidden.device)
     wants = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     work = _Work(how, wants, dtype, chunk_bytes)
@@ -94,7 +95,7 @@ class _Work:
 
         The gradients of weight and bias are float32. Collective for sharded parameters.
         """
-        with _whole(weight) as whole, _whole(bias) as shift, torch.autocast(rows.device.type, enabled=False):
+        with _whole(weight) as whole, _whole(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
             shift = None if shift is None else shift.to(self.dtype)
             return self._chunks(rows.to(self.dtype), whole.to(self.dtype), shift, targets, scale)
 
@@ -210,6 +211,10 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     """Raise ValueError unless shapes, dtypes and devices are those that `linear_cross_entropy` names."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets)):
+        expect_tensor(name, tensor)
+    if bias is not None:
+        expect_tensor("bias", bias)
     shape = weight.shape
     if len(shape) != 2 or 0 in shape or hidden.dim() < 1 or hidden.shape[-1] != shape[1]:
         raise ValueError(
@@ -226,7 +231,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
             f"a weight of shape {tuple(shape)} needs a bias of {shape[0]} numbers, got {tuple(bias.shape)}"
         )
     tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    autocast = torch.is_autocast_enabled(hidden.device.type)
+    autocast = torch.is_autocast_enabled(autocast_type(hidden.device))
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and not autocast):
         found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())

@@ -8,6 +8,7 @@ from torch import Tensor
 from .linear_loss import DTYPES, linear_cross_entropy
 from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
+from .ops.expect import expect_flag, expect_tensor
 from .runtime.world import refuse_parallelism
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
@@ -50,6 +51,8 @@ class FusedCrossEntropy(torch.nn.Module):
         softcap: float = 0.0,
     ):
         super().__init__()
+        expect_flag("parallel", parallel)
+        expect_flag("inplace", inplace)
         if parallel:
             refuse_parallelism("FusedCrossEntropy(parallel=True)")
         criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)  # raises now, not later
@@ -102,6 +105,9 @@ def cross_entropy(
 ) -> Tensor:
     """Compute the loss of `FusedCrossEntropy`, which documents the arguments."""
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
+    expect_tensor("logits", logits)
+    expect_tensor("targets", targets)
+    expect_flag("inplace", inplace)
     if logits.dtype not in DTYPES:
         raise ValueError(f"logits must be float16, bfloat16 or float32, got {logits.dtype}")
     if logits.dim() < 2 or targets.shape != logits.shape[:1] + logits.shape[2:]:

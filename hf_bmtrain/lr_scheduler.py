@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .ops.expect import expect_kind, expect_number
+
 __all__ = ["Cosine", "Exponential", "Linear", "NoDecay", "Noam", "WarmupLRScheduler"]
 
 STATE = ("start_lr", "warmup_iter", "end_iter", "num_iter")
@@ -38,8 +40,8 @@ class WarmupLRScheduler:
     own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state
 
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0):
-        if not hasattr(optimizer, "param_groups"):
-            raise ValueError(f"an optimizer has param_groups, {type(optimizer).__name__} has none")
+        if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
+            raise ValueError(f"optimizer must have param_groups, {type(optimizer).__name__} has none")
         self.optimizer = optimizer
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter
@@ -50,10 +52,13 @@ class WarmupLRScheduler:
 
     def check(self) -> None:
         """Raise ValueError if the arguments do not define a schedule."""
-        if not (math.isfinite(self.start_lr) and self.start_lr >= 0):
-            raise ValueError(f"start_lr must be finite and at least 0, got {self.start_lr}")
-        if self.warmup_iter < 0:
-            raise ValueError(f"warmup_iter must be at least 0 (0: no warm-up), got {self.warmup_iter}")
+        expect_number("start_lr", self.start_lr, "finite and at least 0", lambda rate: 0 <= rate < math.inf)
+        expect_number("num_iter", self.num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
+        wanted = "finite and at least 0 (0: no warm-up)"
+        expect_number("warmup_iter", self.warmup_iter, wanted, lambda steps: 0 <= steps < math.inf)
+        expect_number(
+            "end_iter", self.end_iter, "finite (-1 where there is no end)", lambda steps: abs(steps) < math.inf
+        )
 
     def get_lr_warmup(self, num_iter: int) -> float:
         """Return the learning rate at a step below `warmup_iter`: s*t/w."""
@@ -72,8 +77,7 @@ class WarmupLRScheduler:
         """Advance by one step, or to step `num_iter`, and set the optimizer's learning rate."""
         if num_iter is None:
             num_iter = self.num_iter + 1
-        if num_iter < 0:
-            raise ValueError(f"num_iter must be at least 0, got {num_iter}")
+        expect_number("num_iter", num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
         self.num_iter = num_iter
         self.current_lr = self.get_lr()
         for group in self.optimizer.param_groups:
@@ -94,18 +98,20 @@ class WarmupLRScheduler:
         Raises:
             ValueError: the state is not that of such a schedule. Nothing is changed then.
         """
+        expect_kind("state_dict", state_dict, dict, "what state_dict() of a schedule returned")
         missing = sorted(set(STATE) - set(state_dict))
-        unexpected = sorted(set(state_dict) - set(STATE) - set(self.own_state))
+        unexpected = sorted(set(map(str, state_dict)) - set(STATE) - set(self.own_state))
         if missing or unexpected:
             raise ValueError(
-                f"this is not the state of a {type(self).__name__} schedule: missing {missing}, unexpected {unexpected}"
+                f"state_dict is not that of a {type(self).__name__} schedule: missing {missing}, unexpected "
+                f"{unexpected}. Make a schedule of the class that was saved."
             )
         before = self.state_dict()
         self.__dict__.update(state_dict)
         try:
             self.check()
             self.step(self.num_iter)
-        except ValueError:
+        except (TypeError, ValueError):
             self.__dict__.update(before)
             raise
 
@@ -175,8 +181,7 @@ class Exponential(WarmupLRScheduler):
 
     def check(self) -> None:
         super().check()
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"gamma must lie in (0, 1], got {self.gamma}")
+        expect_number("gamma", self.gamma, "above 0 and at most 1", lambda gamma: 0 < gamma <= 1)
 
     def get_lr_decay(self, num_iter: int) -> float:
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .blocks.module import DistributedModule, ParameterInitializer
+from .ops.expect import expect_flag, expect_kind, expect_number
 from .runtime.world import refuse_parallelism
 from .sharding.parameter import DistributedParameter
 
@@ -27,8 +28,14 @@ class Linear(DistributedModule):
         self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if in_features < 1 or out_features < 1:
-            raise ValueError(f"Linear needs positive sizes, got {in_features} and {out_features}")
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            wanted = "one of the positive sizes below 2**48"
+            expect_number(name, size, wanted, lambda size: 1 <= size < 2**48, whole=True)
+        expect_flag("bias", bias)
+        if dtype is not None:
+            expect_kind("dtype", dtype, torch.dtype, "a floating torch.dtype or None")
+            if not dtype.is_floating_point:
+                raise ValueError(f"dtype must be a floating torch.dtype or None, got {dtype}")
         self.in_features, self.out_features = in_features, out_features
         self.weight = DistributedParameter(
             torch.zeros(out_features, in_features, dtype=dtype),

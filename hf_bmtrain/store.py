@@ -11,6 +11,7 @@ import torch
 
 from .blocks.base import ShardedModule
 from .comm.collectives import as_bytes
+from .ops.expect import expect_kind, expect_number
 from .runtime.world import World, current_world
 from .sharding.state_dict import StateDict, copy_wholes
 from .sharding.store import load, save
@@ -27,8 +28,8 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
     """Return rank `src`'s `obj` (any picklable object) on every rank. Collective. comm: None or `config["comm"]`."""
     world = current_world()
     world.check_comm(comm)
-    if not 0 <= src < world.size:
-        raise ValueError(f"broadcast_object from rank {src}: ranks are 0 to {world.size - 1}")
+    size = world.size
+    expect_number("src", src, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, whole=True)
     if src == 0:
         return world.control.broadcast_object(obj)
     return world.gather_objects(obj if world.rank == src else None)[src]
@@ -42,6 +43,9 @@ class DistributedStateDictWrapper(Mapping):
     """
 
     def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        expect_kind("state_dict", state_dict, Mapping, "a state dict, an empty dict on the ranks other than 0")
+        for value in state_dict.values():
+            expect_kind("state_dict", value, torch.Tensor, "a state dict, whose values are tensors")
         self._state_dict = state_dict
         mine = (list(state_dict), getattr(state_dict, "_metadata", None))
         self._keys, self._metadata = current_world().control.broadcast_object(mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import resource
 import textwrap
@@ -10,6 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
+from .ops.expect import expect_kind, expect_number, expect_tensor
 from .runtime.world import current_world, print_rank
 
 __all__ = [
@@ -29,12 +31,15 @@ class AverageRecorder:
     """
 
     def __init__(self, alpha: float = 0.9, start_value: float = 0.0) -> None:
-        if not 0 <= alpha < 1:
-            raise ValueError(f"alpha is the share of the old average that stays, in [0, 1), got {alpha}")
+        wanted = "in [0, 1): it is the share of the old average that stays"
+        expect_number("alpha", alpha, wanted, lambda share: 0 <= share < 1)
+        expect_number("start_value", start_value, "finite", math.isfinite)
         self.alpha, self._start = alpha, start_value
         self._sum, self._weight = 0.0, 0.0
 
     def record(self, value: float) -> None:
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            expect_number("value", value, "or a tensor of one element")
         self._sum = self.alpha * self._sum + (1 - self.alpha) * float(value)
         self._weight = self.alpha * self._weight + (1 - self.alpha)
 
@@ -45,11 +50,15 @@ class AverageRecorder:
 
 def round_up(x: int, d: int) -> int:
     """Return the smallest multiple of `d` that is at least `x`."""
+    expect_number("x", x, "of any sign", whole=True)
+    expect_number("d", d, "at least 1", lambda step: step >= 1, whole=True)
     return -(-x // d) * d
 
 
 def check_torch_version(version_str: str) -> int:
     """Return a number below, at or above 0 as the installed torch is older than, equal to or newer than "x.y.z"."""
+    if not isinstance(version_str, str) or not re.match(r"v?\d+(\.\d+)*", version_str):
+        raise ValueError(f"version_str must be a version such as '2.6.0', got {version_str!r:.80}")
     mine, other = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (torch.__version__, version_str))
     return sum((a - b) * weight for a, b, weight in zip(mine, other, (10000, 100, 1)))
 
@@ -60,8 +69,13 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
 
     One `out` serves several tensors. Neither the host nor another rank is waited for.
     """
-    if out.dtype != torch.uint8 or out.numel() != 1:
-        raise ValueError(f"has_inf_nan writes to one uint8, got {out.dtype} of shape {tuple(out.shape)}")
+    expect_tensor("x", x)
+    expect_tensor("out", out)
+    if out.dtype != torch.uint8 or out.numel() != 1 or out.device != x.device:
+        raise ValueError(
+            f"has_inf_nan writes to out, which must be one uint8 on {x.device}, got {out.dtype} of shape "
+            f"{tuple(out.shape)} on {out.device}"
+        )
     out.bitwise_or_(x.isfinite().all().logical_not().view(torch.uint8).view_as(out))
 
 
@@ -87,6 +101,8 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:
     """Print `title` centred in a line of 60 `=` and `content` below it, to `file` (default: standard output)."""
+    if file is not None and not callable(getattr(file, "write", None)):
+        raise TypeError(f"file must be open for writing text, or None for standard output, got a {type(file).__name__}")
     print(f" {title} ".center(_WIDTH, "="), file=file)
     if content is not None:
         print(content, file=file)
@@ -94,6 +110,7 @@ def print_block(title: str, content: str | None = None, file: TextIO | None = No
 
 def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = None) -> None:
     """Print `content` as a block of aligned `key : value` lines. Long values are wrapped."""
+    expect_kind("content", content, Mapping, "a dict")
     left = max((len(str(key)) for key in content), default=0) + 1
     lines = []
     for key, value in content.items():

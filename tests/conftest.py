@@ -34,32 +34,36 @@ def peers() -> Iterator[Callable[[int], Ranks]]:
 
 
 SAMPLED = {
+    "test_agreement": 4,
     "test_accelerate": 9, "test_accelerate_state": 4, "test_adam": 6, "test_announced_updates": 6, "test_attributes": 6,
-    "test_auto_wrap": 2,
+    "test_auto_wrap": 2, "test_bad_inputs": 8,
     "test_benchmark": 4, "test_benchmark_search": 6, "test_block": 12, "test_bmtrain_defects": 2,
-    "test_boolq_through_hugging_face": 4, "test_causal_loss": 8, "test_checkpoints": 3, "test_checks": 3,
+    "test_boolq_through_hugging_face": 4, "test_causal_loss": 8, "test_check_parity": 6, "test_checkpoints": 3,
+    "test_checks": 3,
     "test_compile": 8, "test_containers": 32, "test_delta": 4, "test_distributed": 4, "test_finetune_bert_boolq": 2,
     "test_foreign_checkpoint": 8, "test_generation": 4, "test_guards": 3, "test_hold_steps": 9, "test_in_backward": 4,
+    "test_keep_frozen": 3,
     "test_kernel_bodies": 24, "test_kernel_compile": 4, "test_launchers": 8, "test_linear_loss": 6, "test_loss": 2,
     "test_loss_scale": 2, "test_manager": 6, "test_manager_state": 9, "test_misuse": 6, "test_offload": 14,
     "test_on_demand": 12, "test_parameter_state": 6, "test_parity": 36, "test_peer": 8, "test_peer_reduce": 2,
-    "test_peft": 6, "test_planner": 24, "test_programs": 10,
+    "test_peft": 6, "test_quantized": 4, "test_planner": 24, "test_programs": 10,
     "test_reading_questions": 2, "test_reducing_optimizers": 3, "test_residual": 4, "test_scripts": 3,
+    "test_skipped_steps": 3,
     "test_state_dict": 2, "test_store": 2, "test_timm": 3, "test_torch_optimizers": 3, "test_train_gpt2": 9,
-    "test_trainer": 2, "test_trainer_matrix": 48, "test_transformers_cases": 16, "test_twenty_steps": 6,
+    "test_trainer": 2, "test_trl": 2, "test_trainer_matrix": 48, "test_transformers_cases": 16, "test_twenty_steps": 6,
     "test_torch_functions": 24, "test_unused": 6, "test_update_stream": 3, "test_usages": 18, "test_users": 3,
     "test_world": 12, "test_zoo": 4,
     "test_save_state": 8, "test_damage": 6, "test_failures": 4, "test_from_pretrained": 8, "test_merge": 3,
     "test_torch_dcp": 6, "test_fill": 8,
 }  # fmt: skip
-"""One case in so many of a file runs by default, chosen by its name, so that `python -m pytest` takes about ten
-minutes on two cores; `pytest -m "full or not full"` runs all."""
+"""One case in so many of a file runs by default, chosen by its name, so that `python -m pytest` takes about
+fifteen minutes on two cores; `pytest -m "full or not full"` runs all."""
 
 NEEDED = {"test_timm": ["timm"], "test_peft": ["peft"], "test_trl": ["peft", "trl"], "test_kernel_compile": ["cupy"]}
 """Packages without which a file cannot be imported."""
 SOURCES = {
     "timm": "pip install timm", "peft": 'pip install -e ".[ci]"', "trl": 'pip install -e ".[ci]"',
-    "cupy": 'pip install -e ".[ci]"',
+    "cupy": 'pip install -e ".[ci]"', "bitsandbytes": "pip install bitsandbytes",
 }  # fmt: skip
 
 

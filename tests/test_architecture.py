@@ -15,12 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_bmtrain"
-ORDER = "ops comm runtime slices sharding recompute blocks wrap optim checkpoint (root) hf __init__".split()
+ORDER = "ops comm watch runtime slices sharding recompute blocks wrap optim".split()
+ORDER += "checkpoint diagnose (root) hf memory __init__".split()
 """A file imports only from folders to its left, or from its own folder without a circle; (root): the files at the
 root of the package."""
 
 DEVICE = re.compile(r"(cuda|cupy|cupyx|nccl|nvidia|pynvml)(:.*)?")
-DEVICE_HOMES = ("ops.*", "comm.*", "runtime.launcher", "runtime.world", "blocks.autograd")
+DEVICE_HOMES = ("ops.*", "comm.*", "runtime.launcher", "runtime.backend", "runtime.world", "blocks.autograd")
 """Modules that may import a device's libraries or name the device, as an attribute (torch.cuda) or a string."""
 HUGGING_FACE = {"transformers", "accelerate", "peft", "trl", "datasets"}
 HUGGING_FACE_HOMES = ("hf.*",)

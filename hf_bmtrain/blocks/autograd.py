@@ -18,7 +18,7 @@ import torch
 
 from ..ops.torch_internals import functorch_transforms_active
 from ..recompute.contents import ATOMS, exchange, tensors_in
-from ..runtime.schedule import refuse_double_backward
+from ..runtime.schedule import double_backward
 
 
 class _EnterBackward(torch.autograd.Function):
@@ -31,7 +31,8 @@ class _EnterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        refuse_double_backward()
+        if torch.is_grad_enabled():
+            raise double_backward()
         ctx.before(ctx.token)
         return None, None, *gradients
 
@@ -119,7 +120,8 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
         return enter_backward(before, token, outputs)
 
     def reached(gradient: torch.Tensor) -> None:
-        refuse_double_backward()
+        if torch.is_grad_enabled():
+            raise double_backward()
         before(token)
 
     torch.autograd.graph.register_multi_grad_hook(found, reached, mode="any")

@@ -11,7 +11,7 @@ import torch
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, hidden
-from ..sharding.state_dict import StateDict, copy_wholes
+from ..sharding.state_dict import StateDict, agree_on_wholes, copy_wholes
 
 
 class RefuseDataParallel:
@@ -59,6 +59,14 @@ class ShardedModule(torch.nn.Module):
         collect = functools.partial(super().state_dict, destination=destination, prefix=prefix, keep_vars=True)
         copy_wholes(destination, self._slots(), collect)
         return destination.plain() if outermost else destination
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Load whole tensors, the same on every rank, of which each rank takes its parts. Collective.
+
+        Raises RuntimeError, with nothing changed, if the ranks pass different parameters.
+        """
+        agree_on_wholes(self, state_dict)
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn, recurse: bool = True):
         with hidden(self._slots(), fn):

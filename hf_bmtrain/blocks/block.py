@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from ..recompute.policy import UseCheckpoint, choose_policy
+from ..ops.expect import expect_module
+from ..recompute.policy import UseCheckpoint, check_use_checkpoint, choose_policy
 from ..recompute.replay import Replay
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer
-from ..sharding.slots import Slot, find_places, shard_places
+from ..sharding.slots import Slot, find_places, shard_places, tensor_facts
 from ..sharding.state_dict import follow_state_dicts
 from .base import ShardedModule, extend_class
 from .block_state import BlockState
@@ -46,8 +47,12 @@ class CheckpointBlock(ShardedModule):
         if isinstance(layer, CheckpointBlock):
             return layer
         world = current_world()
+        expect_module("layer", layer)
+        check_use_checkpoint(use_checkpoint)
         level = world.zero_level if zero_level is None else zero_level
         check_zero_level(level)
+        facts = {"zero_level": level, "use_checkpoint": use_checkpoint, **tensor_facts(layer)}
+        world.agree("CheckpointBlock", facts)
         sharded = shard_places(world, find_places(layer.modules()), world.schedule.blocks)
         extend(layer, sharded, world, use_checkpoint, level)
         return layer

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..ops.expect import expect_kind, expect_number
 from .block import CheckpointBlock
 
 
@@ -25,9 +26,13 @@ class TransformerBlockList(torch.nn.ModuleList):
     num_hidden: int = 1  # of a list whose class was extended in place, too
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
-        if num_hidden < 1:
-            raise ValueError(f"num_hidden counts the hidden states that go from block to block, got {num_hidden}")
-        super().__init__([CheckpointBlock(module) for module in modules])
+        wanted = "at least 1: it counts the hidden states that go from block to block"
+        expect_number("num_hidden", num_hidden, wanted, lambda number: number >= 1, whole=True)
+        expect_kind("modules", modules, Iterable, "a list of torch.nn.Modules")
+        layers = list(modules)
+        for layer in layers:
+            expect_kind("modules", layer, torch.nn.Module, "torch.nn.Modules alone")
+        super().__init__([CheckpointBlock(layer) for layer in layers])
         self.num_hidden = num_hidden
         self.link()
 

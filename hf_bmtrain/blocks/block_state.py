@@ -149,7 +149,7 @@ class BlockState:
             return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
-        with self.schedule.inside():
+        with self.schedule.inside:
             autocast = uncached_autocast()
             if autocast is None:
                 return layer_forward(*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..ops.expect import expect_callable, expect_module
 from ..ops.torch_internals import pytree
 from ..runtime.schedule import ForwardPass, Schedule
 from ..runtime.world import current_world
@@ -71,14 +72,15 @@ class DistributedModule(ShardedModule):
             with self._watch_own():
                 return function(*args, **kwargs)
         if schedule.in_backward:  # a checkpoint around a part of the model recomputes it
-            with uncached_autocast() or nullcontext(), schedule.inside(), self._watch_own():
+            with uncached_autocast() or nullcontext(), schedule.inside, self._watch_own():
                 return function(*args, **kwargs)
         with uncached_autocast() or nullcontext(), schedule.forward() as forward_pass:
             try:
                 with self._watch_own():
                     outputs = _without_views(function(*args, **kwargs), forward_pass)
                 forward_pass.check_unwritten()
-            except BaseException:
+            except BaseException as error:
+                schedule.explain_shortage(error)
                 forward_pass.release()
                 raise
         if torch.is_grad_enabled():
@@ -141,6 +143,7 @@ class ParameterInitializer:
     """An `init_method`: `ParameterInitializer(torch.nn.init.normal_, std=1)` calls `normal_(tensor, std=1)`."""
 
     def __init__(self, function: Callable, *args, **kwargs) -> None:
+        expect_callable("function", function, "a function that fills a tensor, such as torch.nn.init.normal_")
         self.function, self.args, self.kwargs = function, args, kwargs
 
     def __call__(self, tensor: torch.Tensor) -> None:
@@ -154,6 +157,7 @@ def init_parameters(model: torch.nn.Module) -> None:
     Parameters without one keep their values: a Hugging Face model initialises itself.
     """
     world = current_world()
+    expect_module("model", model)
     world.schedule.quiesce()
     for parameter in model.parameters():
         if isinstance(parameter, DistributedParameter) and parameter.init_method is not None:
@@ -169,6 +173,7 @@ def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, lis
     Groups are in order of first appearance, and each parameter occurs once, for use in an optimizer:
     `[{"params": parameters, "lr": rates[group]} for group, parameters in bmt.grouped_parameters(model)]`.
     """
+    expect_module("model", model)
     groups: dict[str | None, list[torch.nn.Parameter]] = {}
     for parameter in model.parameters():
         groups.setdefault(getattr(parameter, "group", None), []).append(parameter)

@@ -70,7 +70,10 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB, 500MB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than one byte: name a size such as 5GB")
+    return size
 
 
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ..ops.expect import expect_kind, expect_module, expect_path
 from ..ops.torch_internals import WithoutTorchFunction
 from ..optim.adam import AdamOptimizer
-from ..optim.checkpoint import divide_state
+from ..optim.checkpoint import check_keys, divide_state
 from ..optim.manager import OptimManager
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
+from ..sharding.quantized import QuantizedParameter
 from ..slices.tensor import Sliced
 from .header import TensorSpec
 
@@ -39,8 +41,10 @@ MODEL, TRAINED = "model", "trained"
 def model_entries(model: torch.nn.Module, trained_only: bool = False) -> list[Entry]:
     """Return the entries of the state dict of `model`, a tied weight under the first of its names. Not collective.
 
-    trained_only: leave out parameters that do not require a gradient.
+    trained_only: leave out parameters that do not require a gradient. Otherwise raises ValueError if one is quantized.
     """
+    if not trained_only:
+        refuse_quantized(model)
     entries = [
         _of_parameter(name, parameter, parameter)
         for name, parameter in model.named_parameters()
@@ -49,6 +53,15 @@ def model_entries(model: torch.nn.Module, trained_only: bool = False) -> list[En
     for name, buffer in named_persistent_buffers(model):
         entries.append(_whole(name, buffer))
     return entries
+
+
+def refuse_quantized(model: torch.nn.Module) -> None:
+    """Raise ValueError if a weight is quantized: these are no part of checkpoints."""
+    if any(isinstance(parameter, QuantizedParameter) for parameter in model.parameters()):
+        raise ValueError(
+            "a model with quantized weights is saved and resumed by what is trained: save_state(..., "
+            "trained_only=True). bmt.save(model, file) writes all of it, the quantized weights as they are unpacked."
+        )
 
 
 def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,6 +100,24 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
     return list(given) if isinstance(given, Iterable) else [given]
 
 
+def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raise TypeError or ValueError for an argument of `save_state` or `load_state` that is not what they document."""
+    expect_path("folder", folder)
+    expect_module("model", model)
+    for each in optimizers_of(optimizer):
+        expect_kind("optimizer", each, torch.optim.Optimizer, "an OptimManager, an optimizer, several or None")
+    for each in schedulers_of(scheduler):
+        if isinstance(each, (torch.nn.Module, type)) or not callable(getattr(each, "load_state_dict", None)):
+            raise TypeError(f"scheduler must be one or several objects with a state_dict, or None, got {each!r:.80}")
+
+
+def schedulers_of(given: Any) -> list[Any]:
+    """Return the schedulers of a sequence or of None, or the one that was given."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) else [given]
+
+
 def file_base(number: int) -> str:
     """Return the name of the files of optimizer `number`, without its ending."""
     return "optimizer" if number == 0 else f"optimizer{number + 1}"
@@ -107,7 +138,7 @@ def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str,
 
 def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups with the names of their parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in named(optimizer, model).items()}
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
 
@@ -120,6 +151,7 @@ def optimizer_entries(
     state that fits neither.
     """
     parameters = named(optimizer, model)
+    check_keys(optimizer, optimizer.state)
     state: dict[Any, dict[str, Any]] = dict(optimizer.state)
     if isinstance(optimizer, AdamOptimizer):
         state = optimizer.stored_state()

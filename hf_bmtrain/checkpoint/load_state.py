@@ -9,10 +9,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..ops.expect import expect_flag
 from ..runtime.world import World, current_world, wait_loader
 from ..sharding.parameter import DistributedParameter
 from . import small_state
-from .contents import MODEL, TRAINED, Entry, LoadedState, file_base, model_entries, named, optimizers_of
+from .contents import (
+    MODEL,
+    TRAINED,
+    Entry,
+    LoadedState,
+    check_arguments,
+    file_base,
+    model_entries,
+    named,
+    optimizers_of,
+)
 from .folder import Found, find
 from .header import Damaged, StoredTensor, find_tensors
 from .manifest import Manifest
@@ -49,8 +60,11 @@ def load_state(
     tensors as they are. random: False leaves random generators as they are. Raises RuntimeError on every rank if no
     checkpoint is whole, or if it is of another model or optimizer; values that fit may have been loaded then.
     """
+    check_arguments(folder, model, optimizer, scheduler)
+    expect_flag("weights", weights)
+    expect_flag("random", random)
     world, root = current_world(), Path(folder).resolve()
-    world.assemble("load_state")
+    world.agree("load_state", {"folder": os.fspath(folder)})
     for saved in (root, root.parent):
         if saved in world.kept:
             world.kept[saved].finish(world)
@@ -60,15 +74,16 @@ def load_state(
         return None
     for each, _ in found:
         loading = _Loading(world, each, model, optimizer, scheduler, weights)
-        for stage in (loading.open, loading.read):
-            problem = _attempt(world, stage)
-            if problem is not None:
-                passed_over.append(f"{each}: {problem}")
-                break
-        else:
-            for reason in passed_over if world.rank == 0 else ():
-                _log.warning("load_state passed over %s", reason)
-            return Resumed(loading.manifest.step, each, loading.apply(random))
+        problem = _attempt(world, loading.open)
+        if problem is None:
+            world.agree("load_state", loading.facts(), {"checkpoint": str(each)})
+            problem = _attempt(world, loading.read)
+        if problem is not None:
+            passed_over.append(f"{each}: {problem}")
+            continue
+        for reason in passed_over if world.rank == 0 else ():
+            _log.warning("load_state passed over %s", reason)
+        return Resumed(loading.manifest.step, each, loading.apply(random))
     raise RuntimeError(f"load_state: no checkpoint in {root} is whole. {'; '.join(passed_over)}")
 
 
@@ -77,6 +92,8 @@ def _find(world: World, root: Path, without: tuple[str, ...]) -> tuple[list[Foun
     found = problem = None
     if world.rank == 0:
         try:
+            if root.is_file():
+                raise NotADirectoryError("it is a file: name a checkpoint's folder, or the folder that holds several")
             found = find(root, without)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -131,6 +148,12 @@ class _Loading:
                 whole = parameters[key.rpartition(".")[0]].full_shape
                 if stored.shape != tuple(whole):
                     raise ValueError(f"{key} has shape {stored.shape}, its parameter here {tuple(whole)}")
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, for `World.agree`: the arguments, and every byte of the files."""
+        number = len(optimizers_of(self._optimizer))
+        facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
+        return {**facts, **{name: [*map(tuple, pieces)] for name, pieces in self.manifest.files.items()}}
 
     def _want_model(self) -> None:
         trained_only = not any(name.startswith(MODEL) for name in self.manifest.files)

@@ -18,10 +18,20 @@ from typing import Any
 
 import torch
 
+from ..ops.expect import expect_callable, expect_flag, expect_kind, expect_number
 from ..runtime.world import World, current_world, wait_loader
 from ..sharding.store import flush
 from . import small_state
-from .contents import MODEL, TRAINED, Entry, file_base, model_entries, optimizer_entries, optimizers_of
+from .contents import (
+    MODEL,
+    TRAINED,
+    Entry,
+    check_arguments,
+    file_base,
+    model_entries,
+    optimizer_entries,
+    optimizers_of,
+)
 from .folder import find, lock, prune, publish, stage
 from .header import FilePlan, plan_files
 from .manifest import NAME as MANIFEST
@@ -78,8 +88,8 @@ def save_state(
     name: of the checkpoint instead of checkpoint-`step`. add: called on every rank with an empty folder; the files that
     it writes there become files of the checkpoint, of those with one name the lowest rank's.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep}: at least the checkpoint that is being saved remains")
+    check_arguments(folder, model, optimizer, scheduler)
+    _check_options(step, keep, trained_only, non_blocking, name, add)
     world, root = current_world(), Path(folder).resolve()
     world.assemble("save_state")
     keeper = world.kept.setdefault(root, _Keeper())
@@ -97,6 +107,23 @@ def save_state(
         return keeper.saving
     _raise(job, job.finish(lambda: write_parts(job.staging, parts), _agreement(world)))
     return SavingState(world, job)
+
+
+def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, name: Any, add: Any) -> None:
+    """Raise TypeError or ValueError for options of `save_state` that are not what it documents."""
+    if step is not None:
+        expect_number("step", step, "at least 0, or None", lambda number: number >= 0, whole=True)
+    if keep is not None:
+        wanted = "at least 1, or None: at least the checkpoint that is being saved remains"
+        expect_number("keep", keep, wanted, lambda number: number >= 1, whole=True)
+    expect_flag("trained_only", trained_only)
+    expect_flag("non_blocking", non_blocking)
+    if name is not None:
+        expect_kind("name", name, str, "the name of a folder (str), or None")
+        if Path(name).name != name or name == "..":
+            raise ValueError(f"name must be that of a folder in `folder`, without a slash, got {name!r}")
+    if add is not None:
+        expect_callable("add", add, "a function of the empty folder (a Path), or None")
 
 
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
@@ -123,7 +150,7 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
     try:
         job.add(add)
     except Exception as error:
-        problem = _describe(error)
+        problem = f"the function that was given as add raised {_describe(error)}"
     _raise(job, _agreement(world)("add", problem))
 
 

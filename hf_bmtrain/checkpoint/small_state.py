@@ -7,7 +7,6 @@ import logging
 import pickle
 import random
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from ..optim.manager import OptimManager
 from ..runtime.launcher import seed_everything
 from ..runtime.world import World
-from .contents import groups_of, named_persistent_buffers, optimizers_of
+from .contents import groups_of, named_persistent_buffers, optimizers_of, schedulers_of
 from .ranges import checksum
 
 _log = logging.getLogger("hf_bmtrain")
@@ -128,12 +127,6 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
                 f"its {saved['kind']} has parameter groups of {[*map(len, theirs)]} parameters, this one of "
                 f"{[*map(len, mine)]}, or of others: make the optimizer with the same groups"
             )
-
-
-def schedulers_of(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, Iterable) else [given]
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------

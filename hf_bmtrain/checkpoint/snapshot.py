@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from .ranges import Part, write_parts
 
 _log = logging.getLogger("hf_bmtrain")
 _ALIGNMENT = 64
+_TURN_BYTES = 256 << 20
+"""Of one copy at a time: a flag that training sends to the host (transformers' masks do) waits for no more."""
 
 
 class HostMemory:
@@ -82,17 +85,15 @@ class Snapshot:
         except RuntimeError as error:
             _log.warning("save_state: the next optimizer step waits until the checkpoint is written. %s", error)
             return None
-        copies = []
-
-        def copy() -> None:
-            for start, part in zip(starts, self._parts):
-                target = host[start : start + part.values.nbytes].view(part.values.dtype)
-                copies.append(part._replace(values=target.copy_(part.values, non_blocking=True)))
-
+        targets = [
+            host[start : start + part.values.nbytes].view(part.values.dtype) for start, part in zip(starts, self._parts)
+        ]
         stream = work_stream(self._device)
-        stream.run(copy)
-        stream.record_event().synchronize()
-        return copies
+        for target, part in zip(targets, self._parts):
+            for to, values in zip(_in_turns(target), _in_turns(part.values)):
+                stream.run(functools.partial(to.copy_, values, non_blocking=True))
+                stream.record_event().synchronize()  # a copy engine lets others in when its queue is empty
+        return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
         """Let optimizers step. Raises RuntimeError if the values were written."""
@@ -104,3 +105,8 @@ class Snapshot:
                 "`wait()` of what save_state returned before you write them, or save without non_blocking."
             )
         self._taken.set()
+
+
+def _in_turns(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return 1-D `values` in views of at most `_TURN_BYTES`."""
+    return values.split(max(1, _TURN_BYTES // values.itemsize))

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from ..ops.expect import expect_kind, expect_module
 from ..optim.adam import AdamOptimizer
 from ..optim.checkpoint import divide_state, save_state
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
-from .contents import LoadedState, named
+from .contents import LoadedState, named, refuse_quantized
 
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
@@ -42,6 +43,9 @@ class DCPState:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         from torch.distributed import checkpoint  # imports for a second
 
+        expect_module("model", model)
+        if optimizer is not None:
+            expect_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         if not hasattr(checkpoint, "CheckpointableTensor"):
             raise RuntimeError(
                 f"DCPState needs torch.distributed.checkpoint.CheckpointableTensor, of torch 2.15; this is torch "
@@ -126,7 +130,11 @@ def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the slices, ordinary parameters and persistent buffers of a state dict, tied ones under each name."""
+    """Return the slices, ordinary parameters and persistent buffers of a state dict, tied ones under each name.
+
+    Raises ValueError if one is quantized.
+    """
+    refuse_quantized(model)
     tensors: dict[str, Any] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         buffers = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}

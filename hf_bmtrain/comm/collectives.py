@@ -7,7 +7,6 @@ all communicators in the same order, from one thread at a time.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,15 +15,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .control import comes, end_group
+from .control import PATIENCE, comes, end_group, keep_group, wait_for
 from .journal import Journal, code
 from .streams import DONE, Ticket
 
 # torch 2.13 renames the collective and warns about its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
-_SLICE_SECONDS = 1.0
-_DIAGNOSIS_SECONDS = 3.0  # an operation fails at once if its tensors differ in size, before the journals are compared
+_LATER = timedelta(seconds=60)  # for which gloo waits longer, so that the reason comes from here
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -53,6 +51,10 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         """Replace `tensor` by that of rank `root`."""
+        ...
+
+    def unfinished(self) -> bool:
+        """Return whether an operation that was issued is not complete. From any thread."""
         ...
 
     def close(self, abort: bool) -> None:
@@ -139,37 +141,39 @@ class SingleProcess:
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         return DONE
 
+    def unfinished(self) -> bool:
+        return False
+
     def close(self, abort: bool) -> None:
         pass
 
 
 class _GlooTicket:
     def __init__(
-        self, label: str, work: dist.Work, under_way: set[dist.Work], journal: Journal, finish: Callable | None
+        self,
+        label: str,
+        work: dist.Work,
+        under_way: set[dist.Work],
+        journal: Journal,
+        seconds: float,
+        finish: Callable | None,
     ) -> None:
-        self._label, self._work, self._under_way, self._journal, self._finish = label, work, under_way, journal, finish
+        self.label, self._seconds = label, seconds
+        self._work, self._under_way, self._journal, self._finish = work, under_way, journal, finish
 
     def wait(self) -> None:
         try:
-            self._wait()
+            wait_for(self._work, self._journal, self._seconds)
         except RuntimeError as error:
-            self._journal.check(_DIAGNOSIS_SECONDS)
+            self._journal.refuse()
             raise RuntimeError(
-                f"{self._label} failed: another rank ended, raised, or did not reach this operation "
+                f"{self.label} failed: another rank ended, raised, or did not reach this operation "
                 f"within the timeout. Look for the first error among the ranks' logs. ({error})"
             ) from error
         finally:
             self._under_way.discard(self._work)
         if self._finish is not None:
             self._finish()
-
-    def _wait(self) -> None:
-        """Wait for the work, or until the ranks have been found to differ."""
-        while not self._work.is_completed():
-            if comes(self._work, _SLICE_SECONDS):
-                return
-            self._journal.check()
-        self._work.wait()  # raises its error
 
 
 class GlooCommunicator:
@@ -179,8 +183,8 @@ class GlooCommunicator:
     """
 
     def __init__(self, name: str, timeout: timedelta) -> None:
-        self._name, self.journal = name, Journal(name)
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._name, self.journal, self._seconds = name, Journal(name), timeout.total_seconds() + PATIENCE
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER)
         self._under_way: set[dist.Work] = set()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -215,11 +219,13 @@ class GlooCommunicator:
         work = dist.broadcast(as_bytes(tensor), root, group=self._group, async_op=True)
         return self._ticket("broadcast", tensor, work)
 
+    def unfinished(self) -> bool:
+        return any(not work.is_completed() for work in list(self._under_way))
+
     def close(self, abort: bool) -> None:
         end = time.monotonic() + _ABORT_SECONDS
         if abort and not all(comes(work, end - time.monotonic()) or work.is_completed() for work in self._under_way):
-            # The group's threads wait for another rank, and its destructor would wait for them: it is never destroyed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            keep_group(self._group)
             return
         self._under_way.clear()
         end_group(self._group)
@@ -229,7 +235,7 @@ class GlooCommunicator:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
         self._under_way.add(work)  # until it has been waited for
         label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on communicator '{self._name}'"
-        return _GlooTicket(label, work, self._under_way, self.journal, finish)
+        return _GlooTicket(label, work, self._under_way, self.journal, self._seconds, finish)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

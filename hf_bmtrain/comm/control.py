@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
+import zlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,59 +14,68 @@ import torch
 import torch.distributed as dist
 
 from ..ops.torch_internals import default_store
+from .journal import Journal, code
 
-_LATER = 5.0  # seconds that the other ranks wait longer than rank 0, which finds out which ranks are missing
+_LATER = timedelta(seconds=60)  # for which gloo waits longer, so that the reason comes from here
+_SLICE_SECONDS = 1.0
+_DIAGNOSIS_SECONDS = 5.0  # an operation fails at once if another process has ended, before that is found out
+PATIENCE = 5.0
+"""Seconds beyond the timeout, so that the watch ends the wait, which knows more."""
 
 
 class Control:
     """Collectives over Python objects, and posts. With one process all methods return at once.
 
-    `gather`, `broadcast_object` and `barrier` are collective.
+    `gather`, `broadcast_object`, `barrier` and `any` are collective. journal: of these. timeout: seconds that they wait
+    for the other ranks. occasions: what they were for, by the numbers in the journal.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         """Make a group of all ranks of torch's default process group, if there are several. Collective."""
-        self.size = size
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+        self.size, self.timeout = size, timeout.total_seconds()
+        self.journal = Journal("control")
+        self.occasions: dict[int, str] = {}
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
+        self._last: Any = None  # the last barrier
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
         """Return every rank's `value`, in rank order."""
         values = [value]
         if self._group is not None:
+            self.barrier(occasion)
             values = [None] * self.size
-            dist.all_gather_object(values, value, group=self._group)
+            with explained_by(self.journal):
+                dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's `value`."""
         values = [value]
         if self._group is not None:
-            dist.broadcast_object_list(values, src=0, group=self._group)
+            self.barrier("a broadcast of rank 0's object")
+            with explained_by(self.journal):
+                dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    def barrier(self, seconds: float) -> None:
-        """Wait at most `seconds` for every rank.
+    def barrier(self, occasion: str, seconds: float | None = None) -> None:
+        """Wait at most `seconds`, by default the timeout, for every rank to come to the same occasion.
 
-        Raise RuntimeError on the ranks that arrived if others did not; the group is unusable then. Rank 0 receives a
-        message from each rank and names the missing ones. (torch's monitored_barrier limits the wait on rank 0 only.)
+        Raises RuntimeError if others did not come; no exchange is possible then.
         """
+        self.any(False, occasion, seconds)
+
+    def any(self, flag: bool, occasion: str, seconds: float | None = None) -> bool:
+        """Return whether a rank passes True. A barrier, in one message where `gather` takes several."""
         if self._group is None:
-            return
-        if dist.get_rank() != 0:
-            sent = dist.isend(torch.zeros(1), 0, group=self._group)  # cancelled when it is dropped
-            answer = dist.irecv(torch.zeros(1), 0, group=self._group)
-            if not (comes(sent, seconds) and comes(answer, seconds + _LATER)):
-                raise RuntimeError("Rank 0 did not come, or says which rank did not.")
-            return
-        others = range(1, self.size)
-        arriving = [dist.irecv(torch.zeros(1), rank, group=self._group) for rank in others]
-        end = time.monotonic() + seconds
-        missing = [rank for rank, work in zip(others, arriving) if not comes(work, end - time.monotonic())]
-        if missing:
-            raise RuntimeError(f"Missing: rank {', '.join(map(str, missing))}.")
-        for work in [dist.isend(torch.zeros(1), rank, group=self._group) for rank in others]:
-            comes(work, _LATER)
+            return flag
+        number = zlib.crc32(occasion.encode())
+        self.occasions[number] = occasion
+        self.journal.note(code("exchange", number))
+        flags = torch.tensor([float(flag)], device="cpu")
+        self._last = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        wait_for(self._last, self.journal, self.timeout + PATIENCE if seconds is None else seconds)
+        return bool(flags.item())
 
     # -- posts, which are not collective ------------------------------------------------------------------------
 
@@ -93,10 +105,41 @@ class Control:
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """End the group's threads. None waits for another rank, since every collective here is synchronous."""
-        if self._group is not None:
+        """End the group's threads, unless they wait for another rank in a barrier that was given up."""
+        given_up = self._last is not None and not self._last.is_completed()
+        self._last = None  # it refers to the group
+        if given_up:
+            keep_group(self._group)
+        elif self._group is not None:
             end_group(self._group)
         self._group = None
+
+
+def wait_for(work: Any, journal: Journal, seconds: float) -> None:
+    """Wait until an operation of gloo is complete, at most `seconds`.
+
+    Raises RuntimeError if it fails, and the journal's problem as soon as there is one.
+    """
+    end = time.monotonic() + seconds
+    while not work.is_completed():
+        left = end - time.monotonic()
+        if left <= 0:
+            raise RuntimeError(f"Not all ranks came within {seconds:.0f} s.")
+        if comes(work, min(left, _SLICE_SECONDS)):
+            return
+        journal.check()
+    with explained_by(journal):
+        work.wait()  # raises its error
+
+
+@contextlib.contextmanager
+def explained_by(journal: Journal) -> Iterator[None]:
+    """Replace an error of gloo by the journal's problem, if the watch finds one within seconds."""
+    try:
+        yield
+    except RuntimeError:
+        journal.check(_DIAGNOSIS_SECONDS)
+        raise
 
 
 def comes(work: Any, seconds: float) -> bool:
@@ -106,6 +149,11 @@ def comes(work: Any, seconds: float) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def keep_group(group: Any) -> None:
+    """Never destroy a process group whose threads wait for another rank: its destructor would wait for them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def end_group(group: Any) -> None:

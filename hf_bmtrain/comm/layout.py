@@ -32,6 +32,13 @@ class Layout:
     """Tensors of `numels` elements, stored at `offsets` of a buffer of `world_size` shards of `shard_numel` elements.
 
     The pieces of all ranks tile every tensor exactly; elements that belong to no tensor are padding.
+
+    grain: in elements. Every tensor begins on a multiple of it, counted from the start of the buffer, and so does every
+    shard. So a tensor is cut at multiples of the grain from its own start alone: what has a meaning only whole (64
+    elements with one scale, rows of a matrix) is never divided between ranks. `offsets` do not depend on the number
+    of shards. Padding is less than one grain after each tensor, and less than `world_size` + 1 grains at the end: the
+    last ranks may store less than the others, perhaps nothing. A grain as large as the largest tensor gives whole
+    tensors to ranks.
     """
 
     numels: tuple[int, ...]
@@ -40,14 +47,14 @@ class Layout:
     world_size: int
 
     @classmethod
-    def build(cls, numels: Sequence[int], world_size: int, alignment: int) -> Layout:
-        """Lay out tensors of `numels` elements; `alignment` is in elements."""
-        assert world_size >= 1 and alignment >= 1, (world_size, alignment)
+    def build(cls, numels: Sequence[int], world_size: int, grain: int) -> Layout:
+        """Lay out tensors of `numels` elements."""
+        assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end = [], 0
         for numel in numels:
             offsets.append(end)
-            end = _round_up(end + numel, alignment)
-        shard_numel = _round_up(-(-end // world_size), alignment)
+            end = _round_up(end + numel, grain)
+        shard_numel = _round_up(-(-end // world_size), grain)
         return cls(tuple(numels), tuple(offsets), shard_numel, world_size)
 
     @property

@@ -60,6 +60,7 @@ class NcclCommunicator:
         self._name, self._device, self.journal = name, device, Journal(name)
         self.rank, self.size = rank, size
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._last: torch.cuda.Event | None = None
         with torch.cuda.device(device):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
@@ -79,6 +80,9 @@ class NcclCommunicator:
         self.journal.note(code("broadcast", tensor.numel()))
         return self._issue(self._comm.broadcast, tensor, tensor, (*_moved(tensor), root))
 
+    def unfinished(self) -> bool:
+        return self._last is not None and not self._last.query()
+
     def close(self, abort: bool) -> None:
         if abort:
             self._comm.abort()
@@ -95,7 +99,7 @@ class NcclCommunicator:
                 f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on communicator '{self._name}' "
                 f"failed: {error}. NCCL_DEBUG=INFO tells more."
             ) from error
-        event = torch.cuda.Event()
+        event = self._last = torch.cuda.Event()
         event.record(self._stream)
         return _CudaTicket(event, send, receive)
 

@@ -86,8 +86,8 @@ def finish(device: torch.device) -> None:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether `device` has memory separate from the host's."""
-    return device.type == "cuda"
+    """Return whether `device` has memory separate from the host's. The meta device stands for one that has."""
+    return device.type != "cpu"
 
 
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:

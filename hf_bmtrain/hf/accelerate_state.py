@@ -20,6 +20,7 @@ from ..checkpoint import small_state
 from ..checkpoint.folder import find
 from ..checkpoint.load_state import load_state
 from ..checkpoint.save_state import let_others_save, save_state
+from ..ops.expect import expect_kind
 from ..runtime.launcher import check_accelerator
 from ..runtime.world import World, current_world
 from ..sharding.store import flush
@@ -33,6 +34,7 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
     which is checksummed and published by one rename. Checkpoints beyond `total_limit` are deleted after that.
     Returns `accelerator`; both methods are collective then.
     """
+    expect_kind("accelerator", accelerator, Accelerator, "an accelerate.Accelerator")
     states = _AcceleratorStates(accelerator)
     accelerator.save_state, accelerator.load_state = states.save, states.load
     return accelerator

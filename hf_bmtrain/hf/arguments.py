@@ -16,6 +16,13 @@ from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 _OLDEST_ACCELERATE = (1, 14)
+_EQUAL = (
+    "max_grad_norm", "learning_rate", "weight_decay", "optim", "lr_scheduler_type", "warmup_steps", "bf16", "fp16",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "logging_strategy",
+    "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_only_model",
+    "load_best_model_at_end",
+)  # fmt: skip
+"""Arguments by which the ranks would make other steps, split rows otherwise, or come to collectives at other times."""
 
 
 def check_versions() -> None:
@@ -32,7 +39,7 @@ def check_versions() -> None:
 def check_model(model: Any) -> None:
     """Raise RuntimeError unless every parameter of `model` is sharded."""
     parameters = list(model.parameters())
-    sharded = sum(type(parameter) is DistributedParameter for parameter in parameters)
+    sharded = sum(isinstance(parameter, DistributedParameter) for parameter in parameters)
     if sharded < len(parameters):
         raise RuntimeError(
             f"BMTrainCallback: {sharded} of the {len(parameters)} parameters of {type(model).__name__} are sharded. "
@@ -62,6 +69,11 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
         )
     check_accelerator(current_world().size)
     _check_precision(args, {parameter.dtype for parameter in model.parameters()})
+
+
+def agree_on_arguments(args: TrainingArguments) -> None:
+    """Raise RuntimeError unless the arguments that must be equal on all ranks are. Collective."""
+    current_world().agree("Trainer.train", {name: getattr(args, name, None) for name in _EQUAL})
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -12,11 +12,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
 from ..blocks.block import CheckpointBlock
+from ..ops.expect import expect_flag
 from ..optim import AdamOptimizer
 from ..runtime.world import current_world
 from ..wrap.auto_wrap import auto_wrap
 from ..wrap.check import holds_additions
-from .arguments import check_arguments, check_model, check_optimizer, warn_of_missing_masters
+from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
+from .bad_numbers import BadNumbers
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
 from .speed import Speedometer, count_parameters
 from .staging import StagedWeights
@@ -32,7 +34,9 @@ class BMTrainCallback(TrainerCallback):
     trainer itself added. Before every save, which Trainer performs on rank 0 alone, all ranks write their parts of
     weights and optimizer state to the checkpoint. It compiles the blocks if `torch_compile` is set. To log entries of
     the training loss it adds samples_per_second, tokens_per_second (of all ranks), model_tflops_per_device,
-    peak_memory_gib (of the rank with most) and, with loss scaling, loss_scale.
+    peak_memory_gib (of the rank with most) and, with loss scaling, loss_scale. A gradient norm of inf or nan, or a loss
+    scale below 1, in such an entry is a warning that is followed by the block, parameter and rank it comes from; after
+    three such norms in a row training ends with an error.
 
     Pass it last in `callbacks`, so that it sees whether the others requested a save. Reporters such as TensorBoard run
     before it and miss its numbers; with `bmt.hf.Trainer` they receive them.
@@ -42,6 +46,7 @@ class BMTrainCallback(TrainerCallback):
     """
 
     def __init__(self, save_on_sigterm: bool = False) -> None:
+        expect_flag("save_on_sigterm", save_on_sigterm)
         self._save_on_sigterm = save_on_sigterm
         self._termination: Termination | None = None
         self._terminating = False
@@ -49,6 +54,7 @@ class BMTrainCallback(TrainerCallback):
         self._checkpoints: TrainerCheckpoints | None = None
         self.resumed: str | None = None  # the folder that Trainer resumes from, if bmt.hf.Trainer knows it
         self._speed: Speedometer | None = None
+        self._numbers: BadNumbers | None = None
         self._compiled = False
         self._report: dict[str, float] = {}
 
@@ -80,12 +86,14 @@ class BMTrainCallback(TrainerCallback):
     ) -> None:
         self._adopt(args, model)
         self._close()
+        agree_on_arguments(args)
         check_optimizer(_inner(optimizer))
         warn_of_missing_masters(model, _inner(optimizer))
         self._checkpoints = TrainerCheckpoints(model, _inner(optimizer), args)
         given = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
         self._checkpoints.load(self.resumed, given, self._folder(args, state))
         self._speed = Speedometer(model)
+        self._numbers = BadNumbers(model.parameters())
         self._termination = Termination() if self._save_on_sigterm else None
         if args.torch_compile and not self._compiled:
             for block in model.modules():
@@ -102,10 +110,10 @@ class BMTrainCallback(TrainerCallback):
     def _close(self) -> None:
         if self._checkpoints is not None:  # a training that failed while Trainer was saving
             self._checkpoints.withdraw()
-        for part in (self._speed, self._termination):
+        for part in (self._speed, self._termination, self._numbers):
             if part is not None:
                 part.close()
-        self._checkpoints = self._speed = self._termination = None
+        self._checkpoints = self._speed = self._termination = self._numbers = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -116,7 +124,8 @@ class BMTrainCallback(TrainerCallback):
         self._speed.resume()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self._speed is not None
+        assert self._speed is not None and self._numbers is not None
+        self._numbers.end_step(state.global_step)
         if self._termination is not None and self._termination.agreed():
             self._terminating = control.should_save = True
             control.should_evaluate = False
@@ -176,6 +185,8 @@ class BMTrainCallback(TrainerCallback):
         if logs is not None and "loss" in logs:
             state.log_history[-1].update(self._report)
             self.take_report(logs)
+            if self._numbers is not None:
+                self._numbers.look(state.global_step, logs.get("grad_norm"), logs.get("loss_scale"))
 
 
 def _inner(optimizer: Any) -> Any:

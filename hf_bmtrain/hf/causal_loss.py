@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from ..blocks.base import extend_class
 from ..loss import linear_cross_entropy
+from ..ops.expect import expect_module
 from ..ops.torch_internals import pytree
 
 _log = logging.getLogger("hf_bmtrain")
@@ -30,6 +31,7 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     model: any model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`. If its
     loss cannot be fused, it is left unchanged, and one log line gives the reason.
     """
+    expect_module("model", model)
     find_head = getattr(model, "get_output_embeddings", None)
     head: Any = find_head() if callable(find_head) else None
     reason = _why_not(model, head)

@@ -14,10 +14,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from ..recompute.policy import UseCheckpoint
-from ..runtime.world import World, current_world
+from ..ops.expect import expect_flag, expect_kind, expect_path
+from ..recompute.policy import UseCheckpoint, check_use_checkpoint
+from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.scattered import ScatteredParameter, divide_unless_mapped_everywhere
+from ..sharding.slots import tensor_facts
 from ..wrap.auto_wrap import auto_wrap
+from ..wrap.keep_frozen import KeepFrozen, check_keep_frozen
+from ..wrap.quantize import check_quantize_frozen
 
 _log = logging.getLogger("hf_bmtrain")
 _REFUSED = (
@@ -36,6 +40,8 @@ def from_pretrained(
     use_checkpoint: UseCheckpoint = True,
     compile: bool | str = False,
     blocks: Sequence[str] | None = None,
+    keep_frozen: KeepFrozen = "auto",
+    quantize_frozen: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Return `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, never whole. Collective.
@@ -49,13 +55,18 @@ def from_pretrained(
     where transformers overwrites the padding's row of a loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP).
 
     auto_class: AutoModelForCausalLM, LlamaForCausalLM, … kwargs: of its `from_pretrained`; with
-    `output_loading_info=True` the result is (model, info). zero_level, use_checkpoint, compile: of `auto_wrap`.
+    `output_loading_info=True` the result is (model, info). zero_level, use_checkpoint, compile, keep_frozen: of
+    `auto_wrap`.
     blocks: names of the modules that become blocks instead, as `auto_wrap` takes the modules.
+    quantize_frozen: of `auto_wrap`; all that is loaded is frozen, for adapters that are added to the result.
 
     Raises what `auto_class.from_pretrained` raises, and RuntimeError on the other ranks; ValueError for quantized
     weights, adapters and arguments that place or divide the model in another way.
     """
     world = current_world()
+    _check_arguments(auto_class, name_or_path, zero_level, use_checkpoint, compile, blocks)
+    check_keep_frozen(keep_frozen)
+    check_quantize_frozen(quantize_frozen)
     world.assemble("from_pretrained")
     failure: Exception | None = None
     loaded: Any = None
@@ -73,9 +84,40 @@ def from_pretrained(
     divide_unless_mapped_everywhere(scattered, world)
     _tie_equal(model, world)
     _report(model, world)
-    chosen = None if blocks is None else [model.get_submodule(name) for name in blocks]
-    auto_wrap(model, zero_level, use_checkpoint, compile, chosen)
+    chosen = None if blocks is None else [_find_block(model, name) for name in blocks]
+    if quantize_frozen is not None:
+        model.requires_grad_(False)
+    frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
+    auto_wrap(model, zero_level, use_checkpoint, compile, chosen, **frozen)
     return loaded
+
+
+def _check_arguments(
+    auto_class: Any, name_or_path: Any, zero_level: Any, use_checkpoint: Any, compile: Any, blocks: Any
+) -> None:
+    """Raise TypeError or ValueError for arguments that `auto_wrap` would refuse when the model has been read."""
+    if not callable(getattr(auto_class, "from_pretrained", None)):
+        raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
+    if name_or_path is not None:
+        expect_path("name_or_path", name_or_path)
+    check_zero_level(3 if zero_level is None else zero_level)
+    check_use_checkpoint(use_checkpoint)
+    if not isinstance(compile, str) or not compile:
+        expect_flag("compile", compile)
+    if blocks is not None:
+        wanted = "a list of names of modules, as model.named_modules() gives them, or None"
+        expect_kind("blocks", blocks, (list, tuple), wanted)
+        for name in blocks:
+            expect_kind("blocks", name, str, wanted)
+
+
+def _find_block(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(
+            f"blocks= must name modules of {type(model).__name__}, and it has no {name!r}: {error}"
+        ) from error
 
 
 def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
@@ -169,17 +211,7 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
 
 def _check_alike(model: torch.nn.Module, world: World) -> None:
     """Raise RuntimeError if the ranks found different tensors in their files. Collective."""
-    mine = {
-        name: (tuple(p.shape), p.dtype, "in the files" if isinstance(p, ScatteredParameter) else "not in the files")
-        for name, p in model.named_parameters()
-    }
-    for rank, theirs in enumerate(world.gather_objects(mine)):
-        for name in [*mine, *theirs]:
-            if mine.get(name) != theirs.get(name):
-                raise RuntimeError(
-                    f"from_pretrained: '{name}' is {mine.get(name)} on rank {world.rank} and {theirs.get(name)} on "
-                    f"rank {rank}. Every host needs the same files."
-                )
+    world.agree("from_pretrained", tensor_facts(model), {"files of": getattr(model, "name_or_path", None)})
 
 
 def _tie_equal(model: Any, world: World) -> None:

@@ -9,6 +9,7 @@ import transformers
 
 from ..checkpoint.load_state import load_state
 from ..checkpoint.manifest import NAME as MANIFEST
+from ..ops.expect import expect_kind
 from .callback import BMTrainCallback
 from .checkpoints import find_damage, newest_whole, writes_own_weights
 from .speed import count_parameters
@@ -28,6 +29,7 @@ class TrainerMixin:
     model: Any
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
+        expect_kind("callbacks", callbacks, (list, tuple, type(None)), "a list of callbacks, or None")
         callbacks = list(callbacks or [])
         if not any(isinstance(callback, BMTrainCallback) or callback is BMTrainCallback for callback in callbacks):
             callbacks.append(BMTrainCallback())

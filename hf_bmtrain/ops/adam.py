@@ -135,7 +135,7 @@ def adam_update(
         expect("weight", weight, (torch.float16, torch.bfloat16), (n,), device)
     expect("record", record, (torch.float32,), (len(RECORD),), device)
     chosen = variant(grad.dtype, exp_avg.dtype, None if weight is None else weight.dtype, master.dtype, coupled)
-    if n == 0:
+    if n == 0 or master.is_meta:
         return
     if not master.is_cuda:
         return update_reference(grad, master, exp_avg, exp_avg_sq, weight, record, index_base)

@@ -138,8 +138,8 @@ class TorchSteps:
 
 
 def kernels_serve(device: torch.device) -> bool:
-    """Return whether the kernels run on this device."""
-    return device.type == "cuda"
+    """Return whether the kernels run on this device. The meta device stands for a CUDA device."""
+    return device.type != "cpu"
 
 
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:

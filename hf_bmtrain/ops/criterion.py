@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .cross_entropy import CrossEntropy
+from .expect import expect_number, expect_tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 NumItems = Tensor | float | None
@@ -26,7 +28,7 @@ class Criterion:
     num_items: NumItems = None
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
+        if not isinstance(self.reduction, str) or self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}")
         if self.num_items is None:
             return
@@ -37,8 +39,9 @@ class Criterion:
         if isinstance(self.num_items, Tensor):
             if self.num_items.numel() != 1:
                 raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(self.num_items.shape)}")
-        elif not self.num_items >= 0:
-            raise ValueError(f"num_items_in_batch must not be negative, got {self.num_items}")
+        else:
+            wanted = "finite and must not be negative"
+            expect_number("num_items_in_batch", self.num_items, wanted, lambda n: 0 <= n < math.inf)
 
     def indices(self, targets: Tensor, classes: int) -> Tensor:
         """Return the targets as int64, since uint8 cannot hold -100.
@@ -93,6 +96,8 @@ def criterion(
     num_items: NumItems,
 ) -> Criterion:
     """Return a Criterion from the arguments of the public functions."""
+    if class_weight is not None:
+        expect_tensor("the class weights (weight, class_weight)", class_weight)
     weight = None if class_weight is None else class_weight.detach().float().contiguous()
     return Criterion(CrossEntropy(ignore_index, label_smoothing, z_loss, softcap, weight), reduction, num_items)
 

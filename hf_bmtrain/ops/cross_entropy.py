@@ -4,6 +4,7 @@ The methods of `CrossEntropy` use kernels/cross_entropy*.cu for CUDA tensors and
 reduces the rows: the factor of each row is an argument.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bmtrain.ops.expect import expect
+from hf_bmtrain.ops.expect import expect, expect_number
 from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
 SCRATCH = 640  # bytes of shared memory in addition to the staged row, as in the source
@@ -85,13 +86,16 @@ class CrossEntropy:
     class_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
-        if self.softcap < 0.0 or self.z_loss < 0.0:
-            raise ValueError(f"softcap and z_loss must not be negative, got {self.softcap} and {self.z_loss}")
+        expect_number("ignore_index", self.ignore_index, "of 64 bits", lambda n: -(2**63) <= n < 2**63, whole=True)
+        wanted = "a share and must lie in [0, 1]"
+        expect_number("label_smoothing", self.label_smoothing, wanted, lambda part: 0 <= part <= 1)
+        for name, factor in (("z_loss", self.z_loss), ("softcap", self.softcap)):
+            expect_number(name, factor, "finite and must not be negative", lambda factor: 0 <= factor < math.inf)
         if self.class_weight is not None and self.class_weight.dim() != 1:
             shape = tuple(self.class_weight.shape)
-            raise ValueError(f"class weights must have shape (C,), one number a class, got {shape}")
+            raise ValueError(
+                f"class weights (weight, class_weight) must have shape (C,), one number a class, got {shape}"
+            )
 
     def count(self, targets: Tensor) -> Tensor:
         """Return the divisor of a mean, (1,) float32: the sum of w_t over rows that are not ignored."""
@@ -103,6 +107,8 @@ class CrossEntropy:
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return (losses, lses), each (N,) float32. The arguments are not written."""
         self._check(logits, targets)
+        if logits.is_meta:
+            return _empty_losses(logits)
         if not logits.is_cuda:
             return self.reference_losses(logits, targets)
         return self._launch_rows("cross_entropy_losses", logits, targets)
@@ -111,6 +117,8 @@ class CrossEntropy:
         """Return `losses`, and write the gradient of sum(scale * losses) over the logits: one read, one write."""
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
+        if logits.is_meta:
+            return _empty_losses(logits)
         if not logits.is_cuda:
             losses, lses = self.reference_losses(logits, targets)
             logits.detach().copy_(self.reference_gradient(logits, targets, lses, scale))
@@ -126,6 +134,8 @@ class CrossEntropy:
         _check_scale("scale", scale, logits)
         expect("lses", lses, (torch.float32,), (logits.shape[0],), logits.device)
         out = logits if out is None else out
+        if logits.is_meta:
+            return
         if not logits.is_cuda:
             out.detach().copy_(self.reference_gradient(logits, targets, lses, scale))
         elif logits.shape[0] > 0:
@@ -223,6 +233,8 @@ def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
     _check_logits(gradient)
     _check_scale("wanted", wanted, gradient)
     _check_scale("used", used, gradient)
+    if gradient.is_meta:
+        return
     if not gradient.is_cuda:
         factor = torch.where((wanted == used) | (used == 0), torch.ones_like(used), wanted / used)
         gradient.copy_(gradient.float() * factor[:, None])
@@ -231,6 +243,11 @@ def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
         launch = kernel(gradient_variant(gradient.dtype, False, False), "rescale", gradient.device)
         rows = (gradient, gradient.stride(0), gradient.shape[1], parts)
         launch(gradient.shape[0] * parts, 256, *rows, wanted, _stride(wanted), used, _stride(used))
+
+
+def _empty_losses(logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows = logits.new_empty(len(logits), dtype=torch.float32)
+    return rows, torch.empty_like(rows)
 
 
 def _parts(logits: Tensor) -> int:

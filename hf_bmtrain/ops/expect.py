@@ -1,7 +1,13 @@
-"""The check of a tensor argument."""
+"""Checks of arguments, whose errors name the argument, what it must be and what it is."""
 
-from collections.abc import Collection
+from __future__ import annotations
 
+import numbers
+import os
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
 import torch
 
 
@@ -16,3 +22,63 @@ def expect(
         f"{name} must be contiguous {wanted} of shape {shape} on {device}, got {tensor.dtype} of shape "
         f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
     )
+
+
+def expect_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError, with `wanted` as the way out, unless `value` is an instance of one of `kinds`."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
+
+
+def expect_module(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a torch.nn.Module."""
+    expect_kind(name, value, torch.nn.Module, "a torch.nn.Module")
+
+
+def expect_tensor(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a tensor."""
+    expect_kind(name, value, torch.Tensor, "a torch.Tensor")
+
+
+def expect_path(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a path, and ValueError for the empty string."""
+    expect_kind(name, value, (str, os.PathLike), "a path, as a str or os.PathLike")
+    if value == "":
+        raise ValueError(f"{name} must be a path, got an empty string (a variable that is not set?)")
+
+
+def expect_callable(name: str, value: Any, wanted: str) -> None:
+    """Raise TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
+
+
+def expect_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is True, False, 1, 0 or None. Text is not: bool("False") is True."""
+    if not isinstance(value, (bool, int, np.bool_, type(None))) or value not in (0, 1, None):
+        raise TypeError(f"{name} must be True or False, got {_show(value)}")
+
+
+def expect_number(
+    name: str, value: Any, wanted: str, holds: Callable[[Any], Any] = lambda number: True, whole: bool = False
+) -> None:
+    """Raise TypeError unless `value` is a real number (an integer if `whole`), ValueError unless it `holds`.
+
+    wanted: says what holds, such as "at least 0". bool is no number. A comparison of NaN never holds.
+    """
+    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be {'an integer' if whole else 'a number'}, {wanted}, got {_show(value)}")
+    if not holds(value):
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def _show(value: Any) -> str:
+    """Return a short text for a value of the wrong type; a tensor on a device is not read."""
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    kind = type(value).__name__
+    if isinstance(value, (str, bytes, numbers.Number)):
+        return f"{repr(value)[:80]} of type {kind}"
+    if isinstance(value, torch.Tensor):
+        return f"a {kind} of shape {tuple(value.shape)}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {kind}"

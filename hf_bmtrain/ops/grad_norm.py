@@ -38,7 +38,7 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     expect("out", out, (torch.float64,), (2,), flat.device)
-    if flat.numel() == 0:
+    if flat.numel() == 0 or flat.is_meta:
         return
     if not flat.is_cuda:
         total = _sum_of_squares(flat)
@@ -95,6 +95,8 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     if segments.offsets[-1] > flat.numel():
         raise ValueError(f"segments end at {segments.offsets[-1]}, the tensor has {flat.numel()} elements")
+    if flat.is_meta:
+        return torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
     if not flat.is_cuda:
         parts = [_sum_of_squares(flat[a:b]) for a, b in itertools.pairwise(segments.offsets)]
         return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64)

@@ -17,6 +17,11 @@ class HostFlag:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def arrived(self) -> bool:
+        """True if `read` would not wait."""
+        return self._event is None or self._event.query()
+
     def read(self) -> float:
         """Return the value. Waits for the device if it has not reached that point yet."""
         if self._event is not None:

@@ -49,7 +49,7 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
             f"rows must be {mine.dtype} with adjacent elements, and own one of {others + 1} ranks: got {rows.dtype} "
             f"with strides {rows.stride()}, own = {own}"
         )
-    if n == 0:
+    if n == 0 or rows.is_meta:
         return torch.zeros(0, dtype=torch.float64, device=device)
     if not rows.is_cuda:
         reference(torch.cat([rows[:own], mine[None], rows[own:]]), out, total)

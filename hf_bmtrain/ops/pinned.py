@@ -26,6 +26,8 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
     torch's own pinned allocator rounds up to a power of two; this function does not. Raises RuntimeError, with the
     numbers, if the memory is not available. purpose: names the use of the memory in that error.
     """
+    if device.type == "meta":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=True)
     if nbytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
     available = available_bytes()

@@ -11,6 +11,7 @@ These private attributes, which cannot have an alias, are used as well:
 * `Module._parameters`, `._buffers` and `._modules`, the dictionaries behind `register_parameter` and similar methods,
   whose checks would cost time in every forward; `._forward_hooks` and similar, since hooks cannot be listed otherwise;
 * `Module._apply` and `._load_from_state_dict`, which subclasses extend since there are no public hooks;
+* `Library._destroy`, by which torch's own tests undo what a `torch.library.Library` has registered;
 * `DistributedDataParallel._active_ddp_module`, the only indication of a forward inside DistributedDataParallel.
 """
 
@@ -24,6 +25,7 @@ from torch._guards import TracingContext
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -77,6 +79,25 @@ wrapper. The module is public, the class undocumented."""
 
 pytree = pytree
 """Flattens arguments and outputs of any nesting. There is no public equivalent."""
+
+TorchDispatchMode = TorchDispatchMode
+"""A context in which a subclass of it sees every operation below autograd. Documented only where torch extends
+itself; the package's memory predictions follow storages by it."""
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator of torch.ops with one overload, which says what it writes, None for others.
+
+    There is no public equivalent.
+    """
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        overloads = operator.overloads()
+        operator = getattr(operator, overloads[0]) if len(overloads) == 1 else None
+    return operator._schema if isinstance(operator, torch._ops.OpOverload) else None
+
+
+preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
+"""`with preserve_version(tensor)`: writes to the tensor are not counted. There is no public equivalent."""
 
 # -- one operation on many tensors ----------------------------------------------------------------------------------
 # torch's optimizers are built on these; the public API has loops over single tensors only.

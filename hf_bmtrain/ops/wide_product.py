@@ -16,6 +16,8 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     """
     if a.dtype == torch.float32:
         return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    if a.is_meta:
+        return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32) if total is None else total
     if not a.is_cuda:
         return add_product(total, a.float(), b.float())
     if _wide_output(a.device):  # tensor cores add in float32; the sum is not rounded

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
+from ..ops.expect import expect_callable, expect_flag, expect_kind, expect_number
 from ..ops.residual import Master
 from ..ops.torch_internals import WithoutTorchFunction
 from ..runtime.world import current_world
 from ..slices.tensor import Sliced
-from .checkpoint import load_state, own_part, save_state
+from .checkpoint import check_state, load_state, own_part, save_state, whole_facts
 from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -70,23 +73,29 @@ class AdamOptimizer(torch.optim.Optimizer):
         decoupled: bool = True,
         exp_avg_dtype: torch.dtype = torch.float32,
     ) -> None:
-        if lr < 0 or min(eps, weight_decay, hold_steps) < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"AdamOptimizer needs lr, eps, weight_decay, hold_steps ≥ 0 and betas in [0, 1), got lr={lr}, "
-                f"eps={eps}, weight_decay={weight_decay}, hold_steps={hold_steps}, betas={betas}"
-            )
-        if exp_avg_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype}")
+        expect_kind("params", params, Iterable, "model.parameters() or a list of parameter groups")
+        if isinstance(params, torch.Tensor):
+            raise TypeError("params must be a list of parameters, got one tensor: put it in a list")
+        params = list(params)
+        if not params:
+            raise ValueError("params must hold parameters, and is empty: model.parameters() can be read once")
+        if not isinstance(exp_avg_dtype, torch.dtype) or exp_avg_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype!r:.80}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
         super().__init__(params, {**defaults, "decoupled": decoupled})
         self.loss_scale: torch.Tensor | None = None  # OptimManager's
         self._exp_avg_dtype = exp_avg_dtype
         self._loaded: set[torch.nn.Parameter] = set()  # whose state was loaded and is in no run yet
+        self.loaded_facts: dict[str, str] | None = None  # of the last load, which the next step compares and drops
         self._active: list[list[torch.nn.Parameter]] = []  # by group, the parameters of the runs
         self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
 
     def add_param_group(self, param_group: dict) -> None:
+        expect_kind("param_group", param_group, dict, 'a dict with "params"')
+        if "params" not in param_group:
+            raise ValueError(f'param_group must have "params", got the keys {", ".join(map(str, param_group))}')
+        _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in _DTYPES:
@@ -106,12 +115,16 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient, divided by `scale`."""
         loss = None
         if closure is not None:
+            expect_callable("closure", closure, "a function that computes the loss, or None")
             with torch.enable_grad():
                 loss = closure()
         # Subclasses extend `_step`: of an extended `step` torch would call the hooks twice.
+        if type(scale) is not float:
+            scale = _number("scale", scale)
         if scale == 1.0:
             self._step()
             return loss
+        expect_number("scale", scale, "finite and above 0", lambda number: 0 < number < math.inf)
         given = self.__dict__.get("grad_scale")
         divisor = torch.tensor(float(scale), device=self.param_groups[0]["params"][0].device)
         self.grad_scale = divisor if given is None else divisor * given
@@ -249,6 +262,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         gather: return a copy of the whole state, in host memory on rank 0 (other ranks get no tensors), for any number
         of ranks; every rank passes it to `load_state_dict`. Collective.
         """
+        expect_flag("gather", gather)
         if gather:
             return save_state(self, current_world(), gather=True)
         self._finish()
@@ -277,6 +291,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         Of whole tensors this rank's part is loaded. Until the next step it is a copy in host memory, so that no device
         stores it twice.
         """
+        check_state(state_dict)
         if "sliced" in state_dict:  # a gathered state
             return load_state(self, state_dict, current_world())
         self._load(state_dict, copy=True)
@@ -300,6 +315,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
         keys = [key for group in groups for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        given = [(each, *item) for key, each in zip(keys, mine) for item in state_dict["state"].get(key, {}).items()]
+        self.loaded_facts = whole_facts(given)
         for key, parameter in zip(keys, mine):
             for name, value in state_dict["state"].get(key, {}).items():
                 dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)
@@ -307,3 +324,26 @@ class AdamOptimizer(torch.optim.Optimizer):
                 self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copy)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
+
+
+def _check_settings(group: dict) -> None:
+    """Raise TypeError or ValueError for settings of a parameter group that Adam cannot use."""
+    numbers = {name: _number(name, group[name]) for name in ("lr", "eps", "weight_decay", "hold_steps")}
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r:.80}")
+    betas = tuple(_number("betas", beta) for beta in betas)
+    if not all(0 <= value < math.inf for value in numbers.values()) or not all(0 <= beta < 1 for beta in betas):
+        given = ", ".join(f"{name}={value}" for name, value in {**numbers, "betas": betas}.items())
+        raise ValueError(
+            f"AdamOptimizer needs finite lr, eps, weight_decay, hold_steps ≥ 0 and betas in [0, 1), got {given}"
+        )
+    expect_flag("decoupled", group["decoupled"])
+
+
+def _number(name: str, value: Any) -> float:
+    """Return the number that `value`, or a tensor of one element, is. Raises TypeError for anything else."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    expect_number(name, value, "or a tensor of one element")
+    return float(value)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 
+from ..ops.expect import expect_kind
 from ..runtime.launcher import accelerator_is_running
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from ..slices.tensor import SliceTensor
+from ..watch.agreement import contents, fingerprint
 from .runs import stored_numel
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
+_QUANTIZED = "__bnb_optimizer_quant_state__"
+_BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
+"""State of bitsandbytes: of the blocks of a whole tensor, and tables. The same on all ranks."""
 States = dict[Any, dict[str, Any]]
 """The "state" of an optimizer's state dict: by the number of the parameter, its values by name."""
 
@@ -36,6 +41,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     whole_state: WholeState | None = getattr(optimizer, "whole_state", None)
     with nullcontext() if whole_state is None else whole_state.local():
         state = optimizer.state_dict()
+    check_keys(optimizer, state["state"])
+    state = {**state, "state": {key: _with_quantized(values) for key, values in state["state"].items()}}
     if gather:
         whole, sliced = _gather(optimizer, state, world, keep=world.rank == 0)
         return {**state, "state": whole, "sliced": sliced}
@@ -43,13 +50,28 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
 
 
+def check_state(state_dict: Any) -> None:
+    """Raise TypeError or ValueError unless `state_dict` looks like an optimizer's."""
+    expect_kind("state_dict", state_dict, dict, "what state_dict() of an optimizer returned")
+    lacking = [key for key in ("state", "param_groups") if key not in state_dict]
+    if lacking:
+        raise ValueError(
+            f"state_dict must be what state_dict() of an optimizer returned: it has no {' and no '.join(lacking)}, but "
+            f"{', '.join(map(repr, [*state_dict][:5])) or 'nothing'}"
+        )
+
+
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: World) -> None:
     """Load a sharded state, or this rank's part of a gathered state, which every rank passes whole.
 
     What is loaded of a gathered state shares no memory with it. Raises ValueError for the sharded state of another rank
-    or another number of ranks.
+    or another number of ranks, and RuntimeError unless gathered states, or the settings in sharded ones, are equal on
+    all ranks. Collective.
     """
     state: States = saved["state"]
+    own = () if "sliced" in saved else ("state", "rank")
+    if world.size > 1:
+        world.agree("load_state_dict", contents({name: value for name, value in saved.items() if name not in own}))
     if "sliced" in saved:
         parameters = _by_key(optimizer, saved)
         state = {key: dict(values) for key, values in state.items()}
@@ -81,13 +103,16 @@ class WholeState:
     and `accelerator.save_state` calls it on every rank. Without one it returns this rank's slices. Either can be
     loaded: a tensor with as many elements as the whole parameter is sliced before the next step.
 
-    loaded: True from a load until `slice_loaded`, which the check before the next step calls.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._local, self.loaded = False, True
+        self._local = False
+        self._sliced: Any = None  # the optimizer's dict of states, which every load replaces, when it was sliced
         optimizer.register_state_dict_post_hook(self._make_whole)
-        optimizer.register_load_state_dict_post_hook(self._note_load)
+
+    def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True from a load until `slice_loaded`, which the check before the next step calls."""
+        return optimizer.state is not self._sliced
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -100,15 +125,12 @@ class WholeState:
 
     def slice_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace whole tensors in the state with this rank's slices, after a load."""
-        self.loaded = False
+        self._sliced = optimizer.state
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
                 for name, value in state.items():
                     own = own_part(parameter, name, value)
                     state[name] = own if _is_laid_out_like(value, parameter) or own is value else own.clone()
-
-    def _note_load(self, optimizer: torch.optim.Optimizer) -> None:
-        self.loaded = True
 
     def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._local or not state_dict["state"] or not accelerator_is_running():
@@ -120,7 +142,26 @@ class WholeState:
             "during a save loses no checkpoint; Accelerate deletes those beyond total_limit before it writes."
         )
         world.assemble("optimizer.state_dict")
+        check_keys(optimizer, state_dict["state"])
         return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
+
+
+def whole_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
+    """Return fingerprints of the whole tensors among (parameter, name, value) of a loaded state, for `World.agree`.
+
+    Those of a parameter that one rank stores completely are left out: there its slice looks like the whole.
+    """
+    facts: dict[str, str] = {}
+    for number, (parameter, name, value) in enumerate(entries):
+        if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor):
+            continue
+        layout, numel = parameter.buffer.layout, parameter.placement.numel
+        first, last = (layout.offsets[parameter.index] + at for at in (0, numel - 1))
+        is_whole = value.numel() == numel and not isinstance(value, SliceTensor)
+        if numel and is_whole and first // layout.shard_numel != last // layout.shard_numel:
+            shape = tuple(parameter.full_shape)
+            facts[f"'{name}' of a parameter of shape {shape}, entry {number}"] = fingerprint(value)
+    return facts
 
 
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
@@ -134,7 +175,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
         return SliceTensor.of(value.as_subclass(torch.Tensor), parameter.placement)
     if value.numel() == parameter.full_shape.numel():
         return parameter.take(value.reshape(parameter.full_shape))
-    if value.numel() == 1 or _is_factor(value.shape, parameter.full_shape):
+    if value.numel() == 1 or name in _BLOCKWISE or _is_factor(value.shape, parameter.full_shape):
         return value
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
@@ -176,10 +217,11 @@ def _gather(
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sliced, whole = divide_state(parameters, state, world)
-    places: dict[tuple[str, ShardedBuffer], dict[int, Any]] = {}  # the keys of a buffer's slices, by index
+    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # the keys of a buffer's slices, by index
     for name, key in sliced:
-        places.setdefault((name, parameters[key].buffer), {})[parameters[key].index] = key
-    for (name, buffer), keys in places.items():
+        place = name, parameters[key].buffer, state[key][name].dtype
+        places.setdefault(place, {})[parameters[key].index] = key
+    for (name, buffer, _), keys in places.items():
         pieces = {index: state[key][name] for index, key in keys.items()}
         for index, value in buffer.gather_like_slices(pieces).items():
             if keep:
@@ -222,6 +264,22 @@ def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:
     """Return whether `value` is a slice tensor, or an ordinary one with the shape of this rank's part."""
     part = value.part if isinstance(value, SliceTensor) else value
     return isinstance(part, torch.Tensor) and part.shape == (stored_numel(parameter),)
+
+
+def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
+    """Raise RuntimeError for an optimizer whose `state` has keys that are no parameters, such as names."""
+    names = [key for key in state if isinstance(key, str)]
+    if names:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} keeps its state under {len(names)} names, the first of which is '{names[0]}', "
+            "not under parameters: which part of it belongs to which slice is not known, and it cannot be saved. Save "
+            "the model alone (save_only_model=True in TrainingArguments, bmt.save), or use an optimizer of torch."
+        )
+
+
+def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with what bitsandbytes keeps in a dict of its own beside the rest."""
+    return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 
 def _copy(value: Any) -> Any:

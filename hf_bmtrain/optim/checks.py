@@ -3,7 +3,8 @@
 A user may create any torch optimizer over slices, or may have created it before the model was sharded. Only torch's
 process-wide hook before a step reaches all of them. It is registered when the process creates its first sharded buffer,
 so that importing this package alone changes nothing. An optimizer is checked in its first step, and again after its
-parameter groups have changed or something was sharded; any other step only verifies that neither has happened.
+parameter groups have changed or something was sharded; any other step only verifies that neither has happened, and
+notes its settings in the journal, which the ranks compare.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..runtime.world import current_world
+from ..comm.journal import Journal, option_kind, value_code
+from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
-from .checkpoint import WholeState
+from .checkpoint import WholeState, whole_facts
 from .runs import same_members
 
 _log = logging.getLogger("hf_bmtrain")
 _ROWS, _COLUMNS, _CUT, _STEPS, _LR = 6, 8, 19, 3, 0.05
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
-    """Check that `optimizer` can step over slices. Return its WholeState, or None if it holds no slice.
+    """Check that `optimizer` can step over slices. Return its WholeState, or None if it holds no slice. Collective.
 
-    Raises RuntimeError if it holds parameters from before wrapping, or ordinary ones that nobody averages, and
-    TypeError if its update depends on shapes.
+    Raises RuntimeError if it holds parameters from before wrapping, or ordinary ones that nobody averages, or if the
+    ranks' optimizers differ, and TypeError if its update depends on shapes.
     """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [p for p in parameters if getattr(p, "sharded_elsewhere", False)]
@@ -45,6 +48,8 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     known = getattr(optimizer, "whole_state", None)
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     if slices:
+        world = current_world()
+        world.agree("optimizer.step", _facts(optimizer, world))
         _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
         if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # ours are element-wise
@@ -70,17 +75,100 @@ def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.n
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    made, seen = getattr(optimizer, "checked", (0, []))
+    made, seen, noted = getattr(optimizer, "checked", (0, [], []))
     groups = [group["params"] for group in optimizer.param_groups]
     if made != ShardedBuffer.made or not same_members(groups, seen):
-        check(optimizer)
-        optimizer.checked = ShardedBuffer.made, [[*group] for group in groups]
+        noted = []
+        if check(optimizer) is not None and (world := current_world()).size > 1:
+            noted = [_NotedOptions(group, world.reduce.journal) for group in optimizer.param_groups]
+        optimizer.checked = ShardedBuffer.made, [[*group] for group in groups], noted
     whole_state = getattr(optimizer, "whole_state", None)
-    if whole_state is not None and whole_state.loaded and not isinstance(optimizer, AdamOptimizer):  # it has sliced it
+    if whole_state is not None:
+        for group, options in zip(optimizer.param_groups, noted):
+            options.step(group)
+        _finish_load(optimizer, whole_state)
+
+
+def _finish_load(optimizer: Any, whole_state: WholeState) -> None:
+    """Compare the whole state that was loaded since the last step with the other ranks', and slice it. Collective."""
+    facts = None
+    if isinstance(optimizer, AdamOptimizer):  # it has sliced it
+        facts, optimizer.loaded_facts = optimizer.loaded_facts, None
+    elif whole_state.is_loaded(optimizer) and optimizer.state:
+        facts = whole_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())
+    if facts is not None:
+        current_world().agree("optimizer.step after load_state_dict", facts)
+    if not isinstance(optimizer, AdamOptimizer) and whole_state.is_loaded(optimizer):
         whole_state.slice_loaded(optimizer)
 
 
 ShardedBuffer.before_first.append(lambda: register_optimizer_step_pre_hook(_before_step))
+
+
+# -- the same optimizer on every rank -------------------------------------------------------------------------------
+
+
+def _facts(optimizer: Any, world: World) -> dict[str, Any]:
+    """Return what must be equal on all ranks of an optimizer that holds slices, for `World.agree`.
+
+    A number of the options that is a tensor is read, which waits for the device.
+    """
+    groups = optimizer.param_groups
+    facts: dict[str, Any] = {"class": type(optimizer).__qualname__, "number of parameter groups": len(groups)}
+    facts["has state"] = bool(optimizer.state)
+    if isinstance(optimizer, AdamOptimizer):
+        facts["exp_avg_dtype"] = optimizer._exp_avg_dtype
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            if _is_plain(value) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+                facts[f"{name} of group {number}"] = value.item() if isinstance(value, torch.Tensor) else value
+    for number, group in enumerate(groups):
+        for position, parameter in enumerate(group["params"]):
+            held = f"group {number}, shape {tuple(parameter.shape)}, requires_grad={parameter.requires_grad}"
+            facts[_name_of(parameter, position, world)] = held
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
+
+
+def _name_of(parameter: Any, position: int, world: World) -> str:
+    if not isinstance(parameter, DistributedParameter):
+        return f"ordinary parameter {position}"
+    buffer = parameter.buffer
+    held = world.watch.names.get(buffer.number, f"buffer {buffer.number}")
+    origin = parameter.origin
+    name = parameter.index if origin is None else f"{origin.block}.{origin.name}".lstrip(".")
+    return f"parameter '{name}' of the buffer of {held}"
+
+
+class _NotedOptions:
+    """Notes the learning rate of a parameter group in each step, and other plain options that changed since the last.
+
+    What is on another device, such as a learning rate in a tensor, is left out: reading it would wait for that.
+    """
+
+    def __init__(self, group: dict[str, Any], journal: Journal) -> None:
+        self._note = journal.note
+        self._names = [name for name, value in group.items() if name != "lr" and _is_plain(value)]
+        self._values = [*map(group.get, self._names)]
+
+    def step(self, group: dict[str, Any]) -> None:
+        """Note the settings of this step, for the watch to compare."""
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor):
+            rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
+        if isinstance(rate, (int, float)):
+            self._note(value_code("step with learning rate", rate))
+        present, before = [*map(group.get, self._names)], self._values
+        if present == before:
+            return
+        self._values = present
+        for name, new, old in zip(self._names, present, before):
+            for number in (new if isinstance(new, tuple) else (new,)) if new != old else ():
+                if isinstance(number, (int, float)):
+                    self._note(value_code(option_kind(name), number))
 
 
 # -- the trial on a small matrix ------------------------------------------------------------------------------------
@@ -168,7 +256,7 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
-    twin.checked = ShardedBuffer.made, [[parameter]]  # it is being checked
+    twin.checked = ShardedBuffer.made, [[parameter]], []  # it is being checked
     for gradient in gradients:
         parameter.grad = gradient
         if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..comm.collectives import Communicator
+from ..comm.journal import value_code
+from ..ops.expect import expect_flag, expect_kind, expect_number, expect_tensor
 from ..ops.grad_norm import accumulate_squared_norm, as_real
 from ..ops.host_flag import HostFlag
 from ..ops.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
+from ..watch.agreement import contents
 from .adam import AdamOptimizer
 from .checkpoint import load_state, save_state
 from .runs import Run, gradient_versions, is_unchanged, neighbours, with_gradients
-
-_log = logging.getLogger("hf_bmtrain")
+from .skipped_steps import SkippedSteps
 
 
 class OptimManager:
@@ -35,7 +36,10 @@ class OptimManager:
     loss_scale_factor after loss_scale_steps clean steps in a row (defaults: the world's, 2 and 1024), up to
     max_loss_scale. If a gradient is inf or nan, the scale is divided by the factor while it is above min_loss_scale,
     the gradients are zeroed, and neither optimizers nor schedulers step. Such a step is skipped without a loss scale
-    as well.
+    as well. One line of the log "hf_bmtrain" tells which block and parameter, and if it is known which rank: a warning
+    where a lower scale could not have helped (there is none, or it is at its minimum), otherwise as info, and as a
+    warning at each eighth in a row. After max_skipped_steps in a row that a lower scale could not have avoided `step`,
+    or the next `backward`, raises RuntimeError; None is no limit.
 
     grad_scale: what the sum of the ranks' gradients is divided by, None for the world size, which gives their mean.
 
@@ -52,14 +56,21 @@ class OptimManager:
         min_loss_scale: float = 1.0,
         max_loss_scale: float = float("inf"),
         grad_scale: float | None = None,
+        max_skipped_steps: int | None = 25,
     ) -> None:
         world = current_world()
-        if loss_scale is not None and loss_scale <= 0:
-            raise ValueError(f"loss_scale must be positive or None, not {loss_scale}")
-        if grad_scale is not None and grad_scale <= 0:
-            raise ValueError(
-                f"grad_scale divides the sum of the ranks' gradients and must be positive, not {grad_scale}"
-            )
+        if loss_scale is not None:
+            _expect_positive("loss_scale", loss_scale, " or None")
+        if grad_scale is not None:
+            _expect_positive("grad_scale", grad_scale, " or None: it divides the sum of the ranks' gradients")
+        _expect_positive("min_loss_scale", min_loss_scale)
+        wanted = f"at least min_loss_scale, {min_loss_scale}"
+        expect_number("max_loss_scale", max_loss_scale, wanted, lambda scale: scale >= min_loss_scale)
+        if loss_scale_factor is not None:
+            wanted = "at least 1 and finite"
+            expect_number("loss_scale_factor", loss_scale_factor, wanted, lambda x: 1 <= x < float("inf"))
+        if loss_scale_steps is not None:
+            expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, whole=True)
         self.grad_scale = world.size if grad_scale is None else grad_scale
         self._mean_scale = world.size / self.grad_scale  # the reduction takes the mean
         self._device, self._reduce = world.device, world.reduce
@@ -80,8 +91,10 @@ class OptimManager:
         self._skipped: HostFlag | None = None
         self._updated_in_backward = False
         self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._skips = SkippedSteps(max_skipped_steps)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
+        self._compared = 0  # so many optimizers were compared with the other ranks'
 
     @property
     def loss_scale(self) -> float:
@@ -90,8 +103,7 @@ class OptimManager:
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        if scale <= 0:
-            raise ValueError(f"loss_scale must be positive, not {scale}")
+        _expect_positive("loss_scale", scale)
         self._end_last_step()
         self._clean_steps.zero_()
         if self._scale is not None:
@@ -117,6 +129,15 @@ class OptimManager:
 
         Raises ValueError for an optimizer that was created before its model was sharded: it would train nothing.
         """
+        if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+        if any(optimizer is each for each in self.optimizers):
+            raise ValueError(
+                f"optimizer: this {type(optimizer).__name__} was added before, and would step twice: call "
+                "add_optimizer once for each."
+            )
+        if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
+            raise TypeError(f"lr_scheduler must have a step(), or be None, got a {type(lr_scheduler).__name__}")
         stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
         if stale:
             raise ValueError(
@@ -130,6 +151,10 @@ class OptimManager:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients of every optimizer to None, or to zero."""
+        if not isinstance(set_to_none, bool):
+            expect_flag("set_to_none", set_to_none)
+        if self._skipped is not None and self._skipped.arrived and self._skipped.read():
+            self._skips.look(self._last_gradients())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
         self._used = {}  # or their memory would not be free in the next forward
@@ -138,10 +163,26 @@ class OptimManager:
         """Run the backward of `loss` (a scalar) times the loss scale."""
         if loss is None:
             raise ValueError("backward() needs the loss: call manager.backward(loss).")
-        self.scale_loss(loss).backward()
+        if not isinstance(loss, torch.Tensor):
+            expect_tensor("loss", loss)
+        if loss.numel() != 1:
+            raise ValueError(f"loss must be one number, got shape {tuple(loss.shape)}: take its .mean() or .sum()")
+        if not loss.requires_grad:
+            raise ValueError(
+                "loss must require a gradient: compute it from the model's output, not under torch.no_grad(), without "
+                ".detach() or .item(), and with parameters that are not all frozen"
+            )
+        loss = self.scale_loss(loss)
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError as error:
+            current_world().schedule.explain_shortage(error)
+            raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` times the loss scale, for a `backward()` of your own; `step` divides the gradients by it."""
+        if not isinstance(loss, torch.Tensor):
+            expect_tensor("loss", loss)
         self._end_last_step()
         self._forget_norms()
         if self._mean_scale != 1:
@@ -159,6 +200,8 @@ class OptimManager:
         (formatting it waits for the device). scale: an argument of BMTrain's, ignored. Collective.
         Raises RuntimeError after `update_in_backward`, which has used the gradients.
         """
+        param_groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
+        _check_clipping(param_groups, max_norm, norm_type, eps)
         parameters = with_gradients(p for group in param_groups for p in group["params"])
         chosen = set(parameters)
         own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
@@ -170,6 +213,9 @@ class OptimManager:
         for optimizer in list(self._clips):  # clipped before, and this norm is that of the clipped gradients
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
+        for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
+            if isinstance(value, (int, float)):  # a tensor may be on a device that has not computed it yet
+                self._reduce.journal.note(value_code(kind, value))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
             norm = norm / self._scale
@@ -191,14 +237,20 @@ class OptimManager:
             raise RuntimeError("OptimManager has no optimizer: call add_optimizer first.")
         # 1. The last step is over: advance its schedulers, or drop its gradients if it was skipped.
         self._end_last_step()
+        if self._compared != len(self.optimizers):
+            self._compare()
         # 2. Find out whether all gradients are finite; clipping has done so for those that it measured.
         unchecked = [p for o in self.optimizers for p in _with_gradient(o) if p not in self._checked]
+        self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
         if unchecked:
             self._check(unchecked, 2.0)
         # 3. Update the weights, or not: the flag is on the device, and AdamOptimizer reads it there.
-        self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
-        for optimizer in self.optimizers:
-            self._update(optimizer)
+        try:
+            for optimizer in self.optimizers:
+                self._update(optimizer)
+        except torch.OutOfMemoryError as error:
+            current_world().schedule.explain_shortage(error)
+            raise
         # 4. Adapt the loss scale.
         if self._scale is not None:
             amp_update_scale_(
@@ -208,9 +260,21 @@ class OptimManager:
         # 5. Send the flag to the host, which reads it in the next step; on CPU it is there already.
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
+        self._skips.end_step()
         self._forget_norms()
         if self._skipped.immediate:
             self._end_last_step()
+
+    def _compare(self) -> None:
+        """Raise RuntimeError unless every rank has such a manager. Collective."""
+        facts: dict[str, Any] = {"loss_scale": self.loss_scale_enabled and self.loss_scale}
+        facts |= {"loss_scale_factor": self._factor, "loss_scale_steps": self._interval, "bounds": self._bounds}
+        facts |= {"grad_scale": self.grad_scale}
+        for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers)):
+            facts[f"optimizer {number}"] = type(optimizer).__qualname__
+            facts[f"scheduler {number}"] = type(scheduler).__qualname__
+        current_world().agree("OptimManager.step", facts)
+        self._compared = len(self.optimizers)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         # The divisor of its gradients, None for 1.
@@ -250,6 +314,7 @@ class OptimManager:
         Otherwise every rank gets its own part, for the same rank of an equally large world.
         """
         world = current_world()
+        expect_flag("gather_opt", gather_opt)
         world.assemble("OptimManager.state_dict")
         own = self.own_state()
         return {"optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers], **own}
@@ -267,8 +332,18 @@ class OptimManager:
         """Load `state_dict`, after the same calls of `add_optimizer` as when it was saved.
 
         Every rank passes a state saved with gather_opt whole; the argument gather_opt is optional. Raises ValueError,
-        with the manager's own state unchanged, for the state of other optimizers or of another manager.
+        with the manager's own state unchanged, for the state of other optimizers or of another manager. Collective:
+        raises RuntimeError if the ranks pass states that differ in more than their own parts.
         """
+        expect_kind("state_dict", state_dict, dict, "what OptimManager.state_dict() returned")
+        lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
+        if lacking:
+            raise ValueError(
+                f"state_dict must be what OptimManager.state_dict() returned: it lacks {', '.join(lacking)}"
+            )
+        expect_flag("gather_opt", gather_opt)
+        own = {name: value for name, value in state_dict.items() if name != "optimizers"}
+        current_world().agree("OptimManager.load_state_dict", contents(own))
         self.check_own_state(state_dict)
         self._end_last_step()
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"]):
@@ -312,6 +387,8 @@ class OptimManager:
         if self._skipped is None:
             return
         skipped, self._skipped = self._skipped.read(), None
+        if skipped:
+            self._skips.look(self._last_gradients())
         used, self._used = self._used, {}
         if skipped and self._updated_in_backward:
             raise RuntimeError(
@@ -322,12 +399,42 @@ class OptimManager:
             for parameter, seen in used.items():
                 if is_unchanged(parameter, seen):  # not made by a backward since
                     parameter.grad = None
-            scale = "no loss scale" if self._scale is None else f"the loss scale is now {self.loss_scale:g}"
-            _log.warning("a gradient was inf or nan: this step is skipped, %s", scale)
+            scale = None if self._scale is None else self.loss_scale
+            self._skips.report(self._parameters(), scale, self._bounds[0])
             return
+        self._skips.clear()
         for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    def _last_gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients of the last step, None for those that have changed since."""
+        used = self._used
+        return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
+
+
+def _expect_positive(name: str, value: Any, more: str = "") -> None:
+    expect_number(name, value, f"finite and positive{more}", lambda number: 0 < number < float("inf"))
+
+
+def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) -> None:
+    """Raise TypeError or ValueError for arguments of `clip_grad_norm` that would not clip."""
+    plain = {type(max_norm), type(norm_type), type(eps)} <= {int, float} and isinstance(param_groups, list)
+    if plain and 0 <= max_norm and 0 < norm_type and 0 <= eps < float("inf"):
+        if all(isinstance(group, dict) for group in param_groups):
+            return  # as in every step
+    wanted = 'optimizer.param_groups, a list of dicts with "params"'
+    expect_kind("param_groups", param_groups, (list, tuple), wanted)
+    for group in param_groups:
+        expect_kind("param_groups", group, dict, wanted)
+    if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:  # a scalar on the device is not read
+        expect_number("max_norm", max_norm, "at least 0", lambda norm: norm >= 0)
+    if norm_type != "inf":  # as torch's
+        expect_number("norm_type", norm_type, "positive or inf", lambda order: order > 0)
+    expect_number("eps", eps, "finite and at least 0", lambda number: 0 <= number < float("inf"))
 
 
 def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
@@ -348,8 +455,6 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     not at all if its reduction has measured it. Other orders are computed by torch in float32. One scalar is
     all-reduced. Ordinary parameters count once, not once per rank. Raises ValueError unless order > 0.
     """
-    if order <= 0:
-        raise ValueError(f"norm_type must be positive or inf, not {order}")
     infinite = order == float("inf")
     add = _squares if order == 2 else _powers
     sliced = add([p for p in parameters if isinstance(p, DistributedParameter)], order, device)

@@ -12,6 +12,7 @@ import torch
 
 from ..comm.streams import DONE, has_own_memory
 from ..ops.adam_step import Elements, Hyper, master_dtype
+from ..ops.expect import expect_flag
 from ..ops.residual import Master
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
@@ -61,6 +62,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         super().__init__(
             params, lr, betas, eps, weight_decay, hold_steps, decoupled=decoupled, exp_avg_dtype=exp_avg_dtype
         )
+        expect_flag("record_delta", record_delta)
         self._delta = torch.zeros(2, dtype=torch.float64) if record_delta else None
         self._early = _EarlyUpdates()
         self._places: dict[Run, Place] = {}

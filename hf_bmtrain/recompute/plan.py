@@ -12,11 +12,13 @@ _GIB = 2**30
 class Plan:
     """The choice per block, in execution order.
 
-    kept: whether the block keeps its activations. whole: whether it stays whole until its backward.
+    kept: whether the block keeps its activations. whole: whether it stays whole until its backward. left: the bytes
+    that the plan leaves free at both peaks; less than 0 if even recomputing every block takes too much.
     """
 
     kept: tuple[bool, ...]
     whole: tuple[bool, ...]
+    left: int = 0
 
     def table(self, activations: Sequence[int], parameters: Sequence[int], forward_room: int) -> str:
         """Return a table of the plan's memory in GiB, for the log."""
@@ -64,4 +66,4 @@ def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_roo
             if 0 < parameters[index] <= left:
                 whole[index] = True
                 left -= parameters[index]
-    return Plan(tuple(kept), tuple(whole))
+    return Plan(tuple(kept), tuple(whole), left)

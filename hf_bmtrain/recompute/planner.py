@@ -60,10 +60,16 @@ class AutoCheckpoint:
 
     @property
     def parameters(self) -> int:
-        """Bytes of the whole parameters; 0 if they are not released between forward and backward."""
+        """Bytes of the whole parameters; 0 if they are not released between forward and backward.
+
+        Also 0 if most of them are frozen and a later plan may keep them: that takes as much, and saves one more gather.
+        """
         if self.block.zero_level == 2:
             return 0
-        return sum(b.layout.numel * b.shard.dtype.itemsize for b in self.block.buffers if b.sharded)
+        released = [b for b in self.block.buffers if not b.is_kept]
+        trained = sum(b.whole_nbytes for b in released if b.gradient.trainable)
+        total = sum(b.whole_nbytes for b in released)
+        return 0 if self.planner.keeps_frozen and total > 2 * trained else total
 
     @property
     def recorder(self) -> AutoCheckpoint | None:
@@ -82,12 +88,12 @@ class AutoCheckpoint:
         self.planner.begin_forward()
         if self.planner.in_backward or top_saved_tensors_hooks(True) is not None:
             return True
-        if not self._fits(_shapes(args, kwargs)):
+        if not self._fits(shapes_of(args, kwargs)):
             self.planner.measure()
         return self.planner.measuring or not self.kept or pending >= self.calls
 
     def _fits(self, shapes: Shapes) -> bool:
-        if shapes not in self._fitting and any(_within(shapes, measured) for measured in self._measured):
+        if shapes not in self._fitting and any(is_within(shapes, measured) for measured in self._measured):
             self._fitting.add(shapes)
         return shapes in self._fitting
 
@@ -102,17 +108,17 @@ class AutoCheckpoint:
         saved = SavedBytes(held)
         with saved.counting():
             yield
-        self.planner.add(self, Measurement(_shapes(args, kwargs), saved.nbytes, pending + 1))
+        self.planner.add(self, Measurement(shapes_of(args, kwargs), saved.nbytes, pending + 1))
 
     def learn(self, measurement: Measurement) -> None:
         """Add a measurement whose backward has ended."""
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
-        self._measured = [shapes for shapes in self._measured if not _within(shapes, measurement.shapes)]
+        self._measured = [shapes for shapes in self._measured if not is_within(shapes, measurement.shapes)]
         self._measured.append(measurement.shapes)
         self._fitting.add(measurement.shapes)
 
 
-def _shapes(args: tuple, kwargs: dict[str, Any]) -> Shapes:
+def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of the tensors among the arguments or, if there are none, of those nested in them."""
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
@@ -120,7 +126,7 @@ def _shapes(args: tuple, kwargs: dict[str, Any]) -> Shapes:
     return tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
-def _within(shapes: Shapes, measured: Shapes) -> bool:
+def is_within(shapes: Shapes, measured: Shapes) -> bool:
     """Return whether no tensor is larger in any dimension than the measured one at its position."""
     return [len(shape) for shape in shapes] == [len(shape) for shape in measured] and all(
         size <= most for shape, other in zip(shapes, measured) for size, most in zip(shape, other)
@@ -149,6 +155,10 @@ class Planner:
     A forward on inputs larger than measured is recomputed, and measured with the rest of its pass. After that, and
     when less memory is free at the beginning of a pass than the plan was made for, a rank plans again by itself: the
     choice of blocks that are recomputed changes no collective. The choice of blocks that stay whole does, and is kept.
+
+    left: the bytes that the last plan left to frozen buffers, those that stay whole already included; None before a
+    plan, and while a measurement is not used yet. Recomputation comes first, because a block that is not recomputed
+    saves a forward's computation, while a frozen block that stays whole saves two gathers, which run beside it.
     """
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
@@ -163,7 +173,21 @@ class Planner:
         self._whole = 0  # bytes of the blocks that stay whole
         self._versions: list[int] = []
         self._stale = True
+        self._left = 0
         self.measuring = False
+
+    @property
+    def left(self) -> int | None:
+        return None if self._stale or self._free is None else self._left
+
+    @property
+    def keeps_frozen(self) -> bool:
+        """True if frozen buffers may be chosen to stay whole from step to step."""
+        return self._world.schedule.kept_bytes is not None
+
+    @property
+    def _kept_bytes(self) -> int:
+        return self._world.schedule.kept_bytes or 0
 
     @property
     def in_backward(self) -> bool:
@@ -242,10 +266,12 @@ class Planner:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _read_free(self) -> int:
-        return self.memory.usable() - self._began
+        """Return the bytes free at the beginning of the pass, without the frozen buffers that stay whole."""
+        return self.memory.usable() - self._began + self._kept_bytes
 
     def _read(self, blocks: Sequence[AutoCheckpoint], free: int) -> _Reading:
-        versions = _versions(blocks)
+        """Return the reading with `free` bytes, those of frozen buffers that stay whole included."""
+        versions, free = _versions(blocks), free - self._kept_bytes
         stepped = not versions or versions != self._versions
         return _Reading(stepped, free - self._forward, free - self._backward, [block.nbytes for block in blocks])
 
@@ -266,7 +292,7 @@ class Planner:
         for block, kept, whole in zip(blocks, plan.kept, plan.whole):
             block.kept = kept
             block.block.zero_level = 2 if whole else block.block.zero_level
-        self._free, self._stale = free, False
+        self._free, self._stale, self._left = free, False, plan.left + self._kept_bytes
         self._whole = sum(size for size, whole in zip(parameters, plan.whole) if whole)
         if self._world.rank == 0:
             _log.info("use_checkpoint='auto': %s", plan.table(activations, parameters, forward_room))
@@ -282,7 +308,7 @@ class Planner:
             _log.info("rank %d: use_checkpoint='auto', again: %s", self._world.rank, table)
         for block, kept in zip(blocks, plan.kept):
             block.kept = kept
-        self._stale = False
+        self._stale, self._left = False, plan.left + self._kept_bytes
 
 
 def _versions(blocks: Sequence[AutoCheckpoint]) -> list[int]:

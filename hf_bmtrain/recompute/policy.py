@@ -17,15 +17,19 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 UseCheckpoint = bool | Literal["auto"]
 
 
+def check_use_checkpoint(use_checkpoint: UseCheckpoint) -> None:
+    """Raise ValueError if `use_checkpoint` is not True, False or "auto"."""
+    if not isinstance(use_checkpoint, bool) and not (isinstance(use_checkpoint, str) and use_checkpoint == "auto"):
+        raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
+
+
 def choose_policy(use_checkpoint: UseCheckpoint, block: Block, world: World) -> bool | AutoCheckpoint:
     """Return the policy of `block`: True or False for every forward, or an AutoCheckpoint.
 
-    Raises ValueError if `use_checkpoint` is not True, False or "auto", and RuntimeError for "auto" with torch 2.6.
+    Raises RuntimeError for "auto" with torch 2.6.
     """
     if use_checkpoint is True or use_checkpoint is False:
         return use_checkpoint
-    if use_checkpoint != "auto":
-        raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
     schedule = world.schedule
     if schedule.planner is None and world.device.type == "cpu":
         _log_once("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")

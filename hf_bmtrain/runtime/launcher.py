@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..ops.expect import expect_number
+
 
 def find_place() -> tuple[int, int, int]:
     """Return (rank, size, local rank) of the process group if it is initialized, or of the launcher's variables."""
@@ -53,6 +55,11 @@ def choose_device(local_rank: int) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def check_seed(seed: int) -> None:
+    """Raise TypeError or ValueError unless torch accepts the seed."""
+    expect_number("seed", seed, "from -2**63 to 2**64 - 1", lambda number: -(2**63) <= number < 2**64, whole=True)
 
 
 def seed_everything(seed: int, rank: int, device: torch.device) -> None:

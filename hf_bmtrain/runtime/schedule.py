@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from ..comm.collectives import Communicator, Gather
 from ..comm.control import Control
 from ..comm.reduce import Reduction
 from ..ops.torch_internals import call_after_backward, current_graph_task
+
+_log = logging.getLogger("hf_bmtrain")
 
 
 class Member(Protocol):
@@ -44,6 +47,16 @@ class Gradient(Protocol):
     def receive(self) -> bool: ...
     def decide(self) -> None: ...
     def discard(self) -> None: ...
+
+
+class FrozenPlan(Protocol):
+    """A choice of frozen buffers that stay whole from step to step. nbytes: theirs. held: of those gathered."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    def end_backward(self) -> None: ...
 
 
 class Reader(Protocol):
@@ -127,8 +140,11 @@ class Schedule:
 
     shards: allocates and gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the
     reductions of gradients of blocks, and of what is outside them. control: agreement between the ranks.
+    inside: the context of a layer's own forward, the first one or a recomputation.
     poison: a debug switch that fills unfilled and released memory with NaN. inspector: records activations, see
     `inspect`. planner: plans the blocks with use_checkpoint="auto". backwards: the number of backwards since the start.
+    on_shortage: returns what to say of memory when it runs out. memory: counts the bytes of the device, see
+    `recompute.memory`; None where they are not known. frozen_plans: choose frozen buffers that stay whole.
     """
 
     def __init__(
@@ -144,8 +160,11 @@ class Schedule:
         self.control, self.poison = control, poison
         self.inspector: Any = None
         self.planner: Any = None
+        self.memory: Any = None
+        self.frozen_plans = weakref.WeakSet[FrozenPlan]()
         self.backwards = 0
-        self._inside = _Inside()
+        self.on_shortage: Callable[[], str] | None = None
+        self.inside = _Inside()
         self._pass: ForwardPass | None = None
         self._members: dict[int, dict[Member, None]] = {}  # by graph task
         self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, those that its backward runs through
@@ -157,9 +176,23 @@ class Schedule:
     # -- memory -------------------------------------------------------------------------------------------------
 
     @property
+    def kept_bytes(self) -> int | None:
+        """Bytes of the frozen buffers that stay whole by a plan; None if there is nothing that makes one."""
+        return sum(plan.nbytes for plan in self.frozen_plans) if self.frozen_plans else None
+
+    @property
     def mapped_bytes(self) -> int:
         """Bytes of shards and mailboxes outside torch's allocator, whose statistics do not include them."""
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
+
+    def explain_shortage(self, error: BaseException) -> None:
+        """Add to an error by which the device's memory ran out what takes it, and what would take less."""
+        if isinstance(error, torch.OutOfMemoryError) and self.on_shortage is not None:
+            add_note = getattr(error, "add_note", None)  # from Python 3.11 on
+            if add_note is None:
+                _log.error("%s", self.on_shortage())
+            else:
+                add_note(self.on_shortage())
 
     def free_dropped(self) -> None:
         """Free the mapped memory of models that every rank has dropped. Collective."""
@@ -176,7 +209,7 @@ class Schedule:
     @property
     def in_forward(self) -> bool:
         """True inside a forward, where a read of a parameter outside blocks gathers it."""
-        return self._inside.depth > 0
+        return self.inside.depth > 0
 
     @property
     def in_backward(self) -> bool:
@@ -189,14 +222,10 @@ class Schedule:
         self.discard_failed_backward()
         outer, self._pass = self._pass, ForwardPass(self._enter_pass)
         try:
-            with self.inside():
+            with self.inside:
                 yield self._pass
         finally:
             self._pass = outer
-
-    def inside(self) -> AbstractContextManager[None]:
-        """Return a context manager for a layer's own forward, the first one or a recomputation."""
-        return self._inside
 
     def add_reader(self, reader: Reader) -> None:
         """Note that the open forward pass reads a buffer outside blocks."""
@@ -208,11 +237,13 @@ class Schedule:
         if self._pass is not None:
             self._pass.blocks.add(block)
 
-    def open_block(self, block: Releasable, prefetched: Releasable | None) -> None:
+    def open_block(self, block: Releasable | None, prefetched: Releasable | None) -> None:
         """Release the blocks that are whole, except `block`, which begins, and the one that is gathered ahead."""
-        self._release_others(block, prefetched)
-        if prefetched is not None:
-            self._prefetched = weakref.ref(prefetched)
+        for reference in (self._left_whole, self._prefetched):
+            kept = reference() if reference is not None else None
+            if kept is not None and kept is not block and kept is not prefetched:
+                kept.release()
+        self._left_whole, self._prefetched = None, None if prefetched is None else weakref.ref(prefetched)
 
     def leave_whole(self, block: Releasable) -> None:
         """Keep `block` whole until another block opens, because it may be needed next."""
@@ -221,13 +252,6 @@ class Schedule:
             if kept is not None and kept is not block:
                 kept.release()
         self._left_whole = weakref.ref(block)
-
-    def _release_others(self, block: Releasable | None = None, prefetched: Releasable | None = None) -> None:
-        for reference in (self._left_whole, self._prefetched):
-            kept = reference() if reference is not None else None
-            if kept is not None and kept is not block and kept is not prefetched:
-                kept.release()
-        self._left_whole = self._prefetched = None
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -267,7 +291,7 @@ class Schedule:
     @torch.no_grad()
     def _end_backward(self, task: int) -> None:
         """Reduce what is left and make the current stream wait for it, so that every `.grad` may be read."""
-        self._release_others()
+        self.open_block(None, None)
         members, passes = self._members.pop(task), self._passes.pop(task, [])
         try:
             for member in members:
@@ -279,6 +303,8 @@ class Schedule:
             raise
         self.quiesce()  # the optimizer may write
         self.backwards += 1
+        for plan in self.frozen_plans:
+            plan.end_backward()
 
     def discard_failed_backward(self) -> None:
         """Close a backward that raised before its end; what was in flight does not reach any `.grad`.
@@ -290,7 +316,7 @@ class Schedule:
         members = [member for task in self._members.values() for member in task]
         self._members.clear()
         self._passes.clear()
-        self._release_others()
+        self.open_block(None, None)
         for gradients in self._in_flight:
             for gradient in gradients:
                 gradient.discard()
@@ -314,10 +340,10 @@ class Schedule:
 
     def send(self, gradients: list[Gradient]) -> None:
         """Start averaging `gradients` over the ranks. They are received together."""
-        self.make_room()
-        if any(gradient.in_flight for gradient in gradients):
-            self._receive(ahead=0)
+        self._receive(self.blocks.ahead)
         for gradient in gradients:
+            if gradient.in_flight:
+                self._receive(ahead=0)
             gradient.send()
         if gradients:
             self._in_flight.append(gradients)
@@ -337,10 +363,9 @@ class Schedule:
             gradient.decide()
 
 
-def refuse_double_backward() -> None:
-    """Raise RuntimeError in a backward that autograd records."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights "
-            "are gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
-        )
+def double_backward() -> RuntimeError:
+    """Return the error of a backward that autograd records."""
+    return RuntimeError(
+        "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights are "
+        "gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
+    )

@@ -6,7 +6,8 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,15 +16,17 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..comm.backend import open_backend
 from ..comm.collectives import Communicator
 from ..comm.control import Control
-from ..comm.watch import Watch
-from .launcher import choose_device, find_place, seed_everything
+from ..ops.expect import expect_number
+from ..watch.agreement import agree
+from ..watch.watch import EXIT, Watch
+from .backend import check_addresses, open_backend
+from .ending import Departure, report_exceptions
+from .launcher import check_seed, choose_device, find_place, seed_everything
 from .schedule import Schedule
 
 _log = logging.getLogger("hf_bmtrain")
-_EXIT_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -50,26 +53,20 @@ class World:
     loss_scale_steps: int
     kept: dict[Path, Any] = field(default_factory=dict)
 
-    def assemble(self, occasion: str, seconds: float = 300) -> None:
-        """Wait for every rank. Raises RuntimeError that names the ranks that are missing or at another occasion.
+    def assemble(self, occasion: str, seconds: float | None = None) -> None:
+        """Wait for every rank, at most `seconds`, by default the timeout of `init_distributed`.
 
-        And if the ranks have issued different operations before, whose results are wrong.
+        Raises RuntimeError, with the ranks' names, if one does not come or is at another occasion, or if they have
+        issued different operations before, whose results are wrong.
         """
         try:
-            self.control.barrier(seconds)
+            self.control.barrier(occasion, seconds)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank}: '{occasion}' needs every rank, but not all came within {seconds:.0f} s. "
-                f"Call it on all ranks, not on rank 0 alone. {error}"
+                f"rank {self.rank}: '{occasion}' needs every rank: call it on all of them, in the same order, not on "
+                f"rank 0 alone. {error if self.watch.problem else self.watch.missing()}"
             ) from error
-        occasions, excerpts = zip(*self.gather_objects((occasion, self.watch.excerpts())))
-        if len(set(occasions)) > 1:
-            places = ", ".join(f"'{place}' of rank {rank}" for rank, place in enumerate(occasions))
-            raise RuntimeError(
-                f"rank {self.rank}: the ranks are at different places: {places}. Each needs every rank: call them on "
-                "all ranks, in the same order."
-            )
-        for rank, theirs in enumerate(excerpts):
+        for rank, theirs in enumerate(self.gather_objects(self.watch.excerpts())):
             problem = self.watch.compare(rank, theirs)
             if problem is not None:
                 raise RuntimeError(f"rank {self.rank}: '{occasion}' found that {problem}")
@@ -77,6 +74,14 @@ class World:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's `value` (any picklable object), in rank order. Collective."""
         return self.control.gather(value)
+
+    def agree(self, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None) -> None:
+        """Raise RuntimeError, the same on every rank, unless all have equal `facts`, in one order. Collective.
+
+        Two values are equal if their `repr`s are. If all are, the ranks have exchanged one digest. may_differ: what the
+        error shows besides, such as the file that each rank has read.
+        """
+        agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
         """Raise NotImplementedError unless `comm`, an argument of BMTrain's, is None or this world: all ranks."""
@@ -123,37 +128,57 @@ def init_distributed(
 
     seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. loss_scale_factor,
-    loss_scale_steps: defaults of OptimManager. timeout: seconds that an operation on CPU waits for other ranks.
+    loss_scale_steps: defaults of OptimManager. timeout: seconds that a rank waits for others before all end.
     gather: "peer" copies weights from the other ranks' memory and gradients of blocks to it, which requires one host
     and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" copies large shards between GPUs if possible.
     pipe_size, tp_size: BMTrain's; other values than 1 raise NotImplementedError. num_micro_batches: BMTrain's, of its
     pipeline, and without effect. init_method: where the ranks meet, as in torch.distributed.init_process_group.
     """
     global _world
+    check_seed(seed)
+    check_zero_level(zero_level)
+    expect_number("loss_scale_factor", loss_scale_factor, "at least 1 and finite", lambda x: 1 <= x < float("inf"))
+    expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, whole=True)
+    expect_number("timeout", timeout, "of seconds, above 0 and at most 1e8", lambda seconds: 0 < seconds <= 1e8)
+    check_addresses(gather, init_method)
+    for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
+        expect_number(name, parts, "1", whole=True)
+        if parts not in (1, -1):  # BMTrain takes -1 for 1
+            refuse_parallelism(f"{name}={parts}")
     if _world is not None:
         raise RuntimeError(
             f"init_distributed was called before: this is rank {_world.rank} of {_world.size}. Call it once, at the "
             "start of the program."
         )
-    check_zero_level(zero_level)
-    for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
-        if parts not in (1, -1):  # BMTrain takes -1 for 1
-            refuse_parallelism(f"{name}={parts}")
     rank, size, local_rank = find_place()
     device = choose_device(local_rank)
     seed_everything(seed, rank, device)
     joined = dist.is_initialized()
-    backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather, init_method)
     poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
+    facts = {"zero_level": zero_level, "HF_BMTRAIN_POISON": poison}
+    facts |= {"loss_scale_factor": loss_scale_factor, "loss_scale_steps": loss_scale_steps}
+    backend = open_backend(rank, size, device, timedelta(seconds=timeout), gather, init_method, facts)
     schedule = Schedule(backend.shards, backend.reduce, backend.blocks, backend.outside, backend.control, poison)
     _world = World(
         rank, size, local_rank, device, backend.gather, backend.reduce, schedule, backend.control, backend.watch,
         zero_level, loss_scale_factor, loss_scale_steps,
     )  # fmt: skip
     if size > 1:
-        atexit.register(_leave, _world, backend.opened, joined)
+        report_exceptions(_world.watch, rank)
+        atexit.register(_leave, _world, backend.opened, joined, Departure(_world.watch))
     kind = type(backend.shards).__name__
     _log.info("rank %d of %d on %s: %s of shards, zero_level %d", rank, size, device, kind, zero_level)
+
+
+@contextmanager
+def simulated(world: World) -> Iterator[None]:
+    """Make `world` the current one under `with`, for a simulation on the meta device."""
+    global _world
+    present, _world = _world, world
+    try:
+        yield
+    finally:
+        _world = present
 
 
 def rank() -> int:
@@ -168,6 +193,7 @@ def world_size() -> int:
 
 def print_rank(*values, rank: int = 0, **options) -> None:
     """Print on one rank, 0 by default; do nothing on the others."""
+    expect_number("rank", rank, "at least 0", lambda number: number >= 0, whole=True)
     if current_world().rank == rank:
         print(*values, **options)
 
@@ -180,7 +206,7 @@ def synchronize() -> None:
     world = current_world()
     world.schedule.quiesce()
     wait_loader()
-    world.assemble("synchronize", seconds=1800)
+    world.assemble("synchronize")
     world.schedule.free_dropped()
 
 
@@ -195,7 +221,7 @@ def wait_loader() -> None:
 
 def check_zero_level(zero_level: int) -> None:
     """Raise ValueError unless `zero_level` is 2 or 3."""
-    if zero_level not in (2, 3):
+    if not isinstance(zero_level, int) or zero_level not in (2, 3):
         raise ValueError(
             f"zero_level must be 2 (parameters stay whole from forward to backward) or 3 (freed between them), "
             f"not {zero_level!r}."
@@ -211,21 +237,36 @@ def refuse_parallelism(what: str) -> NoReturn:
     )
 
 
-def _leave(world: World, opened: Sequence[Communicator], joined: bool) -> None:
+def _leave(world: World, opened: Sequence[Communicator], joined: bool, departure: Departure) -> None:
     """Close the communicators at exit: on all ranks together, or alone if another rank does not come.
 
-    joined: the process group existed before `init_distributed`, and its creator destroys it.
+    joined: the process group existed before `init_distributed`, and its creator destroys it. departure: how the program
+    leaves.
     """
     # Without a process group (accelerator.end_training() destroys it) the ranks cannot agree.
-    world.watch.stop()
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
+    problem = None
+    if not world.watch.status.ended:
+        world.watch.end("has left the program")
     if not failed:
         try:
-            world.assemble("exit", seconds=_EXIT_SECONDS)
+            wait_loader()  # what another rank waits for may be queued
+            world.assemble(EXIT)
         except (RuntimeError, ValueError):  # ValueError: the present process group is another one
-            failed = True
+            failed, problem = True, world.watch.problem
+    world.watch.stop()
+    if problem is not None and repr(EXIT) not in problem:
+        _log.warning("rank %d leaves alone: %s", world.rank, problem)
+        problem = None
+    if problem is not None:
+        print(f"rank {world.rank} left while others waited for it: {problem}", file=sys.stderr, flush=True)
     for communicator in opened:
         communicator.close(abort=failed)
     world.control.close()
     if not failed and not joined and dist.is_initialized():
         dist.destroy_process_group()
+    if problem is not None:
+        logging.shutdown()
+        sys.stdout.flush()
+        # An exit handler cannot set the status otherwise, and a launcher would blame another rank.
+        os._exit(departure.code or 1)

@@ -29,15 +29,17 @@ class ShardedBuffer:
 
     The slices, views of `shard`, keep the buffer alive, and it refers to them weakly: a dropped model is freed at once.
 
-    shard: (n,) this rank's elements, never reallocated.
+    shard: (n,) this rank's elements, never reallocated. stored: the memory that is gathered, here the shard.
     wholes: a Parameter in its own shape for each, views of the full buffer, readable only while that is whole (after
     `gather` and `wait`, until `release`). A parameter that is stored in this rank's shard completely is a view of the
     shard instead, and is not copied. With one rank that holds for all of them: the full buffer *is* the shard.
     number: among the buffers of this process, the same on every rank.
     pieces: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
+    stays_whole: `release` does nothing while no parameter is trainable; the same on every rank. The next `gather`
+    after a write to the shard fills the full buffer anew.
 
-    made: the number of buffers that this process has made. before_first: functions that are called once, before the
-    first of them. By one of these optim/checks.py, which this folder may not import, prepares for slices.
+    made: the number of buffers that this process has made. before_first: functions to call before the next of
+    them, once each. By one of these optim/checks.py, which this folder may not import, prepares for slices.
     """
 
     made: ClassVar[int] = 0
@@ -47,37 +49,47 @@ class ShardedBuffer:
         self, schedule: Schedule, parameters: Sequence[torch.nn.Parameter], device: torch.device, reduction: Reduction
     ) -> None:
         """Store `parameters`, with rank 0's values. Collective. reduction: averages the gradients."""
-        if not ShardedBuffer.made:
-            for prepare in ShardedBuffer.before_first:
-                prepare()
+        while ShardedBuffer.before_first:
+            ShardedBuffer.before_first.pop(0)()
         ShardedBuffer.made += 1
         dtype = parameters[0].dtype
         assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
         self._gather, self._communicator = schedule.shards, schedule.shards.communicator
         self.rank, size = self._communicator.rank, self._communicator.size
-        alignment = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-        self.layout = Layout.build([p.numel() for p in parameters], size, alignment)
+        self.layout = Layout.build([p.numel() for p in parameters], size, self._grain(dtype))
         self.placements = [Placement(self.layout, i, p.shape, schedule.reduce) for i, p in enumerate(parameters)]
         self.pieces = [placement.piece for placement in self.placements]
         self._cut = self.layout.cut_ranges(self.rank)
         self.update = PendingUpdate(self._gather)
-        self.shard = self._gather.allocate(self.layout.shard_numel, dtype, device, self.update.wait)
-        self._full = None if size == 1 else ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
+        self._allocate(schedule, dtype, device)
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
         for whole in self.wholes:
             whole.is_whole = True  # pyright: ignore[reportAttributeAccessIssue]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
         self.number = ShardedBuffer.made
+        self.names: list[str | None] = [None] * len(parameters)
         unused = UnusedParameters(schedule.control, self.number)
         # Gathers by copies are no collectives.
-        self._journal = self._communicator.journal if self._gather.is_collective(self.shard) else None
+        self._journal = self._communicator.journal if self._gather.is_collective(self.stored) else None
         self._entry = code("gather of", self.number)
         self.gradient = GradientBuffer(self.placements, reducer, self.wholes, self.shard, unused)
+        self.stays_whole = False
         self._ticket: Ticket | None = None
         self._filled_version = -1
         self._fill(parameters)
 
     # -- construction -------------------------------------------------------------------------------------------
+
+    def _grain(self, dtype: torch.dtype) -> int:
+        """Return the elements of which shards hold multiples, see `Layout`."""
+        return max(1, ALIGNMENT_BYTES // dtype.itemsize)
+
+    def _allocate(self, schedule: Schedule, dtype: torch.dtype, device: torch.device) -> None:
+        """Make `shard`, `stored` and the full buffer, which has memory until it is released. Collective."""
+        numel, layout = self.layout.shard_numel, self.layout
+        self.shard = self.stored = self._gather.allocate(numel, dtype, device, self.update.wait)
+        alone = layout.world_size == 1
+        self._full = None if alone else ResizableStorage(layout.numel, dtype, device, schedule.poison)
 
     def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
         piece = self.pieces[index]
@@ -124,7 +136,7 @@ class ShardedBuffer:
             view = self.shard[piece.shard_start : piece.shard_stop]
             made = make_subclass(cls, view, parameter.requires_grad)
             made.buffer, made.index, made.placement = self, index, self.placements[index]
-            made.on_demand, made._gradient_hooks = None, OrderedDict()
+            made.on_demand, made.origin, made._gradient_hooks = None, None, OrderedDict()
             made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
             slices.append(made)
         self.gradient.slices = [weakref.ref(made) for made in slices]
@@ -164,15 +176,26 @@ class ShardedBuffer:
             self._ticket = None
 
     def release(self) -> None:
-        """Free the full buffer, unless it is the shard."""
+        """Free the full buffer, unless it is the shard or kept."""
         if self._full is not None:
             self.wait()
-            self._full.free()
+            if not (self.stays_whole and self.is_kept):
+                self._full.free()
+
+    @property
+    def is_kept(self) -> bool:
+        """True if it is frozen and stays whole from its next gather on."""
+        return self.stays_whole and not self.gradient.trainable
 
     @property
     def sharded(self) -> bool:
         """True if there are other ranks; otherwise the full buffer is the shard and always whole."""
         return self._full is not None
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the full buffer while it is whole; 0 if it is the shard."""
+        return 0 if self._full is None else self.layout.numel * self.shard.itemsize
 
     @property
     def is_whole(self) -> bool:

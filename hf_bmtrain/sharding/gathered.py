@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from ..ops.expect import expect_flag, expect_kind
 from ..runtime.world import World, current_world
 from .parameter import DistributedParameter
+from .quantized import QuantizedParameter
 from .slots import Slot, find_slots
 
 Wholes = dict[DistributedParameter, torch.nn.Parameter]
@@ -27,9 +29,19 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     what: a module, which is yielded, its attributes and `parameters()` whole; or one or several parameters, for which
     a list of the whole tensors is yielded.
     modify: write back. At the end all ranks get the weights as they are on rank 0; AdamOptimizer's float32 masters
-    follow where the weights differ. If False, changed values raise RuntimeError at the end.
+    follow where the weights differ. If False, changed values raise RuntimeError at the end, and changed values of
+    quantized weights do in any case, before anything is written.
     """
     world = current_world()
+    wanted = "a model, or sharded parameters: an ordinary tensor is whole already"
+    expect_kind("what", what, (torch.nn.Module, torch.Tensor, Iterable), wanted)
+    expect_flag("modify", modify)
+    pieces: list[Any] = []
+    if not isinstance(what, torch.nn.Module):
+        pieces = [what] if isinstance(what, torch.Tensor) else list(what)
+    for piece in pieces:
+        if not isinstance(piece, DistributedParameter):
+            raise ValueError(f"what must be {wanted}, got a {type(piece).__name__}")
     occasion = f"gathered(modify={modify})"
     world.assemble(occasion)
     if isinstance(what, torch.nn.Module):
@@ -37,20 +49,16 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
         wholes = _copies([slot.piece for slot in slots])
         inside, result = _shown(what, slots, wholes), what
     else:
-        pieces: list[Any] = [what] if isinstance(what, torch.Tensor) else list(what)
-        for piece in pieces:
-            if not isinstance(piece, DistributedParameter):
-                raise ValueError(
-                    f"gathered takes a model or sharded parameters, not a {type(piece).__name__} of shape "
-                    f"{tuple(piece.shape)}: an ordinary tensor is whole already."
-                )
         wholes = _copies(pieces)
         inside, result = nullcontext(), [wholes[piece] for piece in pieces]
     with torch.no_grad():
         with inside:
             yield result
         world.assemble(f"end of {occasion}")
-        (_write_back if modify else _check_unchanged)(world, wholes)
+        fixed = {p: whole for p, whole in wholes.items() if not modify or isinstance(p, QuantizedParameter)}
+        _check_unchanged(world, fixed, modify)
+        if modify:
+            _write_back(world, {p: whole for p, whole in wholes.items() if p not in fixed})
 
 
 def _by_buffer(pieces: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
@@ -91,7 +99,8 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], wholes: Wholes) -> Ite
     if replaced:
         raise RuntimeError(
             f"gathered: another parameter or module was put into {', '.join(replaced)}, and nothing is changed: "
-            "inside, values may change, not shapes, ties or layers. Resize, tie or replace before auto_wrap."
+            "inside, values may change, not shapes, ties or layers. Resize, tie or replace before auto_wrap; of PEFT's "
+            "adapters call merge_adapter() inside, and unload() afterwards."
         )
 
 
@@ -122,14 +131,16 @@ def _write_back(world: World, wholes: Wholes) -> None:
         piece.copy_(piece.take(values))
 
 
-def _check_unchanged(world: World, wholes: Wholes) -> None:
-    """Raise RuntimeError on every rank if values were changed on one. Collective."""
+def _check_unchanged(world: World, wholes: Wholes, modify: bool) -> None:
+    """Raise RuntimeError on every rank if values were changed on one. Collective. modify: these are quantized."""
+    if not wholes:
+        return
     changed = [p for p in _by_buffer(wholes) if not torch.equal(_bytes(wholes[p]), _bytes(p.whole))]
     problem = f"shapes {', '.join(str(tuple(piece.full_shape)) for piece in changed)}" if changed else None
-    world.raise_everywhere(
-        "gathered: parameters were changed inside, which has no effect: write with bmt.gathered(..., modify=True)",
-        problem,
-    )
+    way_out = "write with bmt.gathered(..., modify=True)"
+    if modify:
+        way_out = "they are quantized. To merge adapters, load the model without quantize_frozen"
+    world.raise_everywhere(f"gathered: parameters were changed inside, which has no effect: {way_out}", problem)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class GradientBuffer:
         self._pieces = [placement.piece for placement in placements]
         self.requires_grad = [whole.requires_grad for whole in wholes]
         self._wholes_require_grad = list(self.requires_grad)
+        self._noted_require_grad = list(self.requires_grad)
         self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
         self._flight: Flight | None = None  # from `send` to `receive`
         self._collected: set[int] = set()
@@ -101,6 +102,29 @@ class GradientBuffer:
         with WithoutTorchFunction():  # else each attribute of a slice looks for overrides
             return [None if (slice_ := reference()) is None else slice_.grad for reference in self.slices]
 
+    def set_aside(self) -> Callable[[], None]:
+        """Leave the slices without `.grad` and hooks. Returns a function that puts all back as it is now.
+
+        For a backward that is no part of training, such as a comparison's.
+        """
+        slices = [slice_ for each in self.slices if (slice_ := each()) is not None]
+        gradients = [(slice_, slice_.grad, slice_._gradient_hooks.copy()) for slice_ in slices]
+        names = ("shard", "_total", "_squares", "_norms", "_handed", "_version")
+        values = {name: getattr(self, name) for name in names}
+        self.shard = self._total = self._squares = self._norms = None
+        self._handed = [None] * len(self._handed)
+        for slice_ in slices:
+            slice_.grad = None
+            slice_._gradient_hooks.clear()  # a handle refers to this dict
+
+        def put_back() -> None:
+            for slice_, gradient, hooks in gradients:
+                slice_.grad = gradient
+                slice_._gradient_hooks.update(hooks)
+            vars(self).update(values)
+
+        return put_back
+
     # -- one backward -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -122,6 +146,9 @@ class GradientBuffer:
         gradients = [whole.grad if required else None for whole, required in zip(self._wholes, self.requires_grad)]
         for whole in self._wholes:
             whole.grad = None
+        if self.requires_grad != self._noted_require_grad:  # a rank where it is another would give zeros to the mean
+            self._noted_require_grad = list(self.requires_grad)
+            self._communicator.journal.note(code("change of requires_grad in", self._unused.number))
         self._communicator.journal.note(self._entry)
         self._unused.sent += 1
         lacking = [index for index, gradient in enumerate(gradients) if gradient is None]
@@ -266,8 +293,9 @@ class GradientBuffer:
                 if slice_ is None:
                     continue
                 if required[index] and (handed[index] is None or slice_.grad is not handed[index]):
-                    part = parts[self._parts[index]]
-                    SliceTensor.become(part, placements[index], norms, index)
+                    part: Any = parts[self._parts[index]]
+                    part.__class__ = SliceTensor  # `part` has no other reference, and `of` would make a second tensor
+                    part.placement, part.segment = placements[index], None if norms is None else (norms, index)
                     handed[index] = slice_.grad = part
                 if slice_._gradient_hooks:
                     hooked.append(slice_)

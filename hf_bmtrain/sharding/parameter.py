@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime.schedule import refuse_double_backward
+from ..ops.expect import expect_callable, expect_flag, expect_kind, expect_tensor
+from ..runtime.schedule import double_backward
 from ..runtime.world import current_world
 from ..slices.tensor import Sliced, SliceTensor
 from .buffer import ShardedBuffer
 from .on_demand import OnDemandGather
+
+
+class Origin(NamedTuple):
+    """Where `auto_wrap` found a parameter.
+
+    model: a number of the model, larger for one that was wrapped later. number: among its parameters. block: the name
+    of the block that holds it, "" outside blocks. name: in the block, or in the model.
+    """
+
+    model: int
+    number: int
+    block: str
+    name: str
 
 
 class DistributedParameter(Sliced, torch.nn.Parameter):
@@ -25,7 +39,7 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
     the meta device.
 
     full_shape: shape of the whole parameter, as `shape` is. init_method: fills a whole tensor, see `init_parameters`.
-    group: a name for `grouped_parameters`.
+    group: a name for `grouped_parameters`. origin: where `auto_wrap` found it, None without `auto_wrap`.
 
     A backward sets the `.grad` of every parameter in the blocks that it passed through, and of those outside blocks
     whose buffers its forward read, if any rank used the parameter; a rank that did not use it counts as zero. A
@@ -38,6 +52,7 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
     index: int
     init_method: Callable[[torch.Tensor], object] | None
     group: str | None
+    origin: Origin | None
     _gradient_hooks: OrderedDict[int, Callable]
 
     if TYPE_CHECKING:  # torch's metaclass hides what __new__ takes
@@ -45,9 +60,16 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
         def __init__(self, data, requires_grad: bool = True, init_method=None, group: str | None = None) -> None: ...
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None, group: str | None = None):
+        expect_tensor("data", data)
+        expect_flag("requires_grad", requires_grad)
+        if requires_grad and not (data.is_floating_point() or data.is_complex()):
+            raise ValueError(f"data must be of a floating dtype, got {data.dtype}: or pass requires_grad=False")
+        if init_method is not None:
+            expect_callable("init_method", init_method, "a function that fills a tensor, or None")
+        expect_kind("group", group, (str, type(None)), "a name (str) or None")
         if data.is_meta:
             raise ValueError(
-                "A DistributedParameter needs values to shard, and a meta tensor has none: create it on a real "
+                "data is a meta tensor, and a DistributedParameter needs values to shard: create it on a real "
                 "device, with init_method= for values that init_parameters() fills in."
             )
         whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
@@ -115,13 +137,17 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
 
         Raises ValueError for another shape.
         """
+        expect_tensor("whole", whole)
         if whole.shape != self.full_shape:
-            raise ValueError(f"expected a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}")
+            raise ValueError(
+                f"whole must be a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}"
+            )
         self.buffer.update.wait()  # the part is about to be written
         return SliceTensor.of(self.placement.cut(whole), self.placement)
 
     def register_post_accumulate_grad_hook(self, hook):
         """Call `hook(parameter)` after the gradient, averaged over all ranks, was added to `.grad`."""
+        expect_callable("hook", hook, "a function of the parameter")
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
         return handle
@@ -164,6 +190,7 @@ class _ReadWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> None:
-        refuse_double_backward()
+        if torch.is_grad_enabled():
+            raise double_backward()
         schedule = current_world().schedule
         OnDemandGather.of(ctx.parameter, schedule).collect(ctx.parameter.index, gradient)

@@ -12,6 +12,7 @@ import torch
 from ..comm.collectives import Communicator
 from ..ops.torch_internals import make_subclass
 from ..runtime.world import World
+from ..watch.agreement import fingerprint
 
 GATHERED_NUMEL = 1 << 20
 """At most about so many elements are gathered at a time."""
@@ -25,11 +26,12 @@ class ScatteredParameter(torch.nn.Parameter):
 
     values: 1-D; None once they are sharded. mapped: they are all of them, in a file that this process has mapped, and
     take no memory of its own. Otherwise they are this rank's share, in host memory, as long on every rank, the end
-    filled with zeros.
+    filled with zeros. fingerprint: of the whole, to be compared between the ranks.
     """
 
     values: torch.Tensor | None
     mapped: bool
+    fingerprint: str
 
     @classmethod
     def scatter(cls, whole: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> ScatteredParameter:
@@ -40,6 +42,7 @@ class ScatteredParameter(torch.nn.Parameter):
         dtype = whole.dtype if dtype is None else dtype
         made: Any = make_subclass(cls, torch.empty_like(whole, device="meta", dtype=dtype), whole.requires_grad)
         made.values, made.mapped = whole.detach().reshape(-1), dtype == whole.dtype and is_mapped(whole)
+        made.fingerprint = fingerprint(made.values)
         if not made.mapped:
             made.divide(rank, size)
         return made

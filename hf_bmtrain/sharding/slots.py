@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ from ..comm.reduce import Reduction
 from ..runtime.world import World
 from .buffer import ShardedBuffer
 from .parameter import DistributedParameter
+from .quantized import Quantization, QuantizedBuffer, QuantizedParameter
+from .scattered import ScatteredParameter
 
 
 class Slot(NamedTuple):
@@ -39,6 +41,11 @@ def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
     ]
 
 
+def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
+    """Return the flat buffers of a wrapped model, in the order of its parameters."""
+    return list(dict.fromkeys(p.buffer for p in model.parameters() if isinstance(p, DistributedParameter)))
+
+
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
     """Return the slots of the modules' parameters that are slices now."""
     return [
@@ -48,20 +55,52 @@ def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
     ]
 
 
-def shard_places(world: World, places: Sequence[Place], reduction: Reduction) -> tuple[list[ShardedBuffer], list[Slot]]:
+def tensor_facts(model: torch.nn.Module) -> dict[str, str]:
+    """Return what must be equal on all ranks of the parameters and buffers of `model`, by name, for `World.agree`."""
+    facts: dict[str, str] = {"class": type(model).__qualname__}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        told = [str(tuple(parameter.shape)), str(parameter.dtype), f"requires_grad={parameter.requires_grad}"]
+        if first.setdefault(id(parameter), name) != name:
+            told.append(f"tied to '{first[id(parameter)]}'")
+        if isinstance(parameter, DistributedParameter):
+            told.append("sharded already")
+        if isinstance(parameter, ScatteredParameter):
+            told.append(parameter.fingerprint)
+        facts[f"parameter '{name}'"] = " ".join(told)
+    for name, buffer in model.named_buffers():
+        facts[f"buffer '{name}'"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    return facts
+
+
+def shard_places(
+    world: World,
+    places: Sequence[Place],
+    reduction: Reduction,
+    apart: Set[int] = frozenset(),
+    quantization: Quantization | None = None,
+) -> tuple[list[ShardedBuffer], list[Slot]]:
     """Move the parameters of `places` into flat buffers by dtype and requires_grad, and put slices in the places.
 
     A parameter that occurs twice is stored once. One group of whole parameters is in memory at a time. The old ones
     are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
+
+    apart: ids of parameters that share no buffer with others. quantization: the parameters that are stored packed.
     """
-    groups: dict[tuple[torch.dtype, bool], dict[int, torch.nn.Parameter]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, bool], dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
-        groups.setdefault((parameter.dtype, parameter.requires_grad), {})[id(parameter)] = parameter
+        packed = quantization is not None and id(parameter) in quantization.names
+        key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, packed
+        groups.setdefault(key, {})[id(parameter)] = parameter
     slices: dict[int, DistributedParameter] = {}
-    for parameters in groups.values():
+    for (*_, packed), parameters in groups.items():
         wholes = [_whole(parameter) for parameter in parameters.values()]
-        buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction)
-        slices.update(zip(parameters, buffer.make_slices(DistributedParameter, wholes)))
+        if packed and quantization is not None:
+            buffer = QuantizedBuffer(world.schedule, wholes, world.device, reduction, quantization)
+        else:
+            buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction)
+        cls = QuantizedParameter if packed else DistributedParameter
+        slices.update(zip(parameters, buffer.make_slices(cls, wholes)))
         del wholes
         for parameter in parameters.values():
             note: Any = parameter

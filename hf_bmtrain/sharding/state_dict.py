@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from ..runtime.world import current_world
 from ..slices.tensor import Sliced
+from ..watch.agreement import fingerprint
 from .slots import Slot, find_slots
 
 
@@ -73,6 +74,23 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     destination = StateDict(keep)
     type(model).state_dict(model, destination=destination)  # not a state_dict set on the instance
     return destination.on_cpu()
+
+
+def agree_on_wholes(model: torch.nn.Module, state: Mapping[str, object]) -> None:
+    """Raise RuntimeError unless all ranks are about to load equal parameters. Collective.
+
+    Module buffers may differ: those that a forward writes do.
+    """
+    world = current_world()
+    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper is rank 0's everywhere
+        return
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    facts = {
+        f"'{name}'": f"{tuple(value.shape)} {value.dtype} {fingerprint(value)}"
+        for name, value in sorted(state.items(), key=lambda item: str(item[0]))
+        if name in names and isinstance(value, torch.Tensor) and not isinstance(value, Sliced)
+    }
+    world.agree("load_state_dict", facts)
 
 
 def slice_on_load(

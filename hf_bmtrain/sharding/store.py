@@ -23,6 +23,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..ops.expect import expect_flag, expect_module, expect_path
 from ..runtime.world import current_world
 from .state_dict import gather_state_dict
 
@@ -71,6 +72,9 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     saving to the same file again.
     """
     world = current_world()
+    expect_module("model", model)
+    expect_path("file_name", file_name)
+    expect_flag("non_blocking", non_blocking)
     world.assemble("save")
     path = Path(file_name)
     state = gather_state_dict(model, keep=world.rank == 0)
@@ -96,6 +100,9 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     False) or shapes are not the model's; the error names them, and entries that fit may have been loaded.
     """
     world = current_world()
+    expect_module("model", model)
+    expect_path("file_name", file_name)
+    expect_flag("strict", strict)
     world.assemble("load")
     path, state, problem = Path(file_name), OrderedDict(), None
     try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from ..comm.collectives import Communicator
+from ..comm.journal import Journal, value_code
 from ..ops.grad_norm import Segments, segmented_squared_norm
+
+_CALLERS = 12
+"""Functions among which `torch.nn.utils.clip_grad_norm_` is looked for."""
 
 
 class SegmentNorms:
@@ -46,9 +51,28 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return
+    note_clipping(stale[0].communicator.journal)
     parts = [each.local_squares() for each in stale]
     squares = torch.cat(parts)
     stale[0].communicator.all_reduce(squares).wait()
     for each, part in zip(stale, squares.split([len(part) for part in parts])):
         each._norms = part.sqrt().float().unbind()
         each._version = each._shard._version
+
+
+def note_clipping(journal: Journal) -> None:
+    """Note what `torch.nn.utils.clip_grad_norm_` clips to, if it asks for a norm, so that the ranks compare it.
+
+    It tells none of the functions that it calls, and the gradients are only multiplied by a factor on the device.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_CALLERS):
+        if frame is None:
+            return
+        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals["__name__"] == "torch.nn.utils.clip_grad":
+            for kind, name in ("clipping by the norm of order", "norm_type"), ("clipping to the norm", "max_norm"):
+                value = frame.f_locals.get(name)
+                if isinstance(value, (int, float)):  # a tensor may be on a device that has not computed it yet
+                    journal.note(value_code(kind, value))
+            return
+        frame = frame.f_back

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..ops.torch_internals import amp_found_inf_and_unscale_, foreach_norm
-from .norms import measure
+from .norms import measure, note_clipping
 
 
 def _is_slice(value: Any) -> bool:
@@ -36,6 +36,7 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
 def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
     if not pieces:
         return []
+    note_clipping(pieces[0].placement.communicator.journal)
     real = [torch.promote_types(piece.dtype.to_real(), torch.float32) for piece in pieces]
     wide = torch.float64 if torch.float64 in real else torch.float32
     total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..comm.storage import shares_storage
-from ..ops.torch_internals import WithoutTorchFunction, is_tracing
+from ..ops.torch_internals import WithoutTorchFunction, is_tracing, schema_of
 from ..runtime.world import current_world
 from .backward_inputs import backward_to, refuse_grad
 from .functions import CONVERSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, SHAPES, VIEWS, name_of
@@ -33,11 +33,13 @@ class Sliced:
 
     Its shape, strides and number of elements are the whole's; the memory is that of `part`.
 
-    placement: where the part is in the whole. is_parameter: autograd records what is computed from it.
+    placement: where the part is in the whole. is_parameter: autograd records what is computed from it. in_memory: if
+    False, the class itself makes the elements that a function reads, and is asked before other slices are.
     """
 
     placement: Placement
     is_parameter: ClassVar[bool] = False
+    in_memory: ClassVar[bool] = True
 
     @property
     def full_shape(self) -> torch.Size:
@@ -94,12 +96,19 @@ class Sliced:
             with WithoutTorchFunction():
                 if is_tracing():  # torch.compile describes the memory
                     return func(*args, **kwargs)
-                return func(*_map(_on_meta, args), **_map(_on_meta, kwargs))
+                return func(*replace_tensors(_on_meta, args), **replace_tensors(_on_meta, kwargs))
         if name == "data_ptr":
             return _data_ptr(*args)
         if name == "type" and len(args) + len(kwargs) == 1:
             return args[0].as_subclass(torch.Tensor).type()
+        if cls.in_memory and not all(getattr(kind, "in_memory", True) for kind in types):
+            return NotImplemented
         return _Call(func, name, args, kwargs).run()
+
+    @staticmethod
+    def reads_elements(func: Callable) -> bool:
+        """Return whether a function of torch uses more of a tensor than `METADATA` and `SHAPES` do."""
+        return func not in METADATA and name_of(func) not in SHAPES
 
 
 class SliceTensor(Sliced, torch.Tensor):
@@ -109,6 +118,8 @@ class SliceTensor(Sliced, torch.Tensor):
     for any other. Its norm is that of the whole and its found-inf flag that of any rank, so
     `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and what Trainer and Accelerate build on them are right
     without changes. It is pickled as a plain tensor, its `part`.
+
+    segment: measures the flat gradient of which this is a segment, and the segment's number.
     """
 
     segment: tuple[SegmentNorms, int] | None = None
@@ -119,15 +130,6 @@ class SliceTensor(Sliced, torch.Tensor):
         made = part.as_subclass(cls)
         made.placement = placement
         return made
-
-    @classmethod
-    def become(cls, part: Any, placement: Placement, norms: SegmentNorms | None, index: int) -> None:
-        """Turn `part` (n,), a view with no other reference, into a slice without making a second tensor.
-
-        norms: measure the flat gradient of which `part` is segment `index`.
-        """
-        part.__class__ = cls
-        part.placement, part.segment = placement, None if norms is None else (norms, index)
 
     def read_whole(self) -> torch.Tensor:
         with WithoutTorchFunction():
@@ -161,7 +163,7 @@ class WholeCopy(torch.Tensor):
             return NotImplemented  # theirs treats this one as a plain tensor
         kwargs = kwargs or {}
         with WithoutTorchFunction():
-            copies = [each for each in _tensors_in((args, kwargs)) if isinstance(each, WholeCopy)]
+            copies = [each for each in find_tensors((args, kwargs)) if isinstance(each, WholeCopy)]
             versions = [each._version for each in copies]
             result = func(*args, **kwargs)
             if versions != [each._version for each in copies]:
@@ -170,7 +172,7 @@ class WholeCopy(torch.Tensor):
                     "which is a copy: the change would be lost. Write to the parameter itself (parameter[rows] = "
                     "values), or do it under `with bmt.gathered(model, modify=True):`."
                 )
-            return _map(lambda each: _read_only(each, copies), result)
+            return replace_tensors(lambda each: _read_only(each, copies), result)
 
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor]) -> Any:
@@ -191,7 +193,7 @@ class _Call:
     def __init__(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
         with WithoutTorchFunction():
-            self.tensors = list(_tensors_in((args, kwargs)))
+            self.tensors = list(find_tensors((args, kwargs)))
             self.slices: list[Any] = [each for each in self.tensors if isinstance(each, Sliced)]
             recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
             initializes = getattr(func, "__module__", "") == "torch.nn.init"  # whose functions write under no_grad
@@ -244,7 +246,7 @@ class _Call:
 
     def _view(self, first: Any) -> Any:
         with WithoutTorchFunction():
-            shape = self.func(*_map(_on_meta, self.args), **_map(_on_meta, self.kwargs)).shape
+            shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
             first.settle()
             return SliceTensor.of(first.detach(), first.placement.with_shape(shape))
 
@@ -274,7 +276,7 @@ class _Call:
             for each in self.slices:
                 each.settle()
             replace = lambda each: operands.get(id(each), each)  # noqa: E731
-            args, kwargs = _map(replace, self.args), _map(replace, self.kwargs)
+            args, kwargs = replace_tensors(replace, self.args), replace_tensors(replace, self.kwargs)
             if self.in_place:
                 return self._write(written, args, kwargs)
             result = self.func(*args, **kwargs)
@@ -302,7 +304,7 @@ class _Call:
             for key, each in {id(each): each for each in self.slices}.items():
                 operands[key] = each.placement.cut(each.read_whole())
         replace = lambda each: operands.get(id(each), each)  # noqa: E731
-        return self._write(target, _map(replace, self.args), _map(replace, self.kwargs))
+        return self._write(target, replace_tensors(replace, self.args), replace_tensors(replace, self.kwargs))
 
     def _on_many(self) -> Any:
         """Apply an operation on lists of tensors, such as `torch._foreach_add_`, position by position to slices."""
@@ -347,7 +349,7 @@ class _Call:
         """Run a collective of torch.distributed on the whole tensors; with one rank on the slices' memory."""
         if current_world().size == 1:  # the parts are whole
             own = lambda each: each.part.view(each.full_shape) if isinstance(each, Sliced) else each  # noqa: E731
-            return self.func(*_map(own, self.args), **_map(own, self.kwargs))
+            return self.func(*replace_tensors(own, self.args), **replace_tensors(own, self.kwargs))
         given = inspect.signature(self.func).bind(*self.args, **self.kwargs).arguments
         some = given.get("group") not in (None, torch.distributed.group.WORLD)
         if some or given.get("async_op") or self.name in ("send", "recv", "isend", "irecv"):
@@ -363,7 +365,7 @@ class _Call:
     def _on_wholes(self, counted: bool = True) -> Any:
         """Run the function on whole copies on every rank, and write back what it has written to them. Collective.
 
-        counted: torch counts its writes. Otherwise the values are compared.
+        counted: torch counts its writes. Otherwise the values are compared. An operator of torch.ops declares them.
         """
         unique = {id(each): each for each in self.slices}
         assemble_outside(f"{self.name} of a sharded tensor")
@@ -372,17 +374,34 @@ class _Call:
         versions = {key: whole._version if counted else whole.clone() for key, whole in wholes.items()}
         replace = lambda each: wholes.get(id(each), each)  # noqa: E731
         try:
-            result = self.func(*_map(replace, self.args), **_map(replace, self.kwargs))
+            result = self.func(*replace_tensors(replace, self.args), **replace_tensors(replace, self.kwargs))
         except RuntimeError as error:
             self._explain(error)
             raise
         same = (lambda whole, seen: whole._version == seen) if counted else torch.equal
-        written = {id(whole): unique[key] for key, whole in wholes.items() if not same(whole, versions[key])}
+        declared = self._declared_writes()
+        written = {
+            id(whole): unique[key]
+            for key, whole in wholes.items()
+            if (not same(whole, versions[key]) if declared is None else key in declared)
+        }
         for key, whole in wholes.items():
             if id(whole) in written:
                 self._write_back(unique[key], whole)
         copies = [*wholes.values()]
-        return _map(lambda each: written.get(id(each), _read_only(each, copies)), result)
+        return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies)), result)
+
+    def _declared_writes(self) -> set[int] | None:
+        """Return the ids of the arguments that an operator of torch.ops writes, None for any other function.
+
+        Operators of other libraries write by kernels that torch does not see, or through `.data`.
+        """
+        schema = schema_of(self.func)
+        if schema is None:
+            return None
+        given = {argument.name: value for argument, value in zip(schema.arguments, self.args)} | self.kwargs
+        written = [given.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
+        return {id(each) for each in find_tensors(written)}
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise an error that helps if another tensor has the shape of a slice, of which the whole is used."""
@@ -480,26 +499,27 @@ def _refuse_whole_target(name: str, target: torch.Tensor, like: Any) -> None:
     )
 
 
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+def find_tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (tuple, list, dict)):
-            yield from _tensors_in(value)
+            yield from find_tensors(value)
 
 
-def _map(function: Callable[[Any], Any], values: Any) -> Any:
+def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
     """Return nested tuples, lists and dicts with every tensor and NumPy array in them replaced by `function` of it."""
     if isinstance(values, torch.Tensor) or _is_array(values):
         return function(values)
     if type(values) in (tuple, list, torch.Size):
-        return type(values)([_map(function, each) for each in values])
+        return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*[_map(function, each) for each in values])
+        return type(values)(*[replace_tensors(function, each) for each in values])
     if isinstance(values, tuple):  # torch.return_types, of a function of one tensor
-        return type(values)([_map(function, each) for each in values])
+        return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, dict):
-        return {key: _map(function, each) for key, each in values.items()}
+        return {key: replace_tensors(function, each) for key, each in values.items()}
     return values
 
 

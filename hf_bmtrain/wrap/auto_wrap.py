@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,15 +13,27 @@ import torch
 from ..blocks.block import CheckpointBlock, enlarge, extend
 from ..blocks.block_list import TransformerBlockList
 from ..blocks.module import DistributedModule
+from ..ops.expect import expect_module
 from ..recompute.policy import UseCheckpoint
 from ..runtime.world import World, check_zero_level, current_world
+from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
-from ..sharding.slots import Place, find_places, shard_places
-from .check import admit, admit_parameters, holds_additions
+from ..sharding.slots import Place, Slot, find_places, shard_places, tensor_facts
+from .check import admit, admit_parameters, check_arguments, holds_additions
 from .fill import fill_from
-from .find import Chain, choose_chains
+from .find import Chain, adapter_parameters, choose_chains
+from .keep_frozen import KeepFrozen, apply_keep_frozen, extend_keep_frozen
 from .outside import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
-from .patches import follow_accelerator, install_guard, keep_cache_out, keep_ranks_together, route_recomputation
+from .patches import (
+    follow_accelerator,
+    install_guard,
+    keep_cache_out,
+    keep_ranks_together,
+    let_parametrize,
+    route_recomputation,
+)
+from .quantize import choose_quantized
+from .shortage import Shortage
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -33,6 +45,8 @@ def auto_wrap(
     compile: bool | str = False,
     blocks: Iterable[torch.nn.Module] | None = None,
     weights: str | os.PathLike | None = None,
+    keep_frozen: KeepFrozen = "auto",
+    quantize_frozen: str | None = None,
 ) -> torch.nn.Module:
     """Shard `model` over all ranks, in place, and return it. Collective.
 
@@ -50,41 +64,64 @@ def auto_wrap(
     step is measured, and then only as many blocks are recomputed as memory requires; if none is, as many as memory
     allows stay whole from forward to backward. On the CPU, whose memory is not measured, "auto" recomputes none.
     compile: compile the blocks with torch.compile, with its default backend or the named one.
-    blocks: the modules of the model that become blocks instead, in execution order; a ModuleList or Sequential
-    stands for its items.
+    blocks: the modules that become blocks instead, in execution order; a ModuleList or Sequential stands for its items.
     weights: a folder or file, as `load` takes it, with the values of a model on the meta device, under the names of its
     state dict. Each rank maps it and copies 1/N of each tensor, so that no process ever holds the model.
+    keep_frozen: frozen parameters stay whole from step to step (True), are gathered at each use (False), or as many as
+    memory allows stay whole on GPUs ("auto"). quantize_frozen: "nf4" or "fp8" stores and gathers the frozen matrices of
+    blocks packed; they cannot be trained or written afterwards. The README says more of both.
     """
     world = current_world()
+    check_arguments(model, use_checkpoint, compile, blocks, weights, keep_frozen, quantize_frozen)
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
+    options = {"use_checkpoint": use_checkpoint, "compile": compile, "quantize_frozen": quantize_frozen}
+    world.agree("auto_wrap", {"zero_level": level, "keep_frozen": keep_frozen, **options})
     if weights is not None:
         fill_from(model, weights, world)
+    chains, lists = _choose(model, blocks, world)
     if holds_additions(model):
         return _shard_additions(model, world)
-    admit(model)
-    chains, lists = choose_chains(model, blocks)
     layers = list(dict.fromkeys(block for chain in chains for block in chain))
     outside = _outside(model, layers)
     shared = shared_parameters(layers, outside)
-    for block in layers:
-        own = [place for place in find_places(block.modules()) if id(place[2]) not in shared]
-        extend(block, shard_places(world, own, world.schedule.blocks), world, use_checkpoint, level)
+    for block, sharded in _shard_layers(model, world, layers, shared, quantize_frozen):
+        extend(block, sharded, world, use_checkpoint, level)
     shard_outside(world, places_outside(layers, outside, shared), outside)
+    _connect(chains, lists, compile)
+    route_recomputation(model, layers)
+    _finish(model, world, model.modules(), layers)
+    follow_accelerator(model, world.device)
+    install_guard(model, world)
+    apply_keep_frozen(model, world, keep_frozen)
+    _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)
+    return model
+
+
+def _shard_layers(
+    model: torch.nn.Module, world: World, layers: Chain, shared: set[int], quantize_frozen: str | None
+) -> Iterator[tuple[torch.nn.Module, tuple[list[ShardedBuffer], list[Slot]]]]:
+    """Shard the parameters of `layers` but for the `shared` ones, and yield each layer with its buffers and slots.
+
+    Adapters have buffers of their own, also frozen ones: an adapter that is made active later is reduced by itself.
+    """
+    adapters = adapter_parameters(model)
+    quantization = choose_quantized(model, layers, shared | adapters, quantize_frozen)
+    for layer in layers:
+        own = [place for place in find_places(layer.modules()) if id(place[2]) not in shared]
+        yield layer, shard_places(world, own, world.schedule.blocks, adapters, quantization)
+
+
+def _connect(chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
+    """Tell the blocks of each chain their neighbours, make block lists of the ModuleLists, and compile the blocks."""
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
-    route_recomputation(model, layers)
     if compile:
-        for block in layers:
+        for block in dict.fromkeys(block for chain in chains for block in chain):
             block.compile(backend="inductor" if compile is True else compile)
-    _finish(model, world, model.modules(), layers)
-    follow_accelerator(model, world.device)
-    install_guard(model, world)
-    _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)
-    return model
 
 
 @functools.wraps(auto_wrap, assigned=("__annotations__",))
@@ -93,6 +130,7 @@ def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> to
 
     That is a DistributedModule, a block, a list of blocks, and a model whose parameters are all sharded already.
     """
+    expect_module("model", model)
     if isinstance(model, TransformerBlockList) or (
         any(isinstance(module, (CheckpointBlock, DistributedModule)) for module in model.modules())
         and all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
@@ -101,9 +139,37 @@ def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> to
     return auto_wrap(model, *args, **kwargs)
 
 
+def _choose(
+    model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None, world: World
+) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
+    """Return the result of `choose_chains`, none for additions. Collective.
+
+    Raises ValueError if the model cannot be sharded, and RuntimeError unless every rank has the same model and blocks.
+    """
+    chains, lists, refusal = [], [], None
+    try:
+        if holds_additions(model):
+            admit_parameters(model)
+        else:
+            admit(model)
+            chains, lists = choose_chains(model, blocks)
+    except ValueError as error:
+        refusal = error
+    world.agree("auto_wrap", {"the reason to refuse the model": refusal})
+    if refusal is not None:
+        raise refusal
+    names = {module: name for name, module in model.named_modules()}
+    chosen = {
+        f"block '{names[block]}'": f"{type(block).__qualname__} in list {number}"
+        for number, chain in enumerate(chains)
+        for block in chain
+    }
+    world.agree("auto_wrap", {**tensor_facts(model), **chosen})
+    return chains, lists
+
+
 def _shard_additions(model: torch.nn.Module, world: World) -> torch.nn.Module:
     """Shard the parameters that were added to `model` since it was wrapped (adapters, a new head). Collective."""
-    admit_parameters(model)
     layers: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
     outside = _outside(model, layers)
     shared, count = shared_parameters(layers, outside), 0
@@ -116,6 +182,7 @@ def _shard_additions(model: torch.nn.Module, world: World) -> torch.nn.Module:
     fresh = [module for module in outside if not isinstance(module, DistributedModule)]
     shard_outside(world, left, fresh)
     _finish(model, world, fresh, layers)
+    extend_keep_frozen(model, world)
     _log.info("rank %d: sharded %d new parameters in blocks and %d outside", world.rank, count, len(left))
     return model
 
@@ -135,8 +202,10 @@ def _finish(model: torch.nn.Module, world: World, fresh: Iterable[torch.nn.Modul
     place_buffers(model, world)
     name_buffers(model, world)
     keep_cache_out(fresh, blocks)
+    let_parametrize(model)
     if world.size > 1:
         keep_ranks_together(model, blocks)
+    world.schedule.on_shortage = Shortage(model, world)
 
 
 def _report(model: torch.nn.Module, world: World, sharded: str, level: int) -> None:

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from ..blocks.block import CheckpointBlock
 from ..blocks.module import DistributedModule
+from ..ops.expect import expect_flag, expect_kind, expect_module, expect_path
+from ..recompute.policy import check_use_checkpoint
+from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.scattered import ScatteredParameter
+from .keep_frozen import check_keep_frozen
+from .quantize import check_quantize_frozen
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+def check_arguments(
+    model: Any, use_checkpoint: Any, compile: Any, blocks: Any, weights: Any, keep_frozen: Any, quantize_frozen: Any
+) -> None:
+    """Raise TypeError or ValueError for an argument of `auto_wrap` that is not what it documents."""
+    expect_module("model", model)
+    check_use_checkpoint(use_checkpoint)
+    check_keep_frozen(keep_frozen)
+    if not isinstance(compile, str) or not compile:
+        expect_flag("compile", compile)
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `choose_chains` has its own error for one
+        expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
+    if weights is not None:
+        expect_path("weights", weights)
+    check_quantize_frozen(quantize_frozen)
 
 
 def admit(model: torch.nn.Module) -> None:
     """Raise ValueError, with the reason, if `model` cannot be wrapped."""
     kind = type(model).__name__
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"auto_wrap: {kind} has no parameters to shard: pass the model that holds them.")
     if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         raise ValueError(f"auto_wrap: unwrap {kind} first and pass `.module`; both would reduce.")
     compiled = [name for name, module in model.named_modules() if getattr(module, "_compiled_call_impl", None)]
@@ -47,6 +73,7 @@ def _admit_modules(model: torch.nn.Module) -> None:
 
 def admit_parameters(model: torch.nn.Module) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded, naming the first one."""
+    simulating = current_world().device.type == "meta"
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
@@ -61,7 +88,7 @@ def admit_parameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, torch.nn.UninitializedParameter):
             raise ValueError(f"auto_wrap: '{name}' has no shape yet (a lazy layer): run one forward before wrapping.")
-        if parameter.is_meta and not isinstance(parameter, ScatteredParameter):
+        if parameter.is_meta and not isinstance(parameter, ScatteredParameter) and not simulating:
             raise ValueError(
                 f"auto_wrap: '{name}' is on the meta device and has no values: load or initialise the model on CPU "
                 "before wrapping. A model too large for that takes its values from files, by auto_wrap(model, "
@@ -72,12 +99,14 @@ def admit_parameters(model: torch.nn.Module) -> None:
                 f"auto_wrap: '{name}' has a hook on its gradient, which its slices would not have. Register it after "
                 "auto_wrap, by parameter.register_post_accumulate_grad_hook, which sees the averaged gradient."
             )
-        if type(parameter.data) is not torch.Tensor and not isinstance(parameter, DistributedParameter):
+        if isinstance(parameter, DistributedParameter):
+            continue
+        if type(parameter.data) is not torch.Tensor:
             raise ValueError(
                 f"auto_wrap: '{name}' holds a {type(parameter.data).__name__}, whose elements cannot be cut into flat "
                 "shards (DTensor, quantized weights): load the model in an ordinary dtype, not parallelised."
             )
-        if type(parameter) not in (torch.nn.Parameter, DistributedParameter, ScatteredParameter):
+        if type(parameter) not in (torch.nn.Parameter, ScatteredParameter):
             raise ValueError(
                 f"auto_wrap: '{name}' is a {type(parameter).__name__}, a Parameter with a behaviour of its own that "
                 "would be lost (quantized weights, say): load the model in an ordinary dtype."

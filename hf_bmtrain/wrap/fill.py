@@ -38,7 +38,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
         _put(model, parameters, buffers, state, world)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"auto_wrap: {type(model).__name__} could not be filled from {weights}", problem)
+    world.raise_everywhere(f"auto_wrap: {type(model).__name__} could not be filled from weights={weights}", problem)
     scattered = {name: p for name, p in model.named_parameters() if isinstance(p, ScatteredParameter)}
     divide_unless_mapped_everywhere(scattered, world)
 

@@ -65,3 +65,11 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
                     f"blocks= names '{names[inner]}' and also '{names[block]}', which holds it: a parameter belongs to "
                     "one block. Name one of the two."
                 )
+
+
+def adapter_parameters(model: torch.nn.Module) -> set[int]:
+    """Return the ids of the parameters of adapters, trained or not. PEFT's layers name the modules that hold them."""
+    held = [
+        getattr(module, name, None) for module in model.modules() for name in getattr(module, "adapter_layer_names", ())
+    ]
+    return {id(parameter) for each in held if isinstance(each, torch.nn.Module) for parameter in each.parameters()}

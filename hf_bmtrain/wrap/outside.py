@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..blocks.block import CheckpointBlock
 from ..blocks.module import distribute
 from ..runtime.world import World
-from ..sharding.parameter import DistributedParameter
+from ..sharding.buffer import ShardedBuffer
+from ..sharding.parameter import DistributedParameter, Origin
 from ..sharding.slots import Place, find_places, shard_places
 
 OWN_BUFFER_NUMEL = 1 << 20
@@ -48,14 +50,25 @@ def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch
 
 
 def name_buffers(model: torch.nn.Module, world: World) -> None:
-    """Name the flat buffers by their parameters, for messages."""
+    """Name the flat buffers by their parameters, and tell these where they are, for messages."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters():
+    blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]
+    holders = {key: block for block in blocks for key in _keys(model.get_submodule(block[:-1]))}
+    for number, (name, parameter) in enumerate(model.named_parameters()):
         if isinstance(parameter, DistributedParameter):
             names.setdefault(parameter.buffer.number, []).append(name)
+            block = holders.get(id(parameter), "")
+            block = block if name.startswith(block) else ""
+            parameter.origin = Origin(ShardedBuffer.made, number, block[:-1], name[len(block) :])
     for number, held in names.items():
         rest = f" and {len(held) - 1} other parameters" if len(held) > 1 else ""
-        world.watch.names[number] = f"'{held[0]}'{rest} of {type(model).__name__}"
+        text = f"'{held[0]}'{rest} of {type(model).__name__}"
+        before = sum(other < number and told.startswith(text) for other, told in world.watch.names.items())
+        world.watch.names[number] = f"{text} (number {before + 1})" if before else text
+
+
+def _keys(block: torch.nn.Module) -> list[int]:
+    return [id(parameter) for parameter in block.parameters()]
 
 
 @torch.no_grad()

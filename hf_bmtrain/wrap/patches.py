@@ -6,7 +6,8 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -16,14 +17,21 @@ from torch.nn.parallel import DistributedDataParallel
 from ..blocks.base import RefuseDataParallel, moved
 from ..blocks.block import CheckpointBlock, weak_method
 from ..blocks.block_state import BlockState
-from ..ops.torch_internals import differentiates_by_functorch, functorch_transforms_active, is_exporting, pytree
+from ..ops.torch_internals import (
+    differentiates_by_functorch,
+    functorch_transforms_active,
+    is_exporting,
+    preserve_version,
+    pytree,
+)
 from ..runtime.launcher import check_accelerator, mixed_precision
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
+from ..sharding.quantized import QuantizedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.log)
-_SHARDED = {DistributedParameter, type(None)}
+_SHARDED = {DistributedParameter, QuantizedParameter, type(None)}
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -79,6 +87,33 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) ->
             if "use_cache" in names:
                 hook = functools.partial(without_cache, names.index("use_cache"))
                 module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def let_parametrize(model: torch.nn.Module) -> None:
+    """Let PEFT's adapters on parameters (`target_parameters`) replace a parameter while their module's forward runs.
+
+    They register a torch parametrization, which sets the whole parameter to itself and puts back what it found.
+    """
+    for module in model.modules():
+        activate = getattr(module, "_activate_lora", None)
+        if inspect.ismethod(activate):  # not patched yet
+            module._activate_lora = functools.partial(  # pyright: ignore[reportArgumentType]
+                _activate_uncounted, weak_method(activate), weakref.ref(module)
+            )
+
+
+@contextmanager
+def _activate_uncounted(activate: Callable, reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Run `activate`, a context, without a write to the parameter on its way in, and with its slot as it was after."""
+    wrapper: Any = reference()
+    holder, name = wrapper.get_base_layer(), wrapper.parameter_name
+    held = holder._parameters.get(name)
+    with ExitStack() as stack:
+        if held is not None:  # else an enclosing adapter of the same parameter has replaced it
+            stack.callback(holder._parameters.__setitem__, name, held)
+        with preserve_version(wrapper.get_param()):
+            stack.enter_context(activate(*args, **kwargs))
+        yield
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
@@ -155,7 +190,8 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
 
 def install_guard(model: torch.nn.Module, world: World) -> None:
     """Check `model` before each training forward, and refuse to resize its embeddings."""
-    model.register_forward_pre_hook(Guard(world.size))
+    if world.device.type != "meta":  # a simulation has another number of ranks than Accelerate
+        model.register_forward_pre_hook(Guard(world.size))
     for module in model.modules():
         for name in ("resize_token_embeddings", "resize_position_embeddings"):
             if hasattr(module, name):

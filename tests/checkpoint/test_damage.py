@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import pickle
 import random
@@ -19,6 +18,7 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.checkpoint.header import Damaged, find_tensors, read_header
 from hf_bmtrain.checkpoint.manifest import Checked, Manifest
+from log_lines import log_lines
 from processes import environment
 from resumable import Training
 
@@ -62,16 +62,13 @@ def damaged_in_many_ways(folder, file, flips, seed):
     if bmt.rank() == 0:
         shutil.copy(path, saved)
     bmt.synchronize()
-    training, lines, wrong = Training(blocks=1), [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("hf_bmtrain").addHandler(handler)
+    training, wrong = Training(blocks=1), []
     for what, content in damages(saved, flips, seed):
         if bmt.rank() == 0:
             path.write_bytes(content)
         bmt.synchronize()
-        lines.clear()
-        step = training.load(folder).step
+        with log_lines() as lines:
+            step = training.load(folder).step
         bmt.synchronize()
         if content == saved.read_bytes():  # zeros or equal sectors
             continue
@@ -81,7 +78,6 @@ def damaged_in_many_ways(folder, file, flips, seed):
         in_data = file.endswith("safetensors") and "do not have the checksum" in line and "bytes 0 to" not in line
         if in_data and not any(f"{name} in {file}" in line or f"{name}." in line for name in names):
             wrong.append(f"{what}: no tensor in {line}")
-    logging.getLogger("hf_bmtrain").removeHandler(handler)
     return wrong
 
 
@@ -104,10 +100,7 @@ def test_every_damage_at_many_positions(world, tmp_path, file, seed):
 def unreadable(folder, function, name, ranks):
     """Some ranks cannot read a file of the newest checkpoint: a bad sector, or missing rights."""
     two_checkpoints(folder)
-    original, lines = getattr(os, function), []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("hf_bmtrain").addHandler(handler)
+    original = getattr(os, function)
     path = Path(folder) / "checkpoint-2" / name
 
     def fail(where, *arguments, **options):
@@ -116,9 +109,8 @@ def unreadable(folder, function, name, ranks):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return original(where, *arguments, **options)
 
-    with mock.patch.object(os, function, fail):
+    with mock.patch.object(os, function, fail), log_lines() as lines:
         step = Training(blocks=1).load(folder).step
-    logging.getLogger("hf_bmtrain").removeHandler(handler)
     return step, " ".join(lines)
 
 

@@ -7,12 +7,12 @@ from hf_bmtrain.comm.layout import Layout
 
 
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70))
-def test_pieces_tile_every_tensor(numels, world_size, alignment):
-    layout = Layout.build(numels, world_size, alignment)
-    assert layout.shard_numel % alignment == 0
+def test_pieces_tile_every_tensor(numels, world_size, grain):
+    layout = Layout.build(numels, world_size, grain)
+    assert layout.shard_numel % grain == 0
     covered = set()
     for index, numel in enumerate(numels):
-        assert layout.offsets[index] % alignment == 0
+        assert layout.offsets[index] % grain == 0
         position = 0
         for rank in range(world_size):
             piece = layout.piece(index, rank)
@@ -37,13 +37,13 @@ def test_pieces_tile_every_tensor(numels, world_size, alignment):
         assert layout.cut_ranges(rank) == [(piece.shard_start, piece.shard_stop) for piece in held]
     assert not covered & padding
     assert len(covered) == sum(numels)
-    assert max(covered, default=-1) < layout.extent == Layout.build(numels, 1, alignment).extent <= layout.numel
+    assert max(covered, default=-1) < layout.extent == Layout.build(numels, 1, grain).extent <= layout.numel
     assert covered | padding == set(range(layout.numel))
 
 
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70))
-def test_sizes_of_a_shard_are_those_of_its_pieces(numels, world_size, alignment):
-    layout = Layout.build(numels, world_size, alignment)
+def test_sizes_of_a_shard_are_those_of_its_pieces(numels, world_size, grain):
+    layout = Layout.build(numels, world_size, grain)
     for rank in range(world_size):
         sizes = layout.shard_sizes(rank)
         assert sum(sizes) == layout.shard_numel and min(sizes) >= 0
@@ -51,3 +51,18 @@ def test_sizes_of_a_shard_are_those_of_its_pieces(numels, world_size, alignment)
             piece = layout.piece(index, rank)
             assert sizes[2 * index + 1] == piece.length
             assert sum(sizes[: 2 * index + 1]) == piece.shard_start
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.sampled_from([1, 64, 128, 300]))
+def test_a_grain_is_never_divided(numels, world_size, grain):
+    """Neither is a tensor where the grain is as large. Padding stays within the bounds that `Layout` names."""
+    layout = Layout.build(numels, world_size, grain)
+    for index, numel in enumerate(numels):
+        for rank in range(world_size):
+            piece = layout.piece(index, rank)
+            assert piece.tensor_start % grain == 0 or piece.length == 0
+            assert piece.tensor_stop % grain == 0 or piece.tensor_stop == numel
+            assert piece.shard_start % grain == 0 or piece.length == 0
+    gaps = layout.sizes[::2]
+    assert gaps[0] == 0 and max(gaps[:-1], default=0) < grain
+    assert gaps[-1] < (world_size + 1) * grain

@@ -15,12 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hf_bmtrain as bmt
 import twins
 from hf_bmtrain.comm import peer_reduce as reducing
-from hf_bmtrain.comm.backend import GATHERS
 from hf_bmtrain.comm.peer_memory import HostMemory
 from hf_bmtrain.comm.peer_reduce import MAILBOXES, PeerReduction
 from hf_bmtrain.comm.storage import shares_storage
 from hf_bmtrain.ops.peer_sum import peer_mean
 from hf_bmtrain.optim import manager
+from hf_bmtrain.runtime.backend import GATHERS
 from inner import peer_gather, peer_reduction
 from twins import Tower, check_gradients, check_twins, ids
 

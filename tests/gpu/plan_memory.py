@@ -76,7 +76,7 @@ def train(options) -> dict:
         losses.append(train_step(model, manager, optimizer, step, rows, options.length))
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - begin))
-        kept.append(count_kept(model))
+        kept.append(count_kept_blocks(model))
     return {
         "ms": round(statistics.median(times[4:]), 1),
         "each ms": [round(one) for one in times],
@@ -95,10 +95,11 @@ def take(gib: float):
     return cupy.cuda.Memory(int(gib * 2**30))
 
 
-def count_kept(model) -> int:
+def count_kept_blocks(model) -> int:
     """Count the blocks that keep their activations, by the plan or because use_checkpoint is False."""
-    policies = [state_of(block).policy for block in model.transformer.h]
-    return sum(getattr(policy, "kept", policy.use_checkpoint is False) for policy in policies)
+    blocks = [module for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
+    policies = [state_of(block).policy for block in blocks]
+    return sum(getattr(policy, "kept", policy is False) for policy in policies)
 
 
 def train_step(model, manager, optimizer, step: int, rows: int, length: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import logging
 import os
 from pathlib import Path
 from unittest import mock
@@ -15,6 +14,7 @@ from accelerate.utils import ProjectConfiguration
 
 import hf_bmtrain as bmt
 import jobs
+from log_lines import log_lines
 from resumable import damage
 from tiny_models import build
 
@@ -87,16 +87,6 @@ class Loop:
         return names
 
 
-@contextlib.contextmanager
-def warnings():
-    lines, logger = [], logging.getLogger("hf_bmtrain")
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-
-
 def gathers(*args, **options):
     raise AssertionError("something was gathered")
 
@@ -159,7 +149,7 @@ def test_total_limit(world, tmp_path, size):
 
 def passed_over(folder, name):
     loop = Loop(folder)
-    with warnings() as lines:
+    with log_lines() as lines:
         loop.accelerator.load_state()
     assert loop.count.epochs == 1 and loop.accelerator.save_iteration == 2
     loop.epochs(2)
@@ -324,7 +314,7 @@ def old_format(folder):
     """Without the one line: Accelerate's own files, a line in the log, and they can still be loaded."""
     loop = Loop(folder, sharded=False)
     loop.epochs(1)
-    with warnings() as lines:
+    with log_lines() as lines:
         loop.accelerator.save_state()
     assert any("bmt.hf.shard_checkpoints(accelerator)" in line for line in lines)
     bmt.synchronize()

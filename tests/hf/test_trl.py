@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_bmtrain as bmt
-from jobs import check_same, losses, weights
+from jobs import CHECKPOINTING, check_same, losses, weights
 from tiny_models import VOCABULARY, build
 
 peft = pytest.importorskip("peft")
@@ -42,52 +42,99 @@ def dpo(given):
     return trl.DPOTrainer, trl.DPOConfig(**{"learning_rate": 1.0, "beta": 1.0} | given), columns
 
 
-def lora():
+def digits(completions, **columns):
+    """A reward that differs between the completions of a prompt."""
+    return [sum(map(int, filter(str.isdigit, text))) / 10 for text in completions]
+
+
+def grpo(given):
+    options = {"learning_rate": 1.0, "num_generations": 4, "max_completion_length": 5, "beta": 0.1} | given
+    return trl.GRPOTrainer, trl.GRPOConfig(**options), {"prompt": sentences(1)}
+
+
+def lora(**options):
     """Adapters with random values: with the usual zeros half of them have no gradient."""
-    return peft.LoraConfig(
-        r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+    options = {"r": 4, "lora_alpha": 16, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
+    return peft.LoraConfig(**{"target_modules": ["q_proj", "down_proj"]} | options)
 
 
-def adapted(model):
+def experts():
+    parameters = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    return lora(target_modules=["q_proj"], target_parameters=parameters)
+
+
+def scaled():
+    return peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"],
+        init_ia3_weights=False,
+    )  # fmt: skip
+
+
+def prompts():
+    return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+def prefix():
+    return peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+METHODS = {
+    "lora": ("llama", lora),
+    "dora": ("llama", lambda: lora(use_dora=True)),
+    "rslora": ("llama", lambda: lora(use_rslora=True)),
+    "saved": ("llama", lambda: lora(modules_to_save=["lm_head"])),
+    "experts": ("mixtral", experts),
+    "ia3": ("llama", scaled),
+    "prompts": ("llama", prompts),
+    "prefix": ("llama", prefix),
+}
+
+
+def adapted(model, method):
     torch.manual_seed(5)  # as the trainer does before it makes them
-    return peft.get_peft_model(model, lora())
+    return peft.get_peft_model(model, METHODS[method][1]())
 
 
-def plain():
-    return adapted(build("llama")), {}
+def base(method):
+    model = build(METHODS[method][0])
+    model.config.output_router_logits = False  # their loss is not a mean over rows
+    return model
 
 
-def plain_inside():
-    return build("llama"), {"peft_config": lora()}
+def plain(method):
+    return adapted(base(method), method), {}
 
 
-def plain_reference():
-    return build("llama"), {"ref_model": build("llama", seed=1)}
+def plain_inside(method):
+    return base(method), {"peft_config": METHODS[method][1]()}
 
 
-def before():
-    return bmt.auto_wrap(adapted(build("llama"))), {}
+def plain_reference(method):
+    return base(method), {"ref_model": build("llama", seed=1)}
 
 
-def after():
-    return bmt.auto_wrap(adapted(bmt.auto_wrap(build("llama")))), {}
+def before(method):
+    return bmt.auto_wrap(adapted(base(method), method)), {}
 
 
-def inside():
-    return bmt.auto_wrap(build("llama")), {"peft_config": lora()}
+def after(method):
+    return bmt.auto_wrap(adapted(bmt.auto_wrap(base(method)), method)), {}
 
 
-def reference():
-    return bmt.auto_wrap(build("llama")), {"ref_model": bmt.auto_wrap(build("llama", seed=1))}
+def inside(method):
+    return bmt.auto_wrap(base(method)), {"peft_config": METHODS[method][1]()}
 
 
-def at_last():
-    return adapted(build("llama")), {}
+def reference(method):
+    return bmt.auto_wrap(base(method)), {"ref_model": bmt.auto_wrap(build("llama", seed=1))}
 
 
-def make_trainer(kind, how, folder, size=1, given=None, **options):
-    """kind: sft or dpo. how: makes the model; `at_last` is wrapped in the trainer. given: goes before the defaults."""
+def at_last(method):
+    return adapted(base(method), method), {}
+
+
+def make_trainer(kind, how, folder, size=1, given=None, method="lora", **options):
+    """how: makes the model; `at_last` is wrapped in the trainer. given: goes before the defaults."""
     import datasets
 
     defaults = {
@@ -96,9 +143,11 @@ def make_trainer(kind, how, folder, size=1, given=None, **options):
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 5,
     }  # fmt: skip
     cls, args, columns = kind({**defaults, **(given or {})})
-    model, more = how()
+    model, more = how(method)
     if how in (before, after, inside, reference):
         options["callbacks"] = [bmt.hf.BMTrainCallback()]
+    if kind is grpo:
+        options["reward_funcs"] = digits
     trainer = cls(
         model=model, args=args, train_dataset=datasets.Dataset.from_dict(columns), processing_class=make_tokenizer(),
         **more, **options,
@@ -109,21 +158,21 @@ def make_trainer(kind, how, folder, size=1, given=None, **options):
     return trainer
 
 
-def train(kind, how, folder, size=1, given=None, resume=None):
-    trainer = make_trainer(kind, how, folder, size, given)
+def train(kind, how, folder, size=1, given=None, resume=None, method="lora"):
+    trainer = make_trainer(kind, how, folder, size, given, method)
     trainer.train(resume_from_checkpoint=resume)
     return {"history": trainer.state.log_history, "weights": weights(trainer.model)}
 
 
-def train_sharded(kind, how, folder, given):
-    return train(kind, how, folder, bmt.world_size(), given)
+def train_sharded(kind, how, folder, given=None, method="lora"):
+    return train(kind, how, folder, bmt.world_size(), given, method=method)
 
 
-def check(world, tmp_path, kind, how, truth, **given):
-    expected = train(kind, truth, str(tmp_path / "plain"), given=given)
-    (first,), *_, (last,) = losses(expected["history"])
-    assert abs(first - last) > 0.01 * first  # it has moved, so agreeing says something
-    for ours in world(2)(train_sharded, kind, how, str(tmp_path / "ours"), given):
+def check(world, tmp_path, kind, how, truth, method="lora", **given):
+    expected = train(kind, truth, str(tmp_path / "plain"), given=given, method=method)
+    moved = sum(rate * norm for _, norm, rate in losses(expected["history"], "grad_norm", "learning_rate"))
+    assert moved > 0.01, "the weights have hardly moved, so that agreeing says little"
+    for ours in world(2)(train_sharded, kind, how, str(tmp_path / "ours"), given, method):
         check_same(ours, expected, "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 
@@ -131,6 +180,25 @@ def check(world, tmp_path, kind, how, truth, **given):
 def test_sft(world, tmp_path, how):
     """Adapters come before auto_wrap, after it, from the trainer; or all is wrapped when the trainer is made."""
     check(world, tmp_path, sft, how, plain)
+
+
+@pytest.mark.parametrize(
+    ("method", "rate"),
+    [("dora", 4), ("rslora", 4), ("saved", 0.5), ("ia3", 40), ("prompts", 200), ("prefix", 20)],
+)
+def test_sft_methods(world, tmp_path, method, rate):
+    """PEFT's other methods; `modules_to_save` copies modules, and so comes before auto_wrap."""
+    unchecked = dict.fromkeys(CHECKPOINTING, False)  # which a prefix cannot go through in plain transformers
+    check(
+        world,
+        tmp_path,
+        sft,
+        before if method == "saved" else inside,
+        plain_inside,
+        method,
+        learning_rate=rate,
+        **unchecked,
+    )
 
 
 @pytest.mark.parametrize(("how", "truth"), [(inside, plain_inside), (at_last, plain), (reference, plain_reference)])
@@ -143,6 +211,23 @@ def test_dpo(world, tmp_path, how, truth):
 def test_dpo_on_a_sharded_adapter(world, tmp_path, how):
     """TRL copies an adapter into a second one, the reference, also where the first one is sharded."""
     check(world, tmp_path, dpo, how, plain, learning_rate=1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "truth", "method"),
+    [(grpo, inside, plain_inside, "lora"), (grpo, before, plain, "lora"), (sft, inside, plain_inside, "experts")],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_like_as_many_processes(world, tmp_path, size, kind, how, truth, method):
+    """The truth is TRL's job on as many ranks, by DistributedDataParallel.
+
+    In GRPO each samples tokens of its own, and sums of experts depend on how many rows there are.
+    """
+    expected = world(size)(train_sharded, kind, truth, str(tmp_path / "plain"), None, method)
+    assert all(norm > 0 for _, norm in losses(expected[0]["history"], "grad_norm"))
+    names = ("reward", "kl", "completions/mean_length") if kind is grpo else ("entropy", "mean_token_accuracy")
+    for ours, plainly in zip(world(size)(train_sharded, kind, how, str(tmp_path / "ours"), None, method), expected):
+        check_same(ours, plainly, "grad_norm", *names)
 
 
 def saved_and_resumed(folder):
@@ -167,7 +252,7 @@ def optimizer_from_before_the_adapters(folder):
     model = bmt.auto_wrap(build("llama"))
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
     options = {"peft_config": lora(), "optimizers": (optimizer, None)}
-    trainer = make_trainer(sft, lambda: (model, {}), folder, callbacks=[bmt.hf.BMTrainCallback()], **options)
+    trainer = make_trainer(sft, lambda method: (model, {}), folder, callbacks=[bmt.hf.BMTrainCallback()], **options)
     with pytest.raises(RuntimeError, match="All 30 parameters that AdamOptimizer holds are frozen"):
         trainer.train()
 

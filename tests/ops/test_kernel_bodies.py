@@ -8,7 +8,7 @@ import torch
 
 import kernel_checks as checks
 import kernel_shim
-from hf_bmtrain.ops import adam, cross_entropy, grad_norm, peer_sum
+from hf_bmtrain.ops import adam, cross_entropy, grad_norm, peer_sum, quantize
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     shim = request.getfixturevalue("shim")
     before = len(shim.launches)
-    for module in (adam, cross_entropy, grad_norm, peer_sum):
+    for module in (adam, cross_entropy, grad_norm, peer_sum, quantize):
         monkeypatch.setattr(module, "kernel", shim.kernel)
     monkeypatch.setattr(adam, "THREADS", 64)
     monkeypatch.setattr(grad_norm, "THREADS", 64)
@@ -58,6 +58,12 @@ def test_segments(place: checks.Place, dtype: torch.dtype, offsets: list[int]) -
 )
 def test_peer_mean(place: checks.Place, dtype: torch.dtype, n: int, size: int, offset: int) -> None:
     checks.check_peer_mean(place, dtype, n, size, offset)
+
+
+@pytest.mark.parametrize("name", list(quantize.FORMATS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_unpack(place: checks.Place, dtype: torch.dtype, name: str) -> None:
+    checks.check_unpack(place, dtype, name, numel=20011)
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])

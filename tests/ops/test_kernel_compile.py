@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import kernel_shim
-from hf_bmtrain.ops import adam, cross_entropy, grad_norm, launch, peer_sum
+from hf_bmtrain.ops import adam, cross_entropy, grad_norm, launch, peer_sum, quantize
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 
 nvrtc = pytest.importorskip("cupy", reason="no CuPy: install the extra 'ci'", exc_type=ImportError).cuda.nvrtc
 ARCHS = (75, 80, 90, 100)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MODULES = (grad_norm, adam, cross_entropy, peer_sum)
+MODULES = (grad_norm, adam, cross_entropy, peer_sum, quantize)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
@@ -47,6 +47,9 @@ def ask_for_everything() -> None:
             rows = place(torch.ones(2, n, dtype=dtype))
             attempt(peer_sum.peer_mean, rows, flat, 1, flat, None if total is None else place(total))
         attempt(cross_entropy.rescale_, place(torch.ones(3, 5, dtype=dtype)), torch.ones(1), torch.ones(3))
+        for form in quantize.FORMATS.values():
+            packed = place(form.pack(torch.ones(n)))
+            attempt(form.unpack, packed, place(torch.zeros(quantize.CELL, dtype=dtype)))
     kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None), (False, True))
     for grad, master, exp_avg, weight, coupled in kinds:
         tensors = [place(torch.ones(n, dtype=d)) for d in (grad, master, exp_avg, torch.float32)]

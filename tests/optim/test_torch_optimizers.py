@@ -60,3 +60,69 @@ def one_process(name, max_norm, loss_scale):
 @pytest.mark.parametrize("size", [1, 2])
 def test_as_in_one_process(world, size, name, max_norm, loss_scale):
     world(size)(one_process, name, max_norm, loss_scale)
+
+
+class Wide(torch.nn.Module):
+    """Matrices of more than 4096 elements, of which bitsandbytes keeps 8 bits, and vectors of fewer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(72, 72) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def rows(step, rank):
+    return torch.randn(4, 72, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def eight_bits(name, folder):
+    """The weights are the bits of bitsandbytes' own optimizer on whole tensors, also after the state was loaded."""
+    import bitsandbytes
+
+    make, size, rank = getattr(bitsandbytes.optim, name), bmt.world_size(), bmt.rank()
+    model, twin = bmt.auto_wrap(Wide()), Wide()
+    optimizer, plain = make(model.parameters(), lr=0.01), make(twin.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    for step in range(6):
+        manager.backward(model(rows(step, rank)))
+        torch.stack([twin(rows(step, other)) for other in range(size)]).mean().backward()
+        manager.step()
+        plain.step()
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, twin.state_dict()[key]), (step, key)
+        manager.zero_grad()
+        plain.zero_grad()
+        if step == 2:
+            bmt.save_state(folder, model, optimizer, step=step)
+        if step == 3:  # in the middle, from host memory
+            manager.load_state_dict(bmt.current_world().gather_objects(manager.state_dict(gather_opt=True))[0])
+    assert not torch.equal(model.state_dict()["layers.0.weight"], Wide().layers[0].weight)
+    held = optimizer.state[model.layers[0].weight]["state1"]
+    assert held.dtype == (torch.uint8 if "8bit" in name else torch.float32)
+    assert size == 1 or len(held.part) < 72 * 72
+    other = bmt.auto_wrap(Wide())
+    resumed = make(other.parameters(), lr=0.01)
+    assert bmt.load_state(folder, other, resumed) is not None
+    for step in range(3, 6):
+        other(rows(step, rank)).backward()
+        resumed.step()
+        resumed.zero_grad()
+    for key, value in other.state_dict().items():
+        assert torch.equal(value, twin.state_dict()[key]), key
+
+
+@pytest.fixture
+def bitsandbytes():
+    return pytest.importorskip("bitsandbytes")
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_eight_bits(world, bitsandbytes, tmp_path, size, name):
+    world(size)(eight_bits, name, str(tmp_path))

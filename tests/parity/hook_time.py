@@ -1,5 +1,7 @@
 """Host time of what stands around every block: `python tests hook_time [--profile]`.
 
+    torchrun --nproc-per-node 2 tests hook_time --watch [--layers 40]
+
 One process plays rank 0 of two with lanes that cost nothing, and runs the same layers plain and sharded in turn, so
 narrow that all of their time is the host's. Two numbers come of it, both medians over steps, per block:
 
@@ -7,6 +9,9 @@ narrow that all of their time is the host's. Two numbers come of it, both median
   back (gather, release, packing, the gradients of slices, and the torch operations in them);
 * in all: how much longer the sharded step takes than the plain one, which adds autograd's part in the two boundaries,
   the deallocation of gradients and colder caches, and is noisier.
+
+--watch: real ranks train the smallest Llama, with the notes in the journals and without them in turn. Times are of the
+processor, since machines are shared: of the thread that trains, and of the watch's thread per second of training.
 """
 
 from __future__ import annotations
@@ -18,10 +23,12 @@ import gc
 import pstats
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -30,11 +37,13 @@ import transformers
 import hf_bmtrain as bmt
 from hf_bmtrain.comm.collectives import CollectiveGather, SingleProcess
 from hf_bmtrain.comm.control import Control
+from hf_bmtrain.comm.journal import Journal, code
 from hf_bmtrain.comm.reduce import CollectiveReduction
 from hf_bmtrain.comm.streams import DONE, Ticket
-from hf_bmtrain.comm.watch import Watch
 from hf_bmtrain.runtime import world
 from hf_bmtrain.runtime.schedule import Schedule
+from hf_bmtrain.watch.board import Board
+from hf_bmtrain.watch.watch import Watch
 from inner import state_of
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16
@@ -96,7 +105,7 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
     control = Control(1, timedelta(seconds=1))
-    watch = Watch(control, 0, [], lambda: None)
+    watch = Watch(control, Board(control, 0), 0, [], lambda: None)
     schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction, control)
     pretended = world.World(0, 2, 0, device, lane, lane, schedule, control, watch, 3, 2, 1024)
     with mock.patch.object(world, "_world", pretended):
@@ -238,11 +247,82 @@ def profile(make: Callable[[], torch.nn.Module]) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats("hf_bmtrain|method|built-in", 45)
 
 
+def watched_training(layers: int) -> None:
+    """Print what the journals and the watch's thread take of a step of real ranks."""
+    noting, notes, note = [True], [0], Journal.note
+
+    def counted(journal: Journal, entry: int) -> None:
+        notes[0] += 1
+        if noting[0]:
+            note(journal, entry)
+
+    with mock.patch.object(Journal, "note", counted):
+        bmt.init_distributed(seed=0)
+        step = training(layers)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(20):
+            step()
+        bmt.synchronize()
+        begun, counts, watching = time.monotonic(), notes[0], thread_seconds("hf_bmtrain watch")
+        for number in range(600):
+            noting[0] = number // 20 % 2 == 0
+            begin = time.thread_time()
+            step()
+            seconds[noting[0]].append(time.thread_time() - begin)
+        share = (thread_seconds("hf_bmtrain watch") - watching) / (time.monotonic() - begun)
+        counts = (notes[0] - counts) / 600
+        noting[0] = True
+        bmt.synchronize()
+    begin, journal = time.thread_time(), bmt.current_world().reduce.journal
+    for _ in range(20000):
+        journal.note(code("all-reduce", 1))
+    each = 1e6 * (time.thread_time() - begin) / 20000
+    bmt.synchronize()
+    mine, without = (1e3 * statistics.median(seconds[which]) for which in (True, False))
+    bmt.print_rank(
+        f"{layers} layers: {mine:.3f} ms a step with journals, {without:.3f} without ({mine / without - 1:+.2%}); "
+        f"{counts:.0f} notes a step of {each:.2f} µs: {counts * each:.0f} µs ({counts * each / without / 10:.2f} %); "
+        f"the watch's thread: {1e3 * share:.2f} ms a second ({share:.2%})"
+    )
+
+
+def training(layers: int) -> Callable[[], None]:
+    """Return a function that makes one step."""
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    model = bmt.auto_wrap(transformers.LlamaForCausalLM(config).train())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    ids = torch.randint(61, (2, 8))
+
+    def step() -> None:
+        manager.zero_grad()
+        manager.backward(model(input_ids=ids, labels=ids).loss)
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
+
+    return step
+
+
+def thread_seconds(name: str) -> float:
+    """Return the processor's time of a thread of this process."""
+    (thread,) = (each for each in threading.enumerate() if each.name == name)
+    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--watch", action="store_true", help="the journals and the watch, under torchrun")
+    parser.add_argument("--layers", type=int, default=3, help="of --watch")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.watch:
+        watched_training(options.layers)
+        return
     with pretend_two_ranks() as lane:
         for make in (Llama, GPT2):
             if options.profile:

@@ -15,6 +15,7 @@ import hf_bmtrain as bmt
 from hf_bmtrain.recompute import policy
 from hf_bmtrain.recompute.planner import Planner
 from inner import state_of
+from log_lines import log_lines
 from recomputed_models import Cache, Created, Decoder, Ranged, Recomputing
 from tiny_models import batch, build
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
@@ -336,26 +337,10 @@ def on_the_cpu():
         bmt.auto_wrap(Tower(), use_checkpoint="some")
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def told_once():
-    handler, log = Lines(), logging.getLogger("hf_bmtrain")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        with memory_of(ENOUGH):
-            check_twins(Tower, plain_loss, steps=5, use_checkpoint="auto")
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    told = [line for line in handler.lines if "use_checkpoint='auto'" in line]
+    with log_lines(logging.INFO) as lines, memory_of(ENOUGH):
+        check_twins(Tower, plain_loss, steps=5, use_checkpoint="auto")
+    told = [line for line in lines if "use_checkpoint='auto'" in line]
     assert len(told) == (bmt.rank() == 0), told
     assert all("of 3 blocks" in line and "3 keep their activations" in line for line in told)
 

@@ -50,6 +50,8 @@ inline unsigned __float_as_uint(float f) {
     return u;
 }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }  // this compiler fuses nothing: no -mfma
+inline float __fadd_rn(float a, float b) { return a + b; }
 
 // ---- fibers ----------------------------------------------------------------------------------------------
 

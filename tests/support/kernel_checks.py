@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_bmtrain.ops import adam, grad_norm, peer_sum, residual
+from hf_bmtrain.ops import adam, grad_norm, peer_sum, quantize, residual
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, rescale_
 
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -396,3 +396,22 @@ def check_rescale(place: Place, dtype: torch.dtype) -> None:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().as_subclass(torch.Tensor)
+
+
+def check_unpack(place: Place, dtype: torch.dtype, name: str, numel: int) -> None:
+    """The bits are those of the reference, and each element is as near as its format allows."""
+    torch.manual_seed(numel)
+    form, values = quantize.FORMATS[name], torch.randn(numel).mul_(0.03).to(dtype)
+    values[64:128] = 0
+    packed = form.pack(values)
+    cells = len(packed) // form.cell_bytes
+    expected = torch.empty(cells * quantize.CELL, dtype=dtype)
+    form.unpack(packed, expected)
+    out = Guarded(torch.zeros_like(expected), 0, place)
+    form.unpack(place(packed), out.view)
+    assert torch.equal(out.view.cpu(), expected)
+    out.assert_intact()
+    assert not out.view[64:128].any() and not out.view[numel:].any()
+    most = values.abs().max().float()  # half the widest gap between values of nf4 is 0.152, and scales are rounded too
+    bound = 0.2 * most if name == "nf4" else values.float().abs() * 2**-4 + most * 2**-10
+    assert bool(((out.view[:numel].cpu() - values).abs() <= bound).all())

@@ -671,7 +671,7 @@ USAGES = [
     Usage(lengths_of_each_rank),
     Usage(empty_batch),
     Usage(loss_of_zero),
-    Usage(a_rank_without_a_loss, refused="did not reach this operation", on=(2,), slow=True),
+    Usage(a_rank_without_a_loss, refused="Nothing has arrived", on=(2,), slow=True),
     Usage(a_rank_that_skips, refused="do different things", on=(2,), slow=True),
     Usage(gradients_averaged_by_hand),
     Usage(gradients_of_equal_slices_averaged),

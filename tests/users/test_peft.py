@@ -14,6 +14,7 @@ from zoo_families import FAMILIES
 from zoo_twin import compute_loss
 
 peft = pytest.importorskip("peft")
+peft_optimizers = pytest.importorskip("peft.optimizers")
 
 
 def lora(targets, **options):
@@ -33,9 +34,27 @@ CONFIGS = {
     "saved embeddings": ("llama", lambda: lora(["v_proj"], modules_to_save=["embed_tokens"])),
     "biases": ("gpt2", lambda: lora(["c_attn"], bias="all", fan_in_fan_out=True)),
     "dora": ("llama", lambda: lora(["q_proj"], use_dora=True)),
+    "rslora": ("llama", lambda: lora(["q_proj", "down_proj"], use_rslora=True)),
+    "tokens": ("llama", lambda: lora(["q_proj"], trainable_token_indices=[1, 5])),
+    "experts": ("mixtral", lambda: lora(["q_proj"], target_parameters=EXPERTS, lora_dropout=0.0)),
+    "transposed experts": ("gpt_oss", lambda: lora(["q_proj"], target_parameters=EXPERTS[:1], lora_dropout=0.0)),
+    "parameter outside": ("llama", lambda: lora(["q_proj"], target_parameters=["lm_head.weight"], lora_dropout=0.0)),
+    "adalora": ("llama", lambda: adalora()),
+    "ia3": ("llama", lambda: peft.IA3Config(init_ia3_weights=False, **SCALED)),
     "prompts": ("llama", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+    "prefix": ("llama", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
 }
-AFTER = ("llama", "gpt2", "t5", "everywhere", "all-linear", "prompts")
+EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+SCALED = {"task_type": "CAUSAL_LM", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+AFTER = ("llama", "gpt2", "t5", "everywhere", "all-linear", "experts", "ia3", "prompts", "prefix")
+
+
+def adalora():
+    """The rank is 4 at first, and 2 from the third of five steps on."""
+    return peft.AdaLoraConfig(
+        target_modules=["q_proj", "down_proj"], init_r=4, target_r=2, tinit=0, tfinal=1, deltaT=1, total_step=5,
+        task_type="CAUSAL_LM", init_lora_weights=False,
+    )  # fmt: skip
 
 
 def plain(name):
@@ -101,16 +120,106 @@ def test_adapters(world, size, name, after):
     world(size)(adapters, name, after)
 
 
-def fused_experts():
-    """PEFT parametrizes fused experts inside their forward, which looks like a write: refused."""
-    config = lora(["q_proj"], target_parameters=["mlp.experts.down_proj"], lora_dropout=0.0)
-    model = bmt.auto_wrap(peft.get_peft_model(FAMILIES["mixtral"].build(), config).train())
-    with pytest.raises(RuntimeError, match="modified a sharded parameter"):
-        compute_loss(FAMILIES["mixtral"], model, 0)
+def lora_plus(model):
+    """B, and vectors such as biases, learn faster than A."""
+    return peft_optimizers.create_loraplus_optimizer(model, torch.optim.SGD, lr=0.1, loraplus_lr_ratio=4.0)
 
 
-def test_fused_experts(world):
-    world(2)(fused_experts)
+def lora_fa(model):
+    """A is frozen; the gradient of B is multiplied by a matrix made of A."""
+    return peft_optimizers.create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=0.01)
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def optimized(name, make_optimizer, after):
+    """PEFT's own optimizers, and AdaLoRA's update between two steps, over slices as over whole parameters."""
+    model, twin = sharded(name, after)
+    before, size = copy.deepcopy(twin.state_dict()), bmt.world_size()
+    pairs = [(model, make_optimizer(model)), (twin, make_optimizer(twin))]
+    for step in range(1, 5):
+        losses = [compute_loss(FAMILIES[CONFIGS[name][0]], twin, step * size + rank) for rank in range(size)]
+        torch.stack(losses).mean().backward()
+        loss = compute_loss(FAMILIES[CONFIGS[name][0]], model, step * size + bmt.rank())
+        loss.backward()
+        torch.testing.assert_close(loss, losses[bmt.rank()], rtol=1e-5, atol=0)
+        for each, optimizer in pairs:
+            optimizer.step()
+            if name == "adalora":
+                each.base_model.update_and_allocate(step)
+            optimizer.zero_grad()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
+    if make_optimizer is lora_fa:
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(pairs[0][1])
+        with pytest.raises(RuntimeError, match="LoraFAOptimizer keeps its state under 4 names"):
+            manager.state_dict()
+    moved = [key for key, value in twin.state_dict().items() if not torch.equal(value, before[key])]
+    assert any("lora_B" in key for key in moved) and any("lora_A" in key for key in moved) is (
+        make_optimizer != lora_fa
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "make_optimizer"), [("biases", lora_plus), ("everywhere", lora_plus), ("llama", lora_fa), ("adalora", sgd)]
+)
+def test_optimizers(world, name, make_optimizer, size, after):
+    world(size)(optimized, name, make_optimizer, after)
+
+
+def switching(after):
+    """Adapters are added, switched and deleted; one that came after wrapping is sharded by another auto_wrap."""
+    model, twin = sharded("llama", after)
+    for each in (model, twin):
+        torch.manual_seed(7)
+        each.add_adapter("second", lora(["q_proj", "o_proj"], r=2))
+    with pytest.raises(RuntimeError, match="came into the model after auto_wrap"):
+        compute_loss(FAMILIES["llama"], model, 0)
+    bmt.auto_wrap(model)
+    for name in ("second", "default", "second"):
+        for each in (model, twin):
+            each.set_adapter(name)
+        train("llama", model, twin, steps=2)
+    for each in (model, twin):
+        each.base_model.set_adapter(["default", "second"])
+    train("llama", model, twin, steps=1)
+    for each in (model, twin):
+        each.delete_adapter("default")
+    train("llama", model, twin, steps=1)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_switching(world, size, after):
+    world(size)(switching, after)
+
+
+def inactive_when_wrapped():
+    """An adapter that was inactive is trained by itself: the frozen base beside it gets no gradient."""
+    model, twin = plain("llama"), plain("llama")
+    for each in (model, twin):
+        torch.manual_seed(7)
+        each.add_adapter("second", lora(["q_proj", "o_proj"], r=2))
+    bmt.auto_wrap(model)
+    for each in (model, twin):
+        each.set_adapter("second")
+    train("llama", model, twin, steps=1)
+    reduced = {name for name, p in model.named_parameters() if p.buffer.gradient.shard is not None}
+    assert reduced and all("lora_" in name for name in reduced)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_inactive_when_wrapped(world, size):
+    world(size)(inactive_when_wrapped)
 
 
 def saved_after_wrapping():
@@ -152,13 +261,17 @@ def checkpoint(name):
     assert 0 < len(state) < len(twin.state_dict())
     for key, value in peft.get_peft_model_state_dict(loaded).items():
         torch.testing.assert_close(value, state[key], rtol=1e-5, atol=1e-7, msg=key)
+    outputs = [compute_loss(FAMILIES[CONFIGS[name][0]], each.eval(), 0) for each in (loaded, model)]
+    torch.testing.assert_close(*outputs)
     other = bmt.auto_wrap(plain(name))
     peft.set_peft_model_state_dict(other, state)
     for key, value in peft.get_peft_model_state_dict(other).items():
         torch.testing.assert_close(value, state[key], rtol=0, atol=0, msg=key)
 
 
-@pytest.mark.parametrize("name", ["llama", "everywhere", "saved head", "prompts"])
+@pytest.mark.parametrize(
+    "name", ["llama", "everywhere", "dora", "rslora", "experts", "tokens", "ia3", "saved head", "prompts", "prefix"]
+)
 def test_checkpoint(world, name):
     world(2)(checkpoint, name)
 
@@ -235,9 +348,33 @@ def merged_whole(name, after):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("name", "after"), [("llama", False), ("llama", True), ("gpt2", False), ("dora", False)])
+@pytest.mark.parametrize(
+    ("name", "after"), [("llama", False), ("llama", True), ("gpt2", False), ("dora", False), ("experts", False)]
+)
 def test_merged_whole(world, size, name, after):
     world(size)(merged_whole, name, after)
+
+
+def merged_and_unloaded(name):
+    """`merge_and_unload` of slices puts the adapters into the base; inside `gathered` it is refused."""
+    refusing = bmt.auto_wrap(plain(name))
+    with pytest.raises(RuntimeError, match=r"call merge_adapter\(\) inside, and unload\(\) afterwards"):
+        with bmt.gathered(refusing, modify=True):
+            refusing.merge_and_unload()
+    model, twin = sharded(name, False)
+    train(name, model, twin, steps=1)
+    mine, theirs = (either.merge_and_unload().eval() for either in (model, twin))
+    assert list(mine.state_dict()) == list(theirs.state_dict())
+    for key, value in mine.state_dict().items():
+        torch.testing.assert_close(value, theirs.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
+    with torch.no_grad():
+        torch.testing.assert_close(*(compute_loss(FAMILIES[CONFIGS[name][0]], each, 0) for each in (mine, theirs)))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "dora", "experts", "ia3"])
+def test_merged_and_unloaded(world, size, name):
+    world(size)(merged_and_unloaded, name)
 
 
 def unloading():

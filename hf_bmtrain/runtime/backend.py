@@ -6,8 +6,10 @@ import functools
 import logging
 import os
 import socket
+import sys
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,15 +18,17 @@ import torch.distributed as dist
 # optimizer), it would keep the group's threads, even of a destroyed group, until the interpreter ends.
 import torch.distributed.nn.functional
 
-from .collectives import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
-from .control import Control
-from .journal import Journal
-from .nccl import NcclCommunicator, import_nccl
-from .peer_gather import PeerGather
-from .peer_memory import CudaMemory, HostMemory
-from .peer_reduce import PeerReduction
-from .reduce import CollectiveReduction, LocalReduction, Reduction
-from .watch import Watch
+from ..comm.collectives import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
+from ..comm.control import Control
+from ..comm.nccl import NcclCommunicator, import_nccl
+from ..comm.peer_gather import PeerGather
+from ..comm.peer_memory import CudaMemory, HostMemory
+from ..comm.peer_reduce import PeerReduction
+from ..comm.reduce import CollectiveReduction, LocalReduction, Reduction
+from ..watch.agreement import agree
+from ..watch.board import Board
+from ..watch.watch import Watch
+from .meeting import meet
 
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer")
@@ -50,23 +54,41 @@ class Backend(NamedTuple):
     watch: Watch
 
 
-def open_backend(
-    rank: int, size: int, device: torch.device, timeout: timedelta, gather: str, init_method: str
-) -> Backend:
-    """Join the process group and open the channels of this world. Collective."""
-    if gather not in GATHERS:
+def check_addresses(gather: str, init_method: str) -> None:
+    """Raise ValueError unless the two arguments of `open_backend` are known, in words."""
+    if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
+    if not isinstance(init_method, str) or "://" not in init_method:
+        raise ValueError(f"init_method must be env://, tcp://HOST:PORT or file://PATH, not {init_method!r}")
+
+
+def open_backend(
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: timedelta,
+    gather: str,
+    init_method: str,
+    facts: Mapping[str, Any],
+) -> Backend:
+    """Join the process group and open the channels of this world. Collective.
+
+    Raises RuntimeError unless the arguments, the versions and `facts` are equal on all ranks.
+    """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
         control = Control(1, timeout)
-        watch = Watch(control, 0, [], lambda: None)
+        watch = Watch(control, Board(control, 0), 0, [], lambda: None)
         return Backend(single, single, CollectiveGather(single), local, local, control, [], watch)
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout, init_method)
     control = Control(size, timeout)
+    own = {"device": device.type, "gather": gather, "timeout": timeout.total_seconds()}
+    _agree(control, {**_versions(device), **own, **facts})
+    board = Board(control, rank)
+    board.add(control.journal)
     opened: list[Communicator] = []
-    journals: list[Journal] = []
 
     def open_communicator(name: str) -> Communicator:
         if device.type == "cpu":
@@ -74,7 +96,8 @@ def open_backend(
         else:
             unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
             opened.append(NcclCommunicator(name, rank, size, unique_id, device))
-        journals.append(opened[-1].journal)
+        board.add(opened[-1].journal)
+        opened[-1].journal.explain = watch.difference
         return opened[-1]
 
     def interrupt() -> None:
@@ -82,9 +105,10 @@ def open_backend(
             for communicator in opened:
                 communicator.close(abort=True)
 
+    watch = Watch(control, board, rank, opened, interrupt)
+    control.journal.explain = watch.difference
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
     shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
-    watch = Watch(control, rank, journals, interrupt)
     found = Backend(gathering, reducing, shards, reduction, reduction, control, opened, watch)
     smallest = _smallest_copied(rank, device, gather, control.gather)
     if smallest is None:
@@ -109,7 +133,38 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
             "accelerate launch."
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timeout)
+    met = meet(rank, size, timeout, init_method)
+    try:
+        dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank}: the {size} ranks did not meet in init_distributed within {timeout.total_seconds():.0f} s: "
+            "another one raised or ended before (look at the first error among the ranks' logs), hangs, was not "
+            f"started, or was given another address. ({str(error).strip().splitlines()[0]})"
+        ) from None
+    del met  # its server is the process group's now
+
+
+def _agree(control: Control, facts: Mapping[str, Any]) -> None:
+    try:
+        agree(control, "init_distributed", facts)
+    except RuntimeError:
+        control.close()
+        raise
+
+
+def _versions(device: torch.device) -> dict[str, Any]:
+    """Return the versions on which the ranks' arithmetic and messages depend."""
+    package: Any = sys.modules[__name__.split(".")[0]]
+    found = {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        package.__name__: package.__version__,
+        "torch": str(torch.__version__),
+    }
+    if device.type == "cuda":
+        nccl, cupy = import_nccl().get_version(), sys.modules["cupy"].__version__
+        found |= {"CUDA": torch.version.cuda, "NCCL": nccl, "cupy": cupy}
+    return found
 
 
 def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> int | None:

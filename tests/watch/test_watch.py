@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain.comm import watch
 from hf_bmtrain.comm.journal import KEPT, SENT, Journal, code
+from hf_bmtrain.watch import watch
 from ranks import Ranks
 from twins import WIDTH, Tower, ids
 

@@ -1,0 +1,1 @@
+"""Comparisons of a sharded model with plain torch."""

@@ -1,0 +1,128 @@
+"""The result of `check_parity`: what was compared, how far it differs, and the first block that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+KINDS = ("output", "gradient", "update")
+_COLUMNS = ("what", "block", "worst in it", "difference", "allowed", "rank")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor, sharded against plain.
+
+    kind: "output" of a module, "gradient" of a parameter averaged over the ranks, or "update" of a parameter by one
+    optimizer step. block: the block, or the module or parameter outside blocks. name: of the module or parameter.
+    largest: the largest absolute difference of an element, inf if one of the two is not finite there. allowed: up to
+    which it is no error. rank: on which it is the largest.
+    """
+
+    kind: str
+    block: str
+    name: str
+    largest: float
+    allowed: float
+    rank: int = 0
+
+    @property
+    def differs(self) -> bool:
+        """True if the difference is larger than what is allowed."""
+        return not self.largest <= self.allowed
+
+    @property
+    def error(self) -> float:
+        """The difference in units of what is allowed."""
+        if self.largest == 0:
+            return 0.0
+        return self.largest / self.allowed if self.allowed else float("inf")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} of {self.name or 'the model'} on rank {self.rank}: {self.largest:.3g} where "
+            f"{self.allowed:.3g} is allowed"
+        )
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What `check_parity` found; the same on every rank. Its text is a table with a line per kind and block.
+
+    differences: of all that was compared: outputs in the order of the forward, gradients in that of the backward, then
+    updates. loss: of this batch, the mean over the ranks.
+    """
+
+    differences: tuple[Difference, ...]
+    loss: float
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference beyond what is allowed, None if there is none."""
+        return next((each for each in self.differences if each.differs), None)
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing differs."""
+        return self.first is None
+
+    def __str__(self) -> str:
+        worst: dict[tuple[str, str], Difference] = {}
+        for each in self.differences:
+            known = worst.get((each.kind, each.block))
+            if known is None or each.error > known.error:
+                worst[each.kind, each.block] = each
+        rows = [_COLUMNS, *(_cells(each) for each in worst.values())]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        first = self.first
+        end = "sharded and plain agree" if first is None else f"the first that differs: {first}"
+        return "\n".join([*lines, f"loss {self.loss:.6g}: {end}"])
+
+
+def _cells(each: Difference) -> tuple[str, ...]:
+    mark = "  <- differs" if each.differs else ""
+    inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
+    numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"
+    return (each.kind, each.block or "the model", inside, *numbers)
+
+
+def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
+    """Return the largest of all ranks' differences, one for each tensor. Raises RuntimeError if the lists differ."""
+    names = [[(each.kind, each.name) for each in own] for own in ranks]
+    for rank, own in enumerate(names):
+        if own != names[0]:
+            mine, theirs = next(
+                (a, b) for a, b in zip([*names[0], "nothing"], [*own, "nothing"]) if a != b
+            )  # one of the two is longer at most
+            raise RuntimeError(
+                f"check_parity: the ranks called different modules: rank 0 {mine}, rank {rank} {theirs}. Every rank "
+                "must call the same modules in the same order."
+            )
+    merged = []
+    for same in zip(*ranks):
+        rank, each = max(enumerate(same), key=lambda numbered: numbered[1].error)
+        merged.append(Difference(each.kind, each.block, each.name, each.largest, each.allowed, rank))
+    return tuple(merged)
+
+
+def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return max|got − wanted|; equal infinities and two nan are no difference, and one nan is an infinite one."""
+    if got.shape != wanted.shape:
+        return float("inf")
+    if not got.numel():
+        return 0.0
+    wide = torch.promote_types(wanted.dtype, torch.float32)
+    got, wanted = got.detach().to(wanted.device, wide), wanted.detach().to(wide)
+    same = (got == wanted) | (got.isnan() & wanted.isnan())
+    apart = (got - wanted).abs().masked_fill_(same, 0).nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    return apart.max().item()
+
+
+def largest_of(tensor: torch.Tensor) -> float:
+    """Return the largest finite magnitude in `tensor`, 0 if there is none."""
+    if not tensor.numel():
+        return 0.0
+    return tensor.detach().abs().nan_to_num_(0, 0, 0).max().item()

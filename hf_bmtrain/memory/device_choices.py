@@ -1,0 +1,57 @@
+"""What a CUDA device computes otherwise than the meta device: dropout and attention in one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_FLASH_WIDTH = 256
+
+
+@contextmanager
+def cuda_choices() -> Iterator[None]:
+    """Under `with`, dropout and scaled_dot_product_attention of meta tensors save what they save on CUDA."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("dropout", _dropout, "AutogradMeta")
+    library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if p == 0 or not train or values.numel() == 0:
+        return values
+    return _aten.native_dropout(values, p, True)[0] if p < 1 else values * 0
+
+
+def _attend(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+) -> torch.Tensor:
+    """Choose the kernel as torch does on GPUs of compute capability 8.0 and above."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    width = query.shape[-1]
+    alike = query.dim() == 4 and width == key.shape[-1] == value.shape[-1] and width % 8 == 0
+    if half and attn_mask is None and alike and width <= _FLASH_WIDTH:
+        return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if query.dim() == 4 and query.dtype != torch.float64 and not (enable_gqa and query.shape[1] != key.shape[1]):
+        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    arguments: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **arguments)[0]
+
+
+def _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale) -> torch.Tensor:
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype is torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(bias.logical_not(), float("-inf"))
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    needed = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needed, dropout_p, is_causal, scale=scale
+    )[0]

@@ -1,0 +1,223 @@
+"""Frozen parameters that are stored and gathered packed, and unpacked where they are computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..comm.reduce import Reduction
+from ..comm.storage import ResizableStorage, shares_storage
+from ..ops.quantize import CELL, Format
+from ..ops.torch_internals import WithoutTorchFunction
+from ..runtime.schedule import Schedule
+from ..slices.tensor import SliceTensor, find_tensors, replace_tensors
+from .buffer import ShardedBuffer
+from .parameter import DistributedParameter
+from .scattered import ScatteredParameter
+
+
+class Quantization(NamedTuple):
+    """Which parameters of a model are packed in `form`: their names, by the ids of the parameters."""
+
+    form: Format
+    names: dict[int, str]
+
+
+class QuantizedBuffer(ShardedBuffer):
+    """Frozen parameters of which this rank stores 1/N packed, in whole cells.
+
+    `gather` gathers packed bytes, and `wait` unpacks them into the full buffer, in one launch on the current stream; so
+    a block that is prefetched takes packed memory alone. With one rank, too, the full buffer is memory of its own. The
+    values never change.
+
+    shard: no memory, NaN in every element; only its length, dtype and device are used. stored: the packed cells.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parameters: Sequence[torch.nn.Parameter],
+        device: torch.device,
+        reduction: Reduction,
+        quantization: Quantization,
+    ) -> None:
+        """Pack `parameters`, with rank 0's values. Collective. Raises ValueError for values that `form` cannot hold."""
+        self.form = quantization.form
+        self._quantized = [quantization.names[id(parameter)] for parameter in parameters]
+        self._waiting = False  # from `gather` to `wait`
+        super().__init__(schedule, parameters, device, reduction)
+
+    # -- construction -------------------------------------------------------------------------------------------
+
+    def _grain(self, dtype: torch.dtype) -> int:
+        return CELL
+
+    def _allocate(self, schedule: Schedule, dtype: torch.dtype, device: torch.device) -> None:
+        self._full = ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
+        self.shard = torch.full((1,), float("nan"), dtype=dtype, device=device).expand(self.layout.shard_numel)
+        nbytes = self.form.packed_bytes(self.layout.shard_numel)
+        self.stored = self._gather.allocate(nbytes, torch.uint8, device, self.update.wait)
+        size = self._communicator.size
+        self._arrived = None if size == 1 else ResizableStorage(size * nbytes, torch.uint8, device, schedule.poison)
+
+    def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
+        return self._memory.view(self.layout.offsets[index], shape)
+
+    @property
+    def _memory(self) -> ResizableStorage:
+        assert self._full is not None
+        return self._full
+
+    @torch.no_grad()
+    def _fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Pack rank 0's values, one parameter after the other. Every rank has one whole at a time, and packs it."""
+        self._memory.free()
+        if self._arrived is not None:
+            self._arrived.free()
+        nbytes = self.form.cell_bytes
+        for parameter, piece, name in zip(parameters, self.pieces, self._quantized):
+            try:
+                packed = self.form.pack(self._values(parameter)).view(-1, nbytes)
+            except ValueError as error:
+                raise ValueError(
+                    f"auto_wrap: '{name}' cannot be quantized to {self.form.name}: {error}. Part of the model is "
+                    "sharded already: load it again, leave out quantize_frozen, or cast it to a wider dtype first."
+                ) from error
+            first, begin, count = piece.tensor_start // CELL, piece.shard_start // CELL, -(-piece.length // CELL)
+            self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
+
+    def _values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return rank 0's values on this device. Collective."""
+        device = self.stored.device
+        if isinstance(parameter, ScatteredParameter):
+            values = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)
+            parameter.move(values, 0, self._communicator)
+            return values
+        values = parameter.detach().to(device, copy=True).reshape(-1)
+        self._communicator.broadcast(values, 0).wait()
+        return values
+
+    # -- gather, use, release -----------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        if self.is_whole:
+            return
+        self._waiting = True
+        if self._arrived is not None:
+            self._arrived.allocate()
+            if self._journal is not None:
+                self._journal.note(self._entry)
+            everything = [(0, self.stored.numel())]
+            self._ticket = self._gather.gather(self._arrived.tensor, self.stored, everything)
+
+    def wait(self) -> None:
+        if not self._waiting:
+            return
+        super().wait()
+        self._waiting = False
+        packed = self.stored if self._arrived is None else self._arrived.tensor
+        self.form.unpack(packed, self._memory.allocate())
+        if self._arrived is not None:
+            self._arrived.free()
+
+    def release(self) -> None:
+        if self._waiting:  # and nothing has read it: it need not be unpacked
+            super().wait()
+            self._waiting = False
+            if self._arrived is not None:
+                self._arrived.free()
+        super().release()
+
+    @property
+    def is_whole(self) -> bool:
+        return self._waiting or self._memory.allocated
+
+    def unpacked(self, index: int) -> torch.Tensor:
+        """Return this rank's elements of parameter `index`, (n,) in new memory."""
+        piece, nbytes = self.pieces[index], self.form.cell_bytes
+        begin, count = piece.shard_start // CELL, -(-piece.length // CELL)
+        values = torch.empty(count * CELL, dtype=self.shard.dtype, device=self.shard.device)
+        self.form.unpack(self.stored[begin * nbytes : (begin + count) * nbytes], values)
+        return values[: piece.length]
+
+
+class QuantizedParameter(DistributedParameter):
+    """This rank's slice of a frozen parameter that is stored packed.
+
+    Functions of torch read it like another slice, unpacked into new memory for each of them. It cannot be written or
+    trained: both raise RuntimeError.
+    """
+
+    in_memory = False
+    buffer: QuantizedBuffer
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if cls.reads_elements(func):
+            args, kwargs = replace_tensors(_unpacked, (args, kwargs or {}))
+            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @property
+    def part(self) -> torch.Tensor:
+        """This rank's elements, (n,): an ordinary tensor in new memory."""
+        return self.buffer.unpacked(self.index)
+
+    @property
+    def data(self) -> SliceTensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        raise written(self)
+
+    def detach(self) -> SliceTensor:
+        return _unpack(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, required: bool) -> None:
+        if required:
+            raise RuntimeError(
+                f"A quantized parameter of shape {tuple(self.full_shape)} cannot be trained: it stays as "
+                "auto_wrap(quantize_frozen=...) rounded it. Require its gradient before that."
+            )
+
+
+class UnpackedSlice(SliceTensor):
+    """This rank's elements of a quantized parameter in new memory, or a view of them. A write raises RuntimeError."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with WithoutTorchFunction():
+            copies = [each for each in find_tensors((args, kwargs or {})) if isinstance(each, UnpackedSlice)]
+            versions = [each._version for each in copies]
+        result = super().__torch_function__(func, types, args, kwargs)
+        with WithoutTorchFunction():
+            if versions != [each._version for each in copies]:
+                raise written(copies[0])
+            if isinstance(result, SliceTensor) and any(shares_storage(result, each) for each in copies):  # a view
+                return cls.of(result, result.placement)
+        return result
+
+
+def written(parameter: DistributedParameter | SliceTensor) -> RuntimeError:
+    """Return the error of a write to a quantized parameter."""
+    return RuntimeError(
+        f"A quantized parameter of shape {tuple(parameter.full_shape)} was written, which would be lost: its values "
+        "are those that auto_wrap(quantize_frozen=...) has rounded. Load or change weights before auto_wrap; to merge "
+        "adapters, load the model without quantize_frozen."
+    )
+
+
+def _unpack(parameter: QuantizedParameter) -> SliceTensor:
+    return UnpackedSlice.of(parameter.part, parameter.placement)
+
+
+def _unpacked(value: torch.Tensor) -> torch.Tensor:
+    return _unpack(value) if isinstance(value, QuantizedParameter) else value

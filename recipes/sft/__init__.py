@@ -1,0 +1,1 @@
+"""Of the LoRA recipe: prompts with completions, the embedded base model, the command line."""

@@ -1,0 +1,71 @@
+"""Prompts with completions, from a file of JSON lines or generated from stories, and their rows of tokens."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+IGNORED = -100  # the loss does not count such a target
+HELD_OUT = 32  # rows, at most a tenth
+
+
+@dataclass(frozen=True)
+class Example:
+    prompt: str
+    completion: str
+
+
+def ask(stories: Iterable[str]) -> list[Example]:
+    """Return a question about each of the stories of `gpt2.data.generate_text`, without their last sentence."""
+    examples = []
+    for story in stories:
+        found, came, _, end = story.replace(", and now ", ". ").split(". ")
+        taker, thing = end.removesuffix(".").removeprefix("the ").split(" has the ")
+        examples.append(Example(f"{found}. {came}. Who has the {thing} now?", f" The {taker}."))
+    return examples
+
+
+def read(file: Path) -> list[Example]:
+    """Return the examples of a file of JSON lines. Raises ValueError (with the line) or OSError if it is unusable."""
+    examples = []
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            examples.append(Example(row["prompt"], row["completion"]))
+            if not (isinstance(row["prompt"], str) and isinstance(row["completion"], str) and row["completion"]):
+                raise ValueError("`prompt` and `completion` must be texts")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file}, line {number}: no JSON object with `prompt` and `completion` ({error})"
+            ) from error
+    return examples
+
+
+def cut(examples: Sequence[Example]) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Return the examples to train on, and the last ones, held out. Raises ValueError if they are too few."""
+    count = min(HELD_OUT, len(examples) // 10)
+    if count == 0:
+        raise ValueError(f"{len(examples)} rows are too few: give --data at least 10")
+    return examples[:-count], examples[-count:]
+
+
+class Rows(Dataset):
+    """Tokens of prompt and completion; the targets are those of the completion alone."""
+
+    def __init__(self, examples: Sequence[Example], tokenizer: Any, max_length: int) -> None:
+        self._rows = []
+        for example in examples:
+            prompt = tokenizer(example.prompt)["input_ids"]
+            answer = tokenizer(example.completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            answer = answer[: max_length - 1]
+            prompt = prompt[-(max_length - len(answer)) :]
+            self._rows.append({"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, list[int]]:
+        return self._rows[number]

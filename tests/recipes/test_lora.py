@@ -1,0 +1,122 @@
+"""The LoRA recipe from the command line to its adapters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_job import PYTHON, ROOT, TWO_RANKS, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gpt2.data import generate_text
+from sft.data import IGNORED, Example, Rows, ask, cut, read
+from sft.options import parse_options
+
+peft = pytest.importorskip("peft")
+RECIPE = ROOT / "recipes" / "lora.py"
+TINY = ("--base-steps", 5, "--steps", 6, "--rank", 4)
+
+
+def train(folder: Path, launcher: list[str], *options: object) -> dict:
+    done = run(launcher, RECIPE, "--output", folder, *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "metrics.json").read_text()) | {"said": done.stdout}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+    folder = tmp_path_factory.mktemp("one")
+    return train(folder, PYTHON, *TINY), folder
+
+
+def test_adapters_open_in_plain_peft(one):
+    metrics, folder = one
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "a held-out prompt: " in metrics["said"] and "  before: " in metrics["said"]
+    assert len(metrics["steps"]) == 6 and metrics["held_out"][-1]["loss"] < metrics["held_out"][0]["loss"]
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter").eval()
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "adapter")
+    rows = Rows(cut(ask(generate_text(0).splitlines()))[1], tokenizer, 512)
+    losses = [mean_loss(each, rows) for each in (base, model)]
+    assert losses == pytest.approx([metrics["held_out"][at]["loss"] for at in (0, -1)], rel=1e-3)
+
+
+@torch.no_grad()
+def mean_loss(model, rows) -> float:
+    losses = [model(**{name: torch.tensor([values]) for name, values in row.items()}).loss for row in rows]
+    return torch.stack(losses).mean().item()
+
+
+@pytest.mark.full
+def test_two_processes_follow_one(one, tmp_path):
+    two = train(tmp_path, TWO_RANKS, *TINY)
+    assert two["world_size"] == 2
+    for here, there in zip(one[0]["steps"], two["steps"], strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], abs=2e-5)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.full
+def test_the_default_learns_to_answer(tmp_path):
+    metrics = train(tmp_path, PYTHON)
+    assert metrics["right_before"] < 0.1
+    assert metrics["right_after"] > 0.9
+
+
+@pytest.mark.full
+def test_a_model_and_rows_of_ones_own(one, tmp_path):
+    rows = [{"prompt": f"After {number} comes", "completion": f" {number + 1}."} for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--model", one[1] / "base", "--data", tmp_path / "rows.jsonl", "--steps", 6, "--lr", 5e-3, "--bf16")
+    given += ("--quantize", "nf4")
+    metrics = train(tmp_path / "out", PYTHON, *given)
+    assert metrics["held_out"][-1]["loss"] < metrics["held_out"][0]["loss"]
+    assert "After 54 comes" in metrics["said"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ('{"prompt": "a", "completion": "b"}\n{"prompt": 1, "completion": "b"}', "line 2"),
+        ('{"prompt": "a"}', "line 1: no JSON object with `prompt` and `completion`"),
+        ("no json", "line 1"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path, lines, told):
+    (tmp_path / "rows.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=told):
+        read(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.full
+def test_a_mistake_is_one_line(tmp_path):
+    done = run(PYTHON, RECIPE, "--output", tmp_path, "--data", "nowhere.jsonl")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: ") and "nowhere.jsonl" in done.stderr
+
+
+def test_questions_follow_from_their_story():
+    (example,) = ask(["The owl found a bell near the mill. The hare came to the mill and saw the bell. So the owl gave "
+                      "the hare the bell, and now the hare has the bell."])  # fmt: skip
+    asked = "The owl found a bell near the mill. The hare came to the mill and saw the bell. Who has the bell now?"
+    assert example == Example(asked, " The hare.")
+    with pytest.raises(ValueError, match="9 rows are too few"):
+        cut([example] * 9)
+
+
+def test_targets_are_the_completions():
+    class Letters:
+        eos_token_id = 0
+
+        def __call__(self, text, **options):
+            return {"input_ids": [ord(letter) for letter in text]}
+
+    (row,) = Rows([Example("abcdefgh", "xyz")], Letters(), 10)
+    assert row["input_ids"] == [*map(ord, "cdefghxyz"), 0]
+    assert row["labels"] == [IGNORED] * 6 + [*map(ord, "xyz"), 0]
+
+
+def test_the_options_have_defaults():
+    options = parse_options([])
+    assert (options.quantize, options.model, options.rank) == (None, None, 16)

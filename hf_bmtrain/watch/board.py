@@ -15,8 +15,10 @@ from ..comm.journal import WORDS, Journal
 
 _log = logging.getLogger("hf_bmtrain")
 _TEXT_BYTES = 32 << 10
+"""Of one of the two places for a text; it begins with the text's length."""
 _JOURNALS = 8
-_PAGE_BYTES = _TEXT_BYTES + _JOURNALS * WORDS * 8
+_JOURNALS_START = 8 + 2 * _TEXT_BYTES
+_PAGE_BYTES = _JOURNALS_START + _JOURNALS * WORDS * 8
 _KEY = "board/{}"
 
 
@@ -66,7 +68,7 @@ class Board:
         """
         number, self._journals = self._journals, self._journals + 1
         if self._pages and number < _JOURNALS:
-            start = _TEXT_BYTES + number * WORDS * 8
+            start = _JOURNALS_START + number * WORDS * 8
             ranks = sorted(self._pages)
             memories = [self._pages[rank][start : start + WORDS * 8].cast("Q") for rank in ranks]
             mine = ranks.index(self._rank)
@@ -77,7 +79,7 @@ class Board:
         """Replace this rank's text. Longer ones than the page are cut. Any thread may call it."""
         if self._pages:
             with self._writing:
-                _write(self._pages[self._rank], text.encode()[: _TEXT_BYTES - 16])
+                _write(self._pages[self._rank], text.encode()[: _TEXT_BYTES - 8])
         if self._several_hosts or not self._pages:
             self._control.show(_KEY.format(self._rank), text)
 
@@ -117,19 +119,23 @@ def _create(nbytes: int) -> str | None:
 
 
 def _write(page: memoryview, data: bytes) -> None:
-    """Write `data` behind a number that is odd meanwhile, and its length."""
-    numbers: Any = page[:16].cast("Q")
-    numbers[0] += 1
-    page[16 : 16 + len(data)] = data
-    numbers[1] = len(data)
-    numbers[0] += 1
+    """Write `data` to the place that is not read, then count the texts, which makes it the one that is.
+
+    A process that is stopped or killed meanwhile leaves the text before.
+    """
+    count: Any = page[:8].cast("Q")
+    start = 8 + (count[0] + 1) % 2 * _TEXT_BYTES
+    page[start + 8 : start + 8 + len(data)] = data
+    page[start : start + 8].cast("Q")[0] = len(data)  # pyright: ignore[reportArgumentType]
+    count[0] += 1
 
 
 def _read(page: memoryview) -> str | None:
-    numbers: Any = page[:16].cast("Q")
-    for _ in range(100):
-        before = numbers[0]
-        data = bytes(page[16 : 16 + numbers[1]])
-        if before % 2 == 0 and numbers[0] == before:
-            return data.decode(errors="replace") if before else None
-    return None  # its rank was stopped or killed while it wrote
+    count: Any = page[:8].cast("Q")
+    while before := count[0]:
+        start = 8 + before % 2 * _TEXT_BYTES
+        length: Any = page[start : start + 8].cast("Q")
+        data = bytes(page[start + 8 : start + 8 + min(length[0], _TEXT_BYTES)])
+        if count[0] == before:
+            return data.decode(errors="replace")
+    return None

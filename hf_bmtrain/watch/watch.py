@@ -70,6 +70,8 @@ class Watch:
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
         if control.size > 1:
+            self._observe()
+            self._show()  # now: it may be stopped within a second
             self._thread.start()
 
     @property

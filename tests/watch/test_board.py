@@ -2,6 +2,7 @@
 
 import glob
 import os
+import signal
 import threading
 import time
 from unittest import mock
@@ -14,6 +15,7 @@ from hf_bmtrain.comm.journal import WORDS, Journal, code
 from hf_bmtrain.watch import status
 from hf_bmtrain.watch.board import Board
 from hf_bmtrain.watch.status import Status
+from hf_bmtrain.watch.watch import Watch
 from ranks import Ranks
 
 
@@ -69,6 +71,47 @@ def test_texts_are_read_by_all_ranks_and_leave_no_file(world, size):
     expected = [f"é of rank {rank}" + "x" * 100 * rank for rank in range(size)]
     assert world(size)(seen_by_all) == [expected] * size
     assert not glob.glob("/dev/shm/hf_bmtrain_board_*")
+
+
+def read_from_a_stopped_rank() -> int | None:
+    """Read, while rank 1 writes without end and is stopped again and again: how many of 200 times there was no text."""
+    world = bmt.current_world()
+    board = Board(world.control, world.rank)
+    board.show("x" * 20_000)
+    identifier = world.gather_objects(os.getpid())[1]
+    if world.rank == 1:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            board.show("x" * 20_000)
+    missed = 0
+    if world.rank == 0:
+        for _ in range(200):
+            os.kill(identifier, signal.SIGSTOP)
+            try:
+                missed += board.read(1) != "x" * 20_000
+            finally:
+                os.kill(identifier, signal.SIGCONT)
+            time.sleep(0.001)
+    world.gather_objects(None)
+    return missed
+
+
+def test_a_rank_that_is_stopped_while_it_writes_is_read(world):
+    assert world(2)(read_from_a_stopped_rank) == [0, 0]
+
+
+def seen_at_the_start() -> str:
+    world = bmt.current_world()
+    watch = Watch(world.control, Board(world.control, world.rank), world.rank, [], lambda: None)
+    world.gather_objects(None)
+    text = watch.missing()
+    world.gather_objects(None)
+    watch.stop()
+    return text
+
+
+def test_a_rank_is_seen_as_soon_as_it_has_started(world):
+    assert not any("shown nothing" in text for text in world(2)(seen_at_the_start))
 
 
 def without_shared_memory():

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 
 import pytest
 
@@ -74,6 +75,9 @@ def stopped(folder, layers):
     bmt.current_world().watch.dump(f"{folder}/asked/rank_{bmt.rank()}")
     with pytest.raises(RuntimeError, match="the ranks do different things"):
         model(ids(1, bmt.rank()), layers[bmt.rank()]).backward()
+    end = time.monotonic() + 20  # the watch writes the dump, while this process goes on
+    while not os.path.exists(f"{folder}/stopped/rank_{bmt.rank()}") and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def test_ranks_dump_when_asked_and_when_they_are_stopped(tmp_path):

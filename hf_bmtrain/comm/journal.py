@@ -20,7 +20,9 @@ WORDS = 1 + _RING
 """The words of 8 bytes in which a journal keeps its entries."""
 UNKNOWN = "an exchange between the ranks"
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
-_OF_BUFFERS = ("gather of", "reduction of the gradient of", "change of requires_grad in")
+_OF_BUFFERS = (
+    "gather of", "gather without gradients of", "reduction of the gradient of", "change of requires_grad in",
+)  # fmt: skip
 _OF_VALUES = (
     "step with learning rate", "step with weight_decay", "step with momentum", "step with betas",
     "step with another option", "clipping to the norm", "clipping by the norm of order",

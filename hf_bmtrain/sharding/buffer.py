@@ -71,7 +71,7 @@ class ShardedBuffer:
         unused = UnusedParameters(schedule.control, self.number)
         # Gathers by copies are no collectives.
         self._journal = self._communicator.journal if self._gather.is_collective(self.stored) else None
-        self._entry = code("gather of", self.number)
+        self._inside = schedule.inside
         self.gradient = GradientBuffer(self.placements, reducer, self.wholes, self.shard, unused)
         self.stays_whole = False
         self._ticket: Ticket | None = None
@@ -165,9 +165,15 @@ class ShardedBuffer:
             self.release()
         full.allocate()
         self._filled_version = self.shard._version
-        if self._journal is not None:
-            self._journal.note(self._entry)
+        self._note_gather()
         self._ticket = self._gather.gather(full.tensor, self.shard, self._cut)
+
+    def _note_gather(self) -> None:
+        """Note a gather for the comparison of the ranks, where an evaluation on one rank differs from training."""
+        if self._journal is not None:
+            evaluates = self._inside.depth and not torch.is_grad_enabled()
+            kind = "gather without gradients of" if evaluates else "gather of"
+            self._journal.note(code(kind, self.number))
 
     def wait(self) -> None:
         """Make the current stream wait until the buffer is whole."""

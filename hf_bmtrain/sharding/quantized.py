@@ -107,8 +107,7 @@ class QuantizedBuffer(ShardedBuffer):
         self._waiting = True
         if self._arrived is not None:
             self._arrived.allocate()
-            if self._journal is not None:
-                self._journal.note(self._entry)
+            self._note_gather()
             everything = [(0, self.stored.numel())]
             self._ticket = self._gather.gather(self._arrived.tensor, self.stored, everything)
 

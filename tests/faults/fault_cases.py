@@ -44,6 +44,8 @@ class Case:
             found["place"] = rf'{self.job}\.py"?(:|, line )({lines})\b'
             if self.name.startswith(("stuck", "exit")):  # the line where it is, or left
                 found["place"] += r'|fault_points\.py"?(:|, line )\d+'
+            if self.name.startswith("evaluation"):  # the line where the loss is computed, and the one that calls it
+                found["place"] += rf"|{self.job}\.py:\d+ \(\w+, from line ({lines})\)"
         return {name: re.compile(pattern, re.IGNORECASE) for name, pattern in found.items()}
 
 
@@ -112,7 +114,7 @@ CASES = [
     Case("save_alone", "save", "alone", rank=0),
     Case("save_state_alone", "save_state", "alone", rank=0),
     Case("state_dict_alone", "state_dict", "alone", rank=0),
-    Case("evaluation_alone", "", IN_LOOP + " alone", rank=0),  # its gathers are those of the next forward
+    Case("evaluation_alone", "without gradients", "alone", rank=0),
     Case("generate_alone", "", "alone", rank=0),
     Case("sum_loss_alone", "", "alone", rank=0),
     Case("norm_alone", "", "alone", rank=0),
@@ -168,7 +170,7 @@ TRAINER = [
     Case("slower_save", "", rank=0, step=2, fails=False),
     Case("fewer_steps", "", f"{IN_TRAINER} end"),
     Case("save_alone", "save", "alone", rank=0),
-    Case("evaluation_alone", "", IN_TRAINER, rank=0),
+    Case("evaluation_alone", "without gradients", "alone", rank=0),
     Case("save_asked_alone", "", IN_TRAINER, rank=0),
     Case("evaluation_asked_alone", "", IN_TRAINER, rank=0),
     Case("extra_forward_no_grad", "", "extra forward"),

@@ -56,6 +56,20 @@ def skipped_layer():
     return problem_of(lambda: train(model, [0, 2] if bmt.rank() else [0, 1, 2]))
 
 
+def evaluation_alone():
+    """What it gathers, the other rank gathers next, to train."""
+    model = bmt.auto_wrap(Tower())
+    with torch.set_grad_enabled(bmt.rank() != 0):
+        return problem_of(lambda: model(ids(0, bmt.rank())))
+
+
+def read_without_gradients_on_one_rank() -> bool:
+    """Outside forwards the ranks may differ in that."""
+    model = bmt.auto_wrap(Tower())
+    with torch.set_grad_enabled(bmt.rank() != 0):
+        return model.head.weight.gather().shape == model.state_dict()["head.weight"].shape
+
+
 def other_order():
     model = bmt.auto_wrap(Tower())
     return problem_of(lambda: train(model, [0, 2, 1] if bmt.rank() else [0, 1, 2]))
@@ -72,6 +86,7 @@ def waiting_for_each_other():
     ("gather", "case", "words"),
     [
         ("collective", skipped_layer, ["rank 0: gather of 'layers.1.", "rank 1: gather of 'layers."]),
+        ("collective", evaluation_alone, ["rank 0: gather without gradients of 'e", "rank 1: gather of 'embedding."]),
         ("collective", waiting_for_each_other, ["rank 0: all-reduce of", "rank 1: gather of 'embedding.weight' and"]),
         ("peer", image_on_one_rank, ["rank 0: reduction of the gradient of 'vision.1.weight' and 1 other", "rank 1: "]),
         ("peer", skipped_layer, ["rank 0: reduction of the gradient of 'layers.1.", "rank 1: "]),
@@ -89,6 +104,10 @@ def test_ranks_that_differ_are_told(gather, case, words):
         assert "the ranks do different things" in text and "Every rank must call the same modules" in text
         assert all(each in text for each in words), text
         assert seconds < 15
+
+
+def test_gradients_may_be_off_on_one_rank_outside_forwards(world):
+    assert world(2)(read_without_gradients_on_one_rank) == [True, True]
 
 
 def noted(entries, journal=None) -> Journal:

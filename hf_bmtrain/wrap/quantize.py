@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
-from ..ops.quantize import CELL, FORMATS
+from ..ops.quantize import BLOCK, CELL, FORMATS
 from ..sharding.quantized import Quantization
 from ..sharding.slots import find_places
 from .find import Chain
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NO_MATRICES = (
+    torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d, ParametrizationList,
+)  # fmt: skip
 
 
 def check_quantize_frozen(name: Any) -> None:
@@ -23,9 +27,13 @@ def check_quantize_frozen(name: Any) -> None:
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> Quantization | None:
     """Return which parameters in `blocks` are packed in format `name`; None if that is None.
 
-    They are frozen matrices, the `weight` of a module that is no embedding, of CELL elements at least (a smaller one
-    would fill a cell), in a dtype of 16 or 32 bits. without: ids of those that are left out: of adapters, which may be
-    trained later, and those that are stored outside blocks. Raises ValueError if there are none.
+    They are the frozen matrices of CELL elements or more (a smaller one would fill a cell) in a dtype of 16 or 32 bits:
+    each `weight` of two dimensions, and each parameter of three, under any name, that stacks two or more matrices of
+    BLOCK rows and columns or more (fused experts), except in embeddings, convolutions and parametrizations. A stack of
+    narrower ones is no weight to multiply by, but a kernel, a table or the decay of a state space.
+
+    without: ids of those that are left out: of adapters, which may be trained later, and those that are stored outside
+    blocks. Raises ValueError if there are none.
     """
     if name is None:
         return None
@@ -33,13 +41,22 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
     trained = 0
     paths = {module: path for path, module in model.named_modules()}
     for module, key, parameter in find_places(module for block in blocks for module in block.modules()):
-        fits = key == "weight" and parameter.dim() == 2 and parameter.dtype in _DTYPES and parameter.numel() >= CELL
-        if fits and not isinstance(module, torch.nn.Embedding) and id(parameter) not in without:
+        if _holds_matrices(module, key, parameter) and id(parameter) not in without:
             trained += parameter.requires_grad
             if not parameter.requires_grad:
                 found.setdefault(id(parameter), f"{paths[module]}.{key}")
     if not found:
         reason = f"{trained} are trained: freeze them first (model.requires_grad_(False), or PEFT's adapters)"
-        reason = reason if trained else f"no block has a matrix of {CELL} elements or more, named weight"
+        nothing = f"no block has a matrix of {CELL} elements or more, named weight, or a stack of some as fused experts are"
+        reason = reason if trained else nothing
         raise ValueError(f"auto_wrap: quantize_frozen={name!r} finds no frozen weight to quantize: {reason}.")
     return Quantization(FORMATS[name], found)
+
+
+def _holds_matrices(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter) -> bool:
+    """Return whether parameter `key` of `module` is a matrix or a stack of matrices that can be packed."""
+    if isinstance(module, _NO_MATRICES) or parameter.dtype not in _DTYPES or parameter.numel() < CELL:
+        return False
+    if parameter.dim() == 3:
+        return len(parameter) > 1 and min(parameter.shape[1:]) >= BLOCK
+    return parameter.dim() == 2 and key == "weight"

@@ -46,7 +46,7 @@ SAMPLED = {
     "test_kernel_bodies": 24, "test_kernel_compile": 4, "test_launchers": 8, "test_linear_loss": 6, "test_loss": 2,
     "test_loss_scale": 2, "test_manager": 6, "test_manager_state": 9, "test_misuse": 6, "test_offload": 14,
     "test_on_demand": 12, "test_parameter_state": 6, "test_parity": 36, "test_peer": 8, "test_peer_reduce": 2,
-    "test_peft": 6, "test_quantized": 4, "test_planner": 24, "test_programs": 10,
+    "test_peft": 6, "test_quantized": 4, "test_quantized_experts": 8, "test_planner": 24, "test_programs": 10,
     "test_reading_questions": 2, "test_reducing_optimizers": 3, "test_residual": 4, "test_scripts": 3,
     "test_skipped_steps": 3,
     "test_state_dict": 2, "test_store": 2, "test_timm": 3, "test_torch_optimizers": 3, "test_train_gpt2": 9,

@@ -1,4 +1,4 @@
-"""What a CUDA device computes otherwise than the meta device: dropout and attention in one kernel each."""
+"""What a CUDA device does otherwise than the meta device: dropout and attention in one kernel each, and autocast."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ _FLASH_WIDTH = 256
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
-    """Under `with`, dropout and scaled_dot_product_attention of meta tensors save what they save on CUDA."""
+    """Under `with`, dropout and scaled_dot_product_attention of meta tensors save what they save on CUDA.
+
+    And autocast can be turned off for the meta device, as PEFT does around adapters on fused experts: torch has none.
+    """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
+    make = torch.autocast.__init__
+
+    def without_meta(self, device_type, dtype=None, enabled=True, cache_enabled=None) -> None:
+        make(self, "cpu" if device_type == "meta" and not enabled else device_type, dtype, enabled, cache_enabled)
+
     try:
+        torch.autocast.__init__ = without_meta
         yield
     finally:
+        torch.autocast.__init__ = make
         library._destroy()
 
 

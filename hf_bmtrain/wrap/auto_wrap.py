@@ -69,7 +69,7 @@ def auto_wrap(
     state dict. Each rank maps it and copies 1/N of each tensor, so that no process ever holds the model.
     keep_frozen: frozen parameters stay whole from step to step (True), are gathered at each use (False), or as many as
     memory allows stay whole on GPUs ("auto"). quantize_frozen: "nf4" or "fp8" stores and gathers the frozen matrices of
-    blocks packed; they cannot be trained or written afterwards. The README says more of both.
+    blocks, fused experts included, packed; they cannot be trained or written afterwards. The README says more of both.
     """
     world = current_world()
     check_arguments(model, use_checkpoint, compile, blocks, weights, keep_frozen, quantize_frozen)

@@ -47,7 +47,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
                 found.setdefault(id(parameter), f"{paths[module]}.{key}")
     if not found:
         reason = f"{trained} are trained: freeze them first (model.requires_grad_(False), or PEFT's adapters)"
-        nothing = f"no block has a matrix of {CELL} elements or more, named weight, or a stack of some as fused experts are"
+        nothing = f"no block has a matrix of {CELL} elements or more, named weight or in a stack (fused experts)"
         reason = reason if trained else nothing
         raise ValueError(f"auto_wrap: quantize_frozen={name!r} finds no frozen weight to quantize: {reason}.")
     return Quantization(FORMATS[name], found)

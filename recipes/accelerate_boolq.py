@@ -47,7 +47,10 @@ def train(job: Job, options: argparse.Namespace, accelerator: Accelerator) -> Re
     evaluated = validation_batches(job.validation_rows, job.tokenizer, rows_a_step, rank=0, world_size=1)
     weights: Any = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
     model = bmt.auto_wrap(
-        job.model.to(weights), zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint
+        job.model.to(weights),
+        zero_level=options.zero_level,
+        use_checkpoint=not options.no_checkpoint,
+        float8=options.float8,
     )
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr, weight_decay=WEIGHT_DECAY)
     steps = options.epochs * len(batches)

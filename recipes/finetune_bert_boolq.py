@@ -38,7 +38,9 @@ def train(job: Job, options: argparse.Namespace, device: torch.device) -> Report
         job.train_rows, job.tokenizer, options.batch_size, rank=rank, world_size=world_size, seed=options.seed
     )
     model = job.model.to(getattr(torch, options.dtype))
-    model = bmt.auto_wrap(model, zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint)
+    model = bmt.auto_wrap(
+        model, zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint, float8=options.float8
+    )
     manager = make_manager(model, options, steps=options.epochs * len(batches))
     report = Report(options, job.describe(), device, world_size)
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks

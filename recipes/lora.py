@@ -113,7 +113,7 @@ def adapt(model: Any, options: argparse.Namespace) -> Any:
     model = get_peft_model(model, config)
     trained, all_ = model.get_nb_trainable_parameters()
     recompute = not options.no_checkpoint
-    bmt.auto_wrap(model, options.zero_level, use_checkpoint=recompute, quantize_frozen=options.quantize)
+    bmt.auto_wrap(model, options.zero_level, recompute, quantize_frozen=options.quantize, float8=options.float8)
     where = f"{options.quantize or options.dtype}, {bmt.world_size()} x {bmt.current_world().device.type}"
     bmt.print_rank(
         f"{trained / 1e6:.2f} M parameters of adapters on {(all_ - trained) / 1e6:.2f} M frozen ones, {where}"

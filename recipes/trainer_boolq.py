@@ -47,7 +47,10 @@ def make_trainer(job: Job, options: argparse.Namespace, report: Report) -> Train
     """Wrap the job's model in place and return a Trainer for it."""
     weights: Any = torch.float32 if options.dtype == "float16" else getattr(torch, options.dtype)
     model = bmt.auto_wrap(
-        job.model.to(weights), zero_level=options.zero_level, use_checkpoint=not options.no_checkpoint
+        job.model.to(weights),
+        zero_level=options.zero_level,
+        use_checkpoint=not options.no_checkpoint,
+        float8=options.float8,
     )
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr, weight_decay=WEIGHT_DECAY)
     steps = options.epochs * (len(job.train_rows) // (options.batch_size * bmt.world_size()))

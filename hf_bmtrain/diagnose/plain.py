@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..blocks.base import ShardedModule
 from ..blocks.block import CheckpointBlock
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import find_slots
@@ -60,6 +61,6 @@ def shown_plain(model: torch.nn.Module, wholes: Wholes) -> Iterator[None]:
 
 def _own_class(module: torch.nn.Module) -> Any:
     cls: Any = type(module)
-    while "_extends" in vars(cls):
+    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # a Float8Linear is none, and stays
         cls = cls._extends
     return cls

@@ -20,8 +20,9 @@ from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.scattered import ScatteredParameter, divide_unless_mapped_everywhere
 from ..sharding.slots import tensor_facts
 from ..wrap.auto_wrap import auto_wrap
-from ..wrap.keep_frozen import KeepFrozen, check_keep_frozen
-from ..wrap.quantize import check_quantize_frozen
+from ..wrap.check import check_frozen_and_float8
+from ..wrap.float8 import UseFloat8
+from ..wrap.keep_frozen import KeepFrozen
 
 _log = logging.getLogger("hf_bmtrain")
 _REFUSED = (
@@ -42,6 +43,8 @@ def from_pretrained(
     blocks: Sequence[str] | None = None,
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
+    float8: UseFloat8 = False,
+    keep: Sequence[str] = (),
     **kwargs: Any,
 ) -> Any:
     """Return `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, never whole. Collective.
@@ -55,8 +58,8 @@ def from_pretrained(
     where transformers overwrites the padding's row of a loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP).
 
     auto_class: AutoModelForCausalLM, LlamaForCausalLM, … kwargs: of its `from_pretrained`; with
-    `output_loading_info=True` the result is (model, info). zero_level, use_checkpoint, compile, keep_frozen: of
-    `auto_wrap`.
+    `output_loading_info=True` the result is (model, info).
+    zero_level, use_checkpoint, compile, keep_frozen, float8, keep: of `auto_wrap`.
     blocks: names of the modules that become blocks instead, as `auto_wrap` takes the modules.
     quantize_frozen: of `auto_wrap`; all that is loaded is frozen, for adapters that are added to the result.
 
@@ -65,8 +68,7 @@ def from_pretrained(
     """
     world = current_world()
     _check_arguments(auto_class, name_or_path, zero_level, use_checkpoint, compile, blocks)
-    check_keep_frozen(keep_frozen)
-    check_quantize_frozen(quantize_frozen)
+    check_frozen_and_float8(keep_frozen, quantize_frozen, float8, keep)
     world.assemble("from_pretrained")
     failure: Exception | None = None
     loaded: Any = None
@@ -88,7 +90,7 @@ def from_pretrained(
     if quantize_frozen is not None:
         model.requires_grad_(False)
     frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
-    auto_wrap(model, zero_level, use_checkpoint, compile, chosen, **frozen)
+    auto_wrap(model, zero_level, use_checkpoint, compile, chosen, float8=float8, keep=keep, **frozen)
     return loaded
 
 

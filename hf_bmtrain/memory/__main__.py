@@ -56,6 +56,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lora", type=_positive, default=0, metavar="RANK", help="train adapters of this rank alone")
     parser.add_argument("--keep-frozen", choices=tuple(_CHOICES), default="auto", help="keep_frozen of auto_wrap")
     parser.add_argument("--quantize", choices=tuple(FORMATS), help="quantize_frozen of auto_wrap; needs --lora")
+    parser.add_argument("--float8", action="store_true", help="float8 of auto_wrap")
     parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
     parser.add_argument("--micro-batches", type=_positive, default=1, help="backwards a step")
     parser.add_argument("--memory", type=_gigabytes, default=80.0, metavar="GIB", help="of one GPU, in GiB")
@@ -106,7 +107,7 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
     return predict(
         model, text_batch(model, config, rows, given.length), make_optimizer, ranks=given.gpus, zero_level=given.zero,
         use_checkpoint=_CHOICES[given.recompute], total=total(given), micro_batches=given.micro_batches,
-        keep_frozen=_CHOICES[given.keep_frozen], quantize_frozen=given.quantize,
+        keep_frozen=_CHOICES[given.keep_frozen], quantize_frozen=given.quantize, float8=given.float8,
     )  # fmt: skip
 
 

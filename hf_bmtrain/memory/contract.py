@@ -12,8 +12,9 @@ from ..optim.adam import AdamOptimizer
 from ..recompute.memory import DeviceMemory
 from ..recompute.policy import UseCheckpoint
 from ..runtime.world import check_zero_level, current_world
-from ..wrap.keep_frozen import KeepFrozen, check_keep_frozen
-from ..wrap.quantize import check_quantize_frozen
+from ..wrap.check import check_frozen_and_float8
+from ..wrap.float8 import UseFloat8
+from ..wrap.keep_frozen import KeepFrozen
 from ..wrap.shortage import Shortage
 from .prediction import Prediction, predict
 from .simulation import on_meta
@@ -33,6 +34,7 @@ def predict_memory(
     micro_batches: int = 1,
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
+    float8: UseFloat8 = False,
 ) -> Prediction:
     """Return what a training step of `model` will take on each rank. Call it before `auto_wrap`; not collective.
 
@@ -41,8 +43,8 @@ def predict_memory(
 
     model: not wrapped, on any device; it is not changed. batch: the keyword arguments of its forward, whose output has
     a `loss`; their shapes and dtypes count, their device does not. make_optimizer: makes the optimizer of a list of
-    parameters. zero_level, use_checkpoint, keep_frozen, quantize_frozen: as for `auto_wrap`. micro_batches: backwards
-    per step.
+    parameters. zero_level, use_checkpoint, keep_frozen, quantize_frozen, float8: as for `auto_wrap`. micro_batches:
+    backwards per step.
 
     Raises ValueError for settings out of range or a wrapped model, and RuntimeError for a forward that depends on the
     values of its inputs.
@@ -50,8 +52,7 @@ def predict_memory(
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
-    check_keep_frozen(keep_frozen)
-    check_quantize_frozen(quantize_frozen)
+    check_frozen_and_float8(keep_frozen, quantize_frozen, float8, ())
     if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
         raise ValueError("predict_memory: this model is wrapped already. Predict before auto_wrap.")
     if micro_batches < 1:
@@ -61,7 +62,7 @@ def predict_memory(
     prediction = predict(
         on_meta(model).train(), batch, make_optimizer, ranks=world.size, zero_level=level,
         use_checkpoint=use_checkpoint, total=total, micro_batches=micro_batches, keep_frozen=keep_frozen,
-        quantize_frozen=quantize_frozen,
+        quantize_frozen=quantize_frozen, float8=float8,
     )  # fmt: skip
     if on_device:
         comparison = Comparison(prediction, micro_batches)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..recompute.policy import UseCheckpoint
+from ..wrap.float8 import UseFloat8
 from ..wrap.keep_frozen import KeepFrozen
 from .simulation import Phase, Simulated, simulate
 
@@ -98,6 +99,7 @@ def predict(
     micro_batches: int = 1,
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
+    float8: UseFloat8 = False,
 ) -> Prediction:
     """Predict a step of `model`, which is on the meta device, not wrapped, and not usable afterwards.
 
@@ -106,7 +108,7 @@ def predict(
     usable = usable_bytes(total, ranks)
     done = simulate(
         model, batch, make_optimizer, ranks, zero_level, use_checkpoint, usable, micro_batches,
-        keep_frozen=keep_frozen, quantize_frozen=quantize_frozen,
+        keep_frozen=keep_frozen, quantize_frozen=quantize_frozen, float8=float8,
     )  # fmt: skip
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shapes = {tuple(p.shape) for p in model.parameters()}

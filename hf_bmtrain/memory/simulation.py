@@ -19,6 +19,7 @@ from ..runtime.world import World, simulated
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import buffers_of
 from ..wrap.auto_wrap import auto_wrap
+from ..wrap.float8 import UseFloat8
 from ..wrap.keep_frozen import KeepFrozen
 from .device_choices import cuda_choices
 from .live_bytes import Change, LiveBytes
@@ -82,13 +83,14 @@ def simulate(
     copies: bool = True,
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
+    float8: UseFloat8 = False,
 ) -> Simulated:
     """Train `model`, which is on the meta device and not wrapped, for a few steps as rank 0 of `ranks`.
 
     batch: keyword arguments of its forward, of any device; the loss is the output's `loss`. usable: bytes that
     use_checkpoint="auto" and keep_frozen="auto" plan for. copies: the ranks are on one host whose GPUs reach
     each other's memory.
-    quantize_frozen: of `auto_wrap`.
+    quantize_frozen, float8: of `auto_wrap`.
     """
     stage = ["wrap"]
     world = quiet_world(ranks, zero_level, copies)
@@ -97,7 +99,8 @@ def simulate(
         world.schedule.memory = memory = _Memory(live, usable)
         if use_checkpoint == "auto":
             world.schedule.planner = Planner(world, memory)  # pyright: ignore[reportArgumentType]
-        auto_wrap(model, zero_level, use_checkpoint, keep_frozen=keep_frozen, quantize_frozen=quantize_frozen)
+        frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
+        auto_wrap(model, zero_level, use_checkpoint, float8=float8, **frozen)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         manager = OptimManager()
         manager.add_optimizer(optimizer)

@@ -96,6 +96,9 @@ def schema_of(operator: Any) -> Any:
     return operator._schema if isinstance(operator, torch._ops.OpOverload) else None
 
 
+scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
+"""A product of float8 matrices, times scales of rows and columns. `torch.nn.functional.scaled_mm` exists since 2.10."""
+
 preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 """`with preserve_version(tensor)`: writes to the tensor are not counted. There is no public equivalent."""
 

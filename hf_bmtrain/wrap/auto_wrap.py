@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..sharding.slots import Place, Slot, find_places, shard_places, tensor_fact
 from .check import admit, admit_parameters, check_arguments, holds_additions
 from .fill import fill_from
 from .find import Chain, adapter_parameters, choose_chains
+from .float8 import UseFloat8, apply_float8
 from .keep_frozen import KeepFrozen, apply_keep_frozen, extend_keep_frozen
 from .outside import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
 from .patches import (
@@ -47,6 +48,8 @@ def auto_wrap(
     weights: str | os.PathLike | None = None,
     keep_frozen: KeepFrozen = "auto",
     quantize_frozen: str | None = None,
+    float8: UseFloat8 = False,
+    keep: Sequence[str] = (),
 ) -> torch.nn.Module:
     """Shard `model` over all ranks, in place, and return it. Collective.
 
@@ -56,27 +59,26 @@ def auto_wrap(
     weights and buffers. Afterwards `model.parameters()` yields 1-D slices: create the optimizer from them, and cast
     the model before wrapping it. Raises ValueError, with the reason, for a model that cannot be sharded.
 
-    If parameters, such as adapters, were added to a wrapped model, call `auto_wrap` on it again: each is sharded with
-    the block that holds it, and the other arguments have no effect.
+    Call `auto_wrap(model)` again after adding parameters, such as adapters: each is sharded with the block it is in.
 
     zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them; None takes the world's.
     use_checkpoint: recompute each block in backward instead of keeping its activations. With "auto" on a GPU the first
     step is measured, and then only as many blocks are recomputed as memory requires; if none is, as many as memory
     allows stay whole from forward to backward. On the CPU, whose memory is not measured, "auto" recomputes none.
-    compile: compile the blocks with torch.compile, with its default backend or the named one.
+    compile: compile the blocks with torch.compile, by its default backend or the named one.
     blocks: the modules that become blocks instead, in execution order; a ModuleList or Sequential stands for its items.
     weights: a folder or file, as `load` takes it, with the values of a model on the meta device, under the names of its
     state dict. Each rank maps it and copies 1/N of each tensor, so that no process ever holds the model.
     keep_frozen: frozen parameters stay whole from step to step (True), are gathered at each use (False), or as many as
-    memory allows stay whole on GPUs ("auto"). quantize_frozen: "nf4" or "fp8" stores and gathers the frozen matrices of
-    blocks, fused experts included, packed; they cannot be trained or written afterwards. The README says more of both.
+    memory allows stay whole on GPUs ("auto"). quantize_frozen: frozen matrices of blocks are packed ("nf4", "fp8"), and
+    read-only. float8: linear layers of blocks compute in float8 (True, "rows"), but for modules named in `keep`.
     """
     world = current_world()
-    check_arguments(model, use_checkpoint, compile, blocks, weights, keep_frozen, quantize_frozen)
+    check_arguments(model, use_checkpoint, compile, blocks, weights, keep_frozen, quantize_frozen, float8, keep)
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
-    options = {"use_checkpoint": use_checkpoint, "compile": compile, "quantize_frozen": quantize_frozen}
-    world.agree("auto_wrap", {"zero_level": level, "keep_frozen": keep_frozen, **options})
+    asked = {"zero_level": level, "use_checkpoint": use_checkpoint, "compile": compile, "keep_frozen": keep_frozen}
+    world.agree("auto_wrap", asked | {"quantize_frozen": quantize_frozen, "float8": float8, "keep": [*keep]})
     if weights is not None:
         fill_from(model, weights, world)
     chains, lists = _choose(model, blocks, world)
@@ -85,6 +87,7 @@ def auto_wrap(
     layers = list(dict.fromkeys(block for chain in chains for block in chain))
     outside = _outside(model, layers)
     shared = shared_parameters(layers, outside)
+    apply_float8(model, layers, world, float8, keep, bool(compile))
     for block, sharded in _shard_layers(model, world, layers, shared, quantize_frozen):
         extend(block, sharded, world, use_checkpoint, level)
     shard_outside(world, places_outside(layers, outside, shared), outside)

@@ -14,6 +14,7 @@ from ..recompute.policy import check_use_checkpoint
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.scattered import ScatteredParameter
+from .float8 import check_float8
 from .keep_frozen import check_keep_frozen
 from .quantize import check_quantize_frozen
 
@@ -21,19 +22,33 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def check_arguments(
-    model: Any, use_checkpoint: Any, compile: Any, blocks: Any, weights: Any, keep_frozen: Any, quantize_frozen: Any
+    model: Any,
+    use_checkpoint: Any,
+    compile: Any,
+    blocks: Any,
+    weights: Any,
+    keep_frozen: Any,
+    quantize_frozen: Any,
+    float8: Any,
+    keep: Any,
 ) -> None:
     """Raise TypeError or ValueError for an argument of `auto_wrap` that is not what it documents."""
     expect_module("model", model)
     check_use_checkpoint(use_checkpoint)
-    check_keep_frozen(keep_frozen)
+    check_frozen_and_float8(keep_frozen, quantize_frozen, float8, keep)
     if not isinstance(compile, str) or not compile:
         expect_flag("compile", compile)
     if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `choose_chains` has its own error for one
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)
+
+
+def check_frozen_and_float8(keep_frozen: Any, quantize_frozen: Any, float8: Any, keep: Any) -> None:
+    """Raise TypeError or ValueError for one of these arguments of `auto_wrap` that is not what it documents."""
+    check_keep_frozen(keep_frozen)
     check_quantize_frozen(quantize_frozen)
+    check_float8(float8, keep)
 
 
 def admit(model: torch.nn.Module) -> None:

@@ -26,6 +26,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=positive, help="highest learning rate (2e-5; small BERT: 1e-3)")
     add("--max-length", type=at_least(8), default=256, help="tokens of a pair (%(default)s)")
     add_engine_options(parser)
+    add("--float8", action="store_true", help="compute the products of linear layers in blocks with float8 factors")
     add("--dropout", type=probability, help="replaces every dropout of the model (the model's own)")
     add("--seed", type=at_least(0), default=0, help="of data order, new weights and dropout (%(default)s)")
     add("--output", type=Path, default=Path("outputs/boolq"), help="folder for the results (%(default)s)")

@@ -24,6 +24,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-length", type=at_least(8), default=512, help="tokens of a row; the prompt is cut (%(default)s)")
     add("--base-steps", type=at_least(1), default=400, help="steps that make the embedded model (%(default)s)")
     add_engine_options(parser)
+    add("--float8", action="store_true", help="compute the products of linear layers in blocks with float8 factors")
     add("--seed", type=at_least(0), default=0, help="of data order, new weights and stories (%(default)s)")
     add("--output", type=Path, default=Path("outputs/lora"), help="folder for the results (%(default)s)")
     return parser.parse_args(arguments)

@@ -1,0 +1,149 @@
+"""Float8Linear: a linear layer in a block whose three matrix products have float8 factors.
+
+The forward computes y = x Wᵀ from x by rows, the backward dx = dy W from dy by rows and dW = dyᵀ x from both by
+columns, see `ops.float8`. Between them autograd keeps x by columns, 8 bits an element, instead of x. The weight is the
+block's whole in its own dtype, and rounded where it is used. The bias is added in the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..ops.autocast import autocast_type
+from ..ops.float8 import Float8, product, quantize_both, quantize_rows, quantize_whole, transpose
+from ..runtime.schedule import double_backward
+from .base import extend_class
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(eq=False)
+class Float8State:
+    """What a Float8Linear knows of itself.
+
+    transposed: its weight is (K, N), as that of transformers' Conv1D, and not (N, K). active: whether it computes in
+    float8. measures: whether the next training forward sets `powers`: the squares, summed, of the output without
+    rounding and of what rounding adds to it, (2,) float32.
+    """
+
+    transposed: bool
+    active: bool = True
+    measures: bool = False
+    powers: Tensor | None = None
+
+
+class Float8Linear(torch.nn.Module):
+    """A linear layer, extended in place."""
+
+    float8_state: Float8State
+
+    weight: Any
+    bias: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, dtype = self.float8_state, _dtype_of(x)
+        if not state.active or dtype not in _DTYPES:
+            return super().forward(x)
+        factors = _factors(x, dtype, self.weight.requires_grad and torch.is_grad_enabled())
+        flat = x.to(dtype).reshape(-1, x.shape[-1])
+        y: Any = _Product.apply(flat, self.weight, *factors, state.transposed)
+        if state.measures and torch.is_grad_enabled():
+            state.measures, state.powers = False, _powers(flat, self.weight, y, state.transposed)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def extend_linear(layer: torch.nn.Module, transposed: bool) -> Float8State:
+    """Make `layer` a Float8Linear, and return its state."""
+    state = layer.float8_state = Float8State(transposed)  # pyright: ignore[reportArgumentType]
+    layer.__class__ = _extended_class(type(layer))
+    return state
+
+
+@functools.cache
+def _extended_class(cls: Any) -> Any:
+    """Return the one class for all layers of `cls` that compute in float8."""
+    return extend_class(Float8Linear, cls, {})
+
+
+class _Factors(NamedTuple):
+    """A matrix by rows and, if its weight is trained, by columns."""
+
+    rows: Float8
+    columns: Float8 | None
+
+
+@dataclass
+class _Held:
+    """The factors of an activation, while it is alive and unchanged, for several layers that have it as their input."""
+
+    factors: _Factors
+    dtype: torch.dtype
+    version: int
+
+
+def _factors(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
+    """Return rows and columns of x, each as values and scales."""
+    shared = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # a compiler finds what is computed twice
+    held: Any = getattr(x, "_float8_factors", None) if shared else None
+    if held is None or held.dtype != dtype or held.version != x._version or (both and held.factors.columns is None):
+        with torch.no_grad():
+            flat = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
+            factors = _Factors(*quantize_both(flat)) if both else _Factors(quantize_rows(flat), None)
+        held = _Held(factors, dtype, x._version if shared else 0)
+        if shared:
+            x._float8_factors = held  # pyright: ignore[reportAttributeAccessIssue]
+    rows, columns = held.factors
+    return *rows, *((None, None) if columns is None or not both else columns)
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer computes with x: that of autocast under autocast."""
+    kind = autocast_type(x.device)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, rows, row_scales, columns, column_scales, transposed: bool):
+        ctx.transposed, ctx.dtype = transposed, x.dtype
+        ctx.save_for_backward(weight, columns, column_scales)
+        return product(Float8(rows, row_scales), _weight(weight, transposed), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise double_backward()
+        weight, columns, column_scales = ctx.saved_tensors
+        dy, dx, dw = dy.contiguous(), None, None
+        if ctx.needs_input_grad[1]:
+            rows, of_dy = quantize_both(dy)
+            of_x = Float8(columns, column_scales)
+            pair = (of_x, of_dy) if ctx.transposed else (of_dy, of_x)
+            dw = product(*pair, weight.dtype, fast=False)
+        else:
+            rows = quantize_rows(dy)
+        dx = (
+            product(rows, _weight(weight, not ctx.transposed), ctx.dtype, fast=False)
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        return dx, dw, None, None, None, None, None
+
+
+def _weight(weight: Tensor, turned: bool) -> Float8:
+    """Return the weight as a factor, or its transpose."""
+    factor = quantize_whole(weight)
+    return transpose(factor) if turned else factor
+
+
+@torch.no_grad()
+def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
+    exact = linear(x, (weight.t() if transposed else weight).to(x.dtype)).float()
+    return torch.stack([exact.square().sum(), (y.float() - exact).square().sum()])

@@ -1,0 +1,239 @@
+"""auto_wrap(float8=True): equal to the same layers in plain torch, and what it leaves out."""
+
+import copy
+import functools
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import hf_bmtrain as bmt
+from float8_models import build, extend_all, rows
+from hf_bmtrain.blocks.float8_linear import Float8Linear, extend_linear
+from hf_bmtrain.ops.quantize import FORMATS
+from hf_bmtrain.wrap.float8 import LEAST_DECIBELS, decibels
+from log_lines import log_lines
+from twins import check_gradients
+
+
+def check(family: str, steps: int = 3, prepare=None, accumulate: int = 1, dtype=torch.float32, **options) -> None:
+    """Train sharded and plain, side by side. Means of two ranks are exact, so that both round alike at every step."""
+    model, twin = build(family).to(dtype), extend_all(build(family).to(dtype))
+    for either in (model, twin):
+        if prepare is not None:
+            prepare(either)
+    bmt.auto_wrap(model, float8=True, **options)
+    optimizer, plain = (torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, twin))
+    for step in range(steps):
+        for part in range(accumulate):
+            mine = model(**rows(accumulate * step + part, bmt.rank())).loss
+            mine.backward()
+            ranks = [twin(**rows(accumulate * step + part, other)).loss for other in range(bmt.world_size())]
+            torch.stack(ranks).mean().backward()
+            torch.testing.assert_close(mine, ranks[bmt.rank()], rtol=2e-6, atol=0)
+        check_gradients(model, twin)
+        for either in (optimizer, plain):
+            either.step()
+            either.zero_grad()
+
+
+def freeze_half(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" not in name and "mlp" not in name)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "mixtral"])
+def test_equal_to_the_same_layers_in_plain_torch(world, size, family):
+    world(size)(check, family)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_level": 2}, {"use_checkpoint": False}, {"use_checkpoint": "auto"}, {"accumulate": 3},
+        {"prepare": freeze_half}, {"prepare": freeze_half, "keep_frozen": True},
+        pytest.param({"compile": "aot_eager"}, marks=pytest.mark.full),
+        pytest.param({"compile": "aot_eager", "use_checkpoint": False, "prepare": freeze_half}, marks=pytest.mark.full),
+    ],
+    ids=lambda options: "-".join(options),
+)  # fmt: skip
+def test_with_other_options(world, options):
+    world(2)(functools.partial(check, "llama", **options))
+
+
+def test_three_ranks(world):
+    world(3)(functools.partial(check, "llama", steps=1))
+
+
+def learns(float8: bool) -> list[float]:
+    model = bmt.auto_wrap(build("llama"), float8=float8)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=3e-3)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    losses = []
+    for _ in range(40):
+        manager.zero_grad()
+        loss = model(**rows(0, bmt.rank())).loss
+        manager.backward(loss)
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
+        losses.append(bmt.sum_loss(loss).item())
+    return losses
+
+
+def test_it_learns_as_in_its_own_dtype(world):
+    float8, plain = (world(2)(learns, flag)[0] for flag in (True, False))
+    assert plain[-1] < 0.25 * plain[0] and float8 != plain
+    assert all(abs(mine - other) < 0.03 * plain[0] for mine, other in zip(float8, plain))
+
+
+def what_is_in_float8(family: str, keep: tuple = (), **options) -> tuple[list[str], list[str]]:
+    with log_lines(logging.INFO) as lines:
+        model = bmt.auto_wrap(build(family), float8=True, keep=keep, **options)
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    return sorted(names), [line for line in lines if "float8" in line]
+
+
+def test_layers_are_chosen_and_told(world):
+    found, lines = world(1)(what_is_in_float8, "llama")[0]
+    assert found == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert "in float8: 2 x q_proj" in lines[0] and "not: embeddings, head" in lines[0]
+    found, lines = world(1)(what_is_in_float8, "llama", ("down_proj", "layers.1.self_attn"))[0]
+    assert found == ["gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert "not: 2 x down_proj, 1 x q_proj, 1 x k_proj, 1 x v_proj, 1 x o_proj (named in keep)" in lines[0]
+
+
+def refuse(options: dict, words: str) -> None:
+    model = build("llama")
+    if options.pop("odd", False):
+        model.model.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 10), nn.Linear(10, 32)) for _ in range(2)])
+    with pytest.raises((ValueError, TypeError), match=words):
+        bmt.auto_wrap(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"float8": "blocks"}, "'rows', got 'blocks'"), ({"float8": None}, "got None"), ({"float8": 1}, "got 1"),
+        ({"float8": True, "keep": ["w_proj"]}, r"keep names \['w_proj'\].*Layers are: down_proj, gate_proj"),
+        ({"float8": True, "keep": "q_proj"}, "keep must be a list of names of modules"),
+        ({"keep": ["q_proj"]}, "pass float8=True"),
+        ({"float8": True, "odd": True}, "finds no layer.*multiples of 16"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_is_refused(world, options, words):
+    world(1)(refuse, options, words)
+
+
+class Noisy(nn.Module):
+    """Blocks of two layers; in `bad`, a cancellation leaves of the output what rounding adds to it."""
+
+    def __init__(self, width: int = 32, bad: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Pair(width, number == bad) for number in range(2)])
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+class Pair(nn.Module):
+    def __init__(self, width: int, bad: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
+        if bad:
+            with torch.no_grad():
+                self.two.weight.fill_(1)
+
+    def forward(self, x):
+        y = self.one(x)
+        return x + self.two(y - y.mean(-1, keepdim=True))
+
+
+def left_out(use_checkpoint: bool) -> tuple[list[bool], list[str], int]:
+    model = bmt.auto_wrap(Noisy(), float8=True, use_checkpoint=use_checkpoint)
+    with log_lines(logging.INFO) as lines:
+        for step in range(3):
+            model(torch.randn(64, 32, generator=torch.Generator().manual_seed(step + bmt.rank()))).backward()
+    active = [each.float8_state.active for each in model.modules() if isinstance(each, Float8Linear)]
+    hooks = sum(len(layer._forward_pre_hooks) for layer in model.layers)
+    return active, [line for line in lines if "float8" in line], hooks
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_a_layer_with_too_much_noise_leaves_float8_on_every_rank(world, use_checkpoint):
+    told = world(2)(left_out, use_checkpoint)
+    for active, lines, hooks in told:
+        assert active == [True, True, True, False] and hooks == 0
+        assert sum("signal-to-noise in dB of 'layers." in line for line in lines) == 2
+    warnings = [line for _, lines, *_ in told for line in lines if "from now on" in line]
+    assert len(warnings) == 1 and "'layers.1.two'" in warnings[0] and "keep=['two']" in warnings[0]
+
+
+def test_decibels():
+    assert decibels(100.0, 1.0) == 20 == LEAST_DECIBELS and decibels(0.0, 0.0) == decibels(1.0, 0.0) == float("inf")
+
+
+def adapters() -> None:
+    """LoRA over frozen layers in float8, added before and after auto_wrap."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    first, twin = (peft.get_peft_model(build("llama"), copy.deepcopy(config)) for _ in range(2))
+    twin.load_state_dict(first.state_dict())
+    bmt.auto_wrap(first, float8=True)
+    for name, layer in twin.named_modules():
+        if isinstance(layer, nn.Linear) and "layers" in name and "lora" not in name:
+            extend_linear(layer, transposed=False)
+    first(**rows(0, bmt.rank())).loss.backward()
+    torch.stack([twin(**rows(0, other)).loss for other in range(bmt.world_size())]).mean().backward()
+    check_gradients(first, twin)
+    assert not any(isinstance(each, Float8Linear) for name, each in first.named_modules() if "lora" in name)
+
+
+def test_adapters_train_beside_it(world):
+    pytest.importorskip("peft")
+    world(2)(adapters)
+
+
+def packed_base(name: str) -> None:
+    """A frozen base that is packed, unpacked and then rounded to float8."""
+    model = Noisy(width=128)
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    form = FORMATS[name]
+    bmt.auto_wrap(model, float8=True, quantize_frozen=name)
+    for layer in twin.layers:
+        for linear in (layer.one, layer.two):
+            values = torch.empty_like(linear.weight)
+            form.unpack(form.pack(linear.weight), values.view(-1))
+            linear.weight.data.copy_(values)
+            extend_linear(linear, transposed=False)
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    mine, expected = model(x), twin(x)
+    assert torch.equal(mine, expected)
+    mine.backward()
+    expected.backward()
+    check_gradients(model, twin)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8"])
+def test_a_packed_base_computes_in_float8(world, name):
+    world(2)(packed_base, name)
+
+
+def test_a_saved_model_is_whole_and_unrounded(world, tmp_path):
+    world(2)(saved_equals, str(tmp_path / "model.pt"))
+
+
+def saved_equals(path: str) -> None:
+    model, plain = bmt.auto_wrap(build("llama"), float8=True), build("llama")
+    bmt.save(model, path)
+    states = torch.load(path), plain.state_dict()
+    assert [*states[0]] == [*states[1]] and all(torch.equal(states[0][name], states[1][name]) for name in states[1])

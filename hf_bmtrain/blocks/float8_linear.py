@@ -90,7 +90,8 @@ class _Held:
 
 def _factors(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
     """Return rows and columns of x, each as values and scales."""
-    shared = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # a compiler finds what is computed twice
+    # A compiler finds by itself what is computed twice, and tensors of torch.inference_mode have no version.
+    shared = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not x.is_inference()
     held: Any = getattr(x, "_float8_factors", None) if shared else None
     if held is None or held.dtype != dtype or held.version != x._version or (both and held.factors.columns is None):
         with torch.no_grad():

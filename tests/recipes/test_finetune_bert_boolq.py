@@ -36,6 +36,15 @@ def test_zero_2_without_recomputation_is_the_same_too(small, plain):
     check_same_curves(train(small, "zero2", TWO_RANKS, RECIPE, *options), plain)
 
 
+@pytest.mark.full
+def test_float8_learns_the_same(small, plain):
+    ours = train(small, "float8", TWO_RANKS, RECIPE, "--dropout", 0, "--batch-size", 8, "--float8")
+    losses, expected = ([step["loss"] for step in run["steps"]] for run in (ours, plain))
+    assert losses != expected and ours["arguments"]["float8"]
+    assert all(abs(mine - other) < 0.1 * expected[0] for mine, other in zip(losses, expected))
+    assert losses[-1] < 0.7 * losses[0]
+
+
 def test_metrics_hold_the_whole_run(two_ranks, small):
     assert two_ranks["arguments"]["lr"] == 3e-3
     assert two_ranks["arguments"]["dtype"] == "float32"

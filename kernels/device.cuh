@@ -9,6 +9,9 @@ struct fp16 {
 struct bf16 {
     unsigned short bits;
 };
+struct e4m3 {
+    unsigned char bits;
+};
 struct none {
 };  // a kernel's `none*` parameter is an array that this variant does without: the launcher takes None
 
@@ -93,6 +96,9 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ uint2 load_once(const uint2* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(uint2* p, uint2 v) { __stcs(p, v); }
+// For data that is used again soon.
+template <typename V> __device__ __forceinline__ V load_cached(const V* p) { return *p; }
+template <typename V> __device__ __forceinline__ void store_cached(V* p, V v) { *p = v; }
 
 // Elements 4i .. 4i+3 of an array whose start is aligned to four elements.
 __device__ __forceinline__ void load4(const float* p, long long i, float* y) {

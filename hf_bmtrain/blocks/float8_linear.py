@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..ops.autocast import autocast_type
-from ..ops.float8 import Float8, product, quantize_both, quantize_rows, quantize_whole, transpose
+from ..ops.float8 import Float8, product, quantize_both, quantize_rows, quantize_transposed, quantize_whole
 from ..runtime.schedule import double_backward
 from .base import extend_class
 
@@ -140,8 +140,7 @@ class _Product(torch.autograd.Function):
 
 def _weight(weight: Tensor, turned: bool) -> Float8:
     """Return the weight as a factor, or its transpose."""
-    factor = quantize_whole(weight)
-    return transpose(factor) if turned else factor
+    return quantize_transposed(weight) if turned else quantize_whole(weight)
 
 
 @torch.no_grad()

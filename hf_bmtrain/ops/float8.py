@@ -7,20 +7,23 @@ to float8_e4m3fn. An absmax of inf or NaN makes its elements NaN, so that overfl
 A product is computed from the values, with sums in float32, and multiplied by both scales. Both factors of `product`
 have the summed dimension last. A GPU's product takes scales that are the same for all summed elements, so a matrix that
 is used in both directions is rounded twice: `quantize_both` rounds it by its rows and, transposed, by its columns. A
-weight has one scale for all its elements, and is rounded once for both.
+weight has one scale for all its elements, and is rounded once for both. On a GPU kernels/float8.cu rounds; its bits are
+those of the reference, but for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .autocast import autocast_type
 from .expect import expect
+from .launch import C_NAMES, Variant, kernel
 from .torch_internals import scaled_mm
 
 MOST = 448.0
@@ -28,8 +31,10 @@ MOST = 448.0
 ALIGNMENT = 16
 """Rows of factors and of results have a multiple of so many elements; GPUs read 16 bytes at a time."""
 _LEAST = 1e-30
+_THREADS = 256
+_TILE = 64  # rows
+_PARTS = 4  # of 16 bytes, that a thread keeps
 _CAPABILITY = (8, 9)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_device(device: torch.device) -> None:
@@ -51,8 +56,14 @@ class Float8(NamedTuple):
 
 def quantize_rows(x: Tensor) -> Float8:
     """Return x (M, K), float32, float16 or bfloat16, with a scale for each row."""
-    expect("x", x, _DTYPES, (len(x), x.shape[-1]), x.device)
-    return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
+    expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
+    if not _by_kernels(x):
+        return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
+    rows, width = x.shape
+    out = _empty(x, rows, width, rows)
+    warps = -(-width * x.element_size() // (32 * _PARTS * 16))
+    _launch("quantize_rows", rows, x, width, *out, threads=min(32 * warps, _THREADS), aligned=width % ALIGNMENT == 0)
+    return out
 
 
 def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
@@ -60,14 +71,34 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
     M' is M rounded up to a multiple of ALIGNMENT; the columns behind M are zero.
     """
-    columns = torch.nn.functional.pad(x.t(), (0, -len(x) % ALIGNMENT))
-    return quantize_rows(x), quantize_rows(columns.contiguous())
+    expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
+    if not _by_kernels(x):
+        return quantize_rows(x), quantize_rows(torch.nn.functional.pad(x.t(), (0, -len(x) % ALIGNMENT)).contiguous())
+    rows, width = x.shape
+    stride, aligned = rows + -rows % ALIGNMENT, width % ALIGNMENT == 0
+    most = torch.zeros(rows + width, dtype=torch.int32, device=x.device)
+    own = most[:rows], most[rows:]
+    _launch("absmax_both", _tiles(x, 32), x, rows, width, *own, aligned=aligned)
+    by_rows, by_columns = _empty(x, rows, width, rows), _empty(x, width, stride, width)
+    values = rows, width, *own, *by_rows, *by_columns, stride
+    _launch("round_both", _tiles(x, 16), x, *values, aligned=aligned)
+    return by_rows, by_columns
 
 
 def quantize_whole(weight: Tensor) -> Float8:
     """Return weight (N, K) with one scale."""
-    expect("weight", weight, _DTYPES, (len(weight), weight.shape[-1]), weight.device)
-    return _rounded(weight, weight.abs().amax().view(1, 1))
+    expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
+    if not _by_kernels(weight):
+        return _rounded(weight, weight.abs().amax().view(1, 1))
+    return _launch_whole("round_whole", weight, _empty(weight, len(weight), weight.shape[1], 1))
+
+
+def quantize_transposed(weight: Tensor) -> Float8:
+    """Return transpose(quantize_whole(weight)), (K, N), without the copy in between."""
+    if not _by_kernels(weight):
+        return transpose(quantize_whole(weight))
+    expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
+    return _launch_whole("round_transposed", weight, _empty(weight, weight.shape[1], len(weight), 1))
 
 
 def transpose(factor: Float8) -> Float8:
@@ -83,7 +114,7 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     which is faster. A GPU rounds to bfloat16 first, whatever `dtype` is.
     """
     if a.values.is_meta:
-        return a.values.new_empty(len(a.values), len(b.values), dtype=dtype)
+        return a.values.new_empty(len(a.values), len(b.values), dtype=torch.bfloat16).to(dtype)
     scales = b.scales.t()
     if a.values.is_cuda:
         rows, columns = a.scales.expand(len(a.values), 1).contiguous(), scales.expand(1, len(b.values)).contiguous()
@@ -93,7 +124,50 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
         return (torch.mm(a.values.float(), b.values.float().t()) * a.scales * scales).to(dtype)
 
 
+def _by_kernels(x: Tensor) -> bool:
+    """Return whether kernels round x, or would on the GPU for which the meta device stands. A compiler makes its own."""
+    return (x.is_cuda or x.is_meta) and x.numel() > 0 and not torch.compiler.is_compiling()
+
+
 def _rounded(x: Tensor, absmax: Tensor) -> Float8:
     absmax = absmax.float().clamp(min=_LEAST)
-    values = (x.float() * (MOST / absmax)).clamp(-MOST, MOST)
+    factor = torch.full_like(absmax, MOST) / absmax  # MOST / absmax would be rounded twice: 1 / absmax, times MOST
+    values = (x.float() * factor).clamp(-MOST, MOST)
     return Float8(values.to(torch.float8_e4m3fn), absmax / MOST)
+
+
+def _empty(x: Tensor, rows: int, columns: int, scales: int) -> Float8:
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    return Float8(values, torch.empty(scales, 1, dtype=torch.float32, device=x.device))
+
+
+def _tiles(x: Tensor, parts: int) -> int:
+    """Return the number of tiles of _TILE rows and `parts` times 16 bytes that cover x."""
+    return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
+
+
+def _launch_whole(name: str, weight: Tensor, out: Float8) -> Float8:
+    aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
+    most = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    blocks = -(-weight.numel() * weight.element_size() // (_THREADS * _PARTS * 16))
+    _launch("absmax_whole", blocks, weight, weight.numel(), most, aligned=aligned)
+    _launch(name, _tiles(weight, 16), weight, *weight.shape, most, *out, aligned=aligned)
+    return out
+
+
+def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
+    """Launch a kernel over x. aligned: whether all rows have a multiple of ALIGNMENT elements."""
+    if x.is_meta:
+        return
+    chosen = variant(x.dtype, aligned and x.data_ptr() % 16 == 0)
+    kernel(chosen, name, x.device)(grid, threads, x, *values)
+
+
+@cache
+def variant(dtype: torch.dtype, aligned: bool) -> Variant:
+    return Variant("float8", (("ALIGNED", str(int(aligned))), ("ELEMENT", C_NAMES[dtype])))
+
+
+def variants(arch: int) -> list[Variant]:
+    """Return all variants that this module can compile."""
+    return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]

@@ -3,9 +3,10 @@
     python kernels/bench/all.py [part ...] [--json FILE]
 
 Parts: norm, adam, step, offload, exposed (a training step of 1.5 B parameters with the update on the GPU, offloaded,
-and offloaded during the backward), cross_entropy, and sweep (launch shapes of cross-entropy; runs only if named). If a
-part fails, its error is printed and the next part runs. Takes about two minutes, most of them torch.compile. GB/s count
-the bytes that the operation must move, see kernels/README.md; "of copy" is their share of the copy's speed.
+and offloaded during the backward), float8, cross_entropy, and sweep (launch shapes of cross-entropy; runs only if
+named). If a part fails, its error is printed and the next part runs. Takes about two minutes, most of them
+torch.compile. GB/s count the bytes that the operation must move, see kernels/README.md; "of copy" is their share of the
+copy's speed.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 
+import float8
 import loss
 import offload
 import optimizer
@@ -28,6 +30,7 @@ def main() -> int:
         "step": optimizer.bench_step,
         "offload": offload.bench_offload,
         "exposed": offload.bench_exposed,
+        "float8": float8.bench_float8,
         "cross_entropy": loss.bench_cross_entropy,
         "sweep": loss.bench_sweep,
     }

@@ -10,6 +10,7 @@ from hf_bmtrain.ops.float8 import (
     product,
     quantize_both,
     quantize_rows,
+    quantize_transposed,
     quantize_whole,
     transpose,
 )
@@ -49,6 +50,8 @@ def test_a_weight_has_one_scale_in_both_directions():
     factor = quantize_whole(weight)
     assert factor.scales.shape == (1, 1) and torch.equal(factor.scales.view(()), weight.abs().max() / MOST)
     assert torch.equal(wide(transpose(factor)), wide(factor).t()) and transpose(factor).values.is_contiguous()
+    both_ways = quantize_transposed(weight)
+    assert torch.equal(wide(both_ways), wide(factor).t()) and both_ways.values.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ import torch
 
 import kernel_checks as checks
 import kernel_shim
-from hf_bmtrain.ops import adam, cross_entropy, grad_norm, peer_sum, quantize
+from hf_bmtrain.ops import adam, cross_entropy, float8, grad_norm, peer_sum, quantize
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     shim = request.getfixturevalue("shim")
     before = len(shim.launches)
-    for module in (adam, cross_entropy, grad_norm, peer_sum, quantize):
+    for module in (adam, cross_entropy, float8, grad_norm, peer_sum, quantize):
         monkeypatch.setattr(module, "kernel", shim.kernel)
     monkeypatch.setattr(adam, "THREADS", 64)
     monkeypatch.setattr(grad_norm, "THREADS", 64)
@@ -64,6 +64,23 @@ def test_peer_mean(place: checks.Place, dtype: torch.dtype, n: int, size: int, o
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
 def test_unpack(place: checks.Place, dtype: torch.dtype, name: str) -> None:
     checks.check_unpack(place, dtype, name, numel=20011)
+
+
+# sizes of one and of several tiles, with rows that are aligned, that are not, and that are longer than what is kept
+FLOAT8 = [((1, 1), 0), ((21, 48), 0), ((64, 160), 3), ((80, 272), 0), ((67, 131), 1), ((2, 8400), 0), ((2, 8201), 0)]
+
+
+@pytest.mark.parametrize(("shape", "offset"), FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("name", list(checks.FLOAT8))
+@pytest.mark.parametrize("place", ["shim"], indirect=True)
+def test_float8(place: checks.Place, name: str, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> None:
+    checks.check_float8(place, name, dtype, shape, offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_float8_codes(place: checks.Place, dtype: torch.dtype) -> None:
+    checks.check_float8_codes(place, dtype)
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import kernel_shim
-from hf_bmtrain.ops import adam, cross_entropy, grad_norm, launch, peer_sum, quantize
+from hf_bmtrain.ops import adam, cross_entropy, float8, grad_norm, launch, peer_sum, quantize
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 
 nvrtc = pytest.importorskip("cupy", reason="no CuPy: install the extra 'ci'", exc_type=ImportError).cuda.nvrtc
 ARCHS = (75, 80, 90, 100)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MODULES = (grad_norm, adam, cross_entropy, peer_sum, quantize)
+MODULES = (grad_norm, adam, cross_entropy, peer_sum, quantize, float8)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
@@ -50,6 +50,11 @@ def ask_for_everything() -> None:
         for form in quantize.FORMATS.values():
             packed = place(form.pack(torch.ones(n)))
             attempt(form.unpack, packed, place(torch.zeros(quantize.CELL, dtype=dtype)))
+        for shape in ((16, 32), (3, 5)):
+            for function in (
+                float8.quantize_rows, float8.quantize_both, float8.quantize_whole, float8.quantize_transposed,
+            ):  # fmt: skip
+                attempt(function, place(torch.ones(shape, dtype=dtype)))
     kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None), (False, True))
     for grad, master, exp_avg, weight, coupled in kinds:
         tensors = [place(torch.ones(n, dtype=d)) for d in (grad, master, exp_avg, torch.float32)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_bmtrain.ops import adam, grad_norm
+from hf_bmtrain.ops import adam, float8, grad_norm
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, rescale_
 
 OUT = torch.zeros(2, dtype=torch.float64)
@@ -85,6 +85,37 @@ def test_adam_prepare_refuses_a_single_row() -> None:
         adam.adam_prepare(
             torch.ones(1), torch.zeros(1), torch.ones(5, dtype=torch.float64), torch.ones(5), torch.ones(5, 12)
         )
+
+
+FLOAT8 = {
+    float8.quantize_rows: "x",
+    float8.quantize_both: "x",
+    float8.quantize_whole: "weight",
+    float8.quantize_transposed: "weight",
+}
+
+
+@pytest.mark.parametrize("function", FLOAT8)
+def test_float8_refuses(function) -> None:
+    name = FLOAT8[function]
+    for x, message in (
+        (torch.ones(4, 8).double(), f"{name} must be contiguous float32 or float16 or bfloat16"),
+        (torch.ones(8, 4).t(), rf"{name} must be .* strides \(1, 4\)"),
+        (torch.ones(2, 4, 8), rf"{name} must be .* of shape \(2, 8\) on cpu, got .* shape \(2, 4, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(x)
+
+
+@pytest.mark.parametrize("function", FLOAT8)
+def test_float8_of_meta_tensors(function) -> None:
+    def factors(x: torch.Tensor) -> list[float8.Float8]:
+        result = function(x)
+        return [result] if isinstance(result, float8.Float8) else list(result)
+
+    for there, here in zip(factors(torch.ones(5, 32, device="meta")), factors(torch.ones(5, 32)), strict=True):
+        for a, b in zip(there, here, strict=True):
+            assert a.is_meta and (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
 TARGETS = torch.zeros(3, dtype=torch.int64)

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from hf_bmtrain.ops import grad_norm, launch
+from hf_bmtrain.ops import float8, grad_norm, launch
 from hf_bmtrain.ops.adam import variant as adam_variant
 from hf_bmtrain.ops.launch import Argument, Variant
 from processes import environment
@@ -31,6 +31,8 @@ def test_signature_is_read_from_the_source() -> None:
     update = adam_variant(torch.float16, torch.float32, None).signature("adam_update")
     assert [a.c_type for a in update[:5]] == ["fp16", "float", "float", "float", "none"]
     assert [a.written for a in update[:5]] == [False, True, True, True, True]
+    rows = float8.variant(torch.bfloat16, aligned=True).signature("quantize_rows")
+    assert rows[2:] == (Argument("values", "e4m3", True, True), Argument("scales", "float", True, True))
 
 
 def test_unknown_kernel_is_an_error() -> None:

@@ -37,6 +37,7 @@ struct Index {
     unsigned x;
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
+using std::max;
 using std::min;
 
 inline float __uint_as_float(unsigned u) {
@@ -52,6 +53,11 @@ inline unsigned __float_as_uint(float f) {
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }  // this compiler fuses nothing: no -mfma
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline int atomicMax(int* p, int x) {  // a fiber gives way only where it waits
+    int before = *p;
+    *p = max(before, x);
+    return before;
+}
 
 // ---- fibers ----------------------------------------------------------------------------------------------
 
@@ -175,6 +181,9 @@ struct fp16 {
 struct bf16 {
     unsigned short bits;
 };
+struct e4m3 {
+    unsigned char bits;
+};
 struct none {};
 
 inline float to_float(float x) { return x; }
@@ -213,6 +222,8 @@ inline uint4 load_once(const uint4* p) { return *aligned(p, 16); }
 inline void store_once(uint4* p, uint4 v) { *aligned(p, 16) = v; }
 inline uint2 load_once(const uint2* p) { return *aligned(p, 8); }
 inline void store_once(uint2* p, uint2 v) { *aligned(p, 8) = v; }
+template <typename V> V load_cached(const V* p) { return *aligned(p, sizeof(V)); }
+template <typename V> void store_cached(V* p, V v) { *aligned(p, sizeof(V)) = v; }
 template <typename T> void load4(const T* p, long long i, float* y) {
     for (int k = 0; k < 4; k++) y[k] = to_float(aligned(p, 4 * sizeof(T))[4 * i + k]);
 }

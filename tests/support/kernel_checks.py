@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_bmtrain.ops import adam, grad_norm, peer_sum, quantize, residual
+from hf_bmtrain.ops import adam, float8, grad_norm, peer_sum, quantize, residual
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, rescale_
 
 Place = Callable[[torch.Tensor], torch.Tensor]
@@ -415,3 +415,57 @@ def check_unpack(place: Place, dtype: torch.dtype, name: str, numel: int) -> Non
     most = values.abs().max().float()  # half the widest gap between values of nf4 is 0.152, and scales are rounded too
     bound = 0.2 * most if name == "nf4" else values.float().abs() * 2**-4 + most * 2**-10
     assert bool(((out.view[:numel].cpu() - values).abs() <= bound).all())
+
+
+FLOAT8 = {
+    "rows": lambda x: [float8.quantize_rows(x)],
+    "both": lambda x: [*float8.quantize_both(x)],
+    "whole": lambda x: [float8.quantize_whole(x)],
+    "transposed": lambda x: [float8.quantize_transposed(x)],
+}
+
+
+def _same_factors(found: list[float8.Float8], expected: list[float8.Float8]) -> bool:
+    """Whether scales and codes have the same bits, but for the sign of NaN."""
+    for a, b in zip(found, expected, strict=True):
+        codes = [_plain(each.values).view(torch.uint8) for each in (a, b)]
+        nan = [each & 0x7F == 0x7F for each in codes]
+        scales = _plain(a.scales)
+        if scales.shape != b.scales.shape or not torch.equal(scales.isnan(), b.scales.isnan()):
+            return False
+        if not torch.equal(scales.nan_to_num(-1.0, torch.inf), b.scales.nan_to_num(-1.0, torch.inf)):
+            return False
+        if not torch.equal(*nan) or not torch.equal(codes[0][~nan[0]], codes[1][~nan[1]]):
+            return False
+    return True
+
+
+def check_float8(place: Place, name: str, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> None:
+    """The bits of the reference: rows and columns of all magnitudes, of zeros, and with inf and NaN."""
+    torch.manual_seed(shape[1])
+    values = torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None] * torch.logspace(2, -2, shape[1])
+    if dtype == torch.float32:
+        values[1 % shape[0]] *= 1e-36
+    bad = values.clone()
+    bad[2 % shape[0]] = -0.0
+    bad[:, 3 % shape[1]] = 0.0
+    bad[-1, -1], bad[0, shape[1] // 2], bad[shape[0] // 2, 0] = torch.inf, torch.nan, -torch.inf
+    for x in (values.to(dtype), bad.to(dtype)):
+        guarded = Guarded(x.flatten(), offset, place)
+        assert _same_factors(FLOAT8[name](guarded.view.view(shape)), FLOAT8[name](x))
+
+
+def check_float8_codes(place: Place, dtype: torch.dtype) -> None:
+    """All 16-bit numbers up to 448, under scales of 1, are what torch rounds them to; in float32 their neighbours."""
+    x = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16 if dtype == torch.float32 else dtype)
+    x = torch.where(x.abs() <= float8.MOST, x, 0).view(256, 256).to(dtype)
+    if dtype == torch.float32:
+        neighbours = x.view(torch.int32) + torch.randint(-1, 2, x.shape, dtype=torch.int32)
+        x = neighbours.view(torch.float32).nan_to_num(0).clamp(-float8.MOST, float8.MOST)
+    x[0], x[:, 0] = float8.MOST, -float8.MOST
+    codes, many, one = x.float().to(torch.float8_e4m3fn), torch.ones(256, 1), torch.ones(1, 1)
+    across = codes.t().contiguous()
+    expected = {"rows": [(codes, many)], "both": [(codes, many), (across, many)]}
+    expected |= {"whole": [(codes, one)], "transposed": [(across, one)]}
+    for name, factors in expected.items():
+        assert _same_factors(FLOAT8[name](place(x.clone())), [float8.Float8(*each) for each in factors]), name

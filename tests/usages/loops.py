@@ -662,7 +662,7 @@ USAGES = [
     Usage(lbfgs),
     Usage(closure_of_sgd),
     Usage(galore),
-    Usage(optimizer_of_torch_distributed, refused="all ranks must call it", on=(2,), slow=True),
+    Usage(optimizer_of_torch_distributed, refused="optimizer.step: the ranks differ", on=(2,), slow=True),
     Usage(optimizer_state_saved),
     Usage(accumulation),
     Usage(accumulation_with_no_sync, refused="no attribute 'no_sync'"),

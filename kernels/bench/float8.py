@@ -1,0 +1,29 @@
+"""Rounding to float8, compared with the reference in eager torch."""
+
+import torch
+from measuring import Line, measure
+
+from hf_bmtrain.ops import float8
+
+SHAPES = ((8192, 4096), (4096, 5120), (8192, 14336))
+
+
+def eager_rows(x: torch.Tensor) -> torch.Tensor:
+    absmax = x.abs().amax(1, keepdim=True).float()
+    return (x.float() * (float8.MOST / absmax)).clamp(-float8.MOST, float8.MOST).to(torch.float8_e4m3fn)
+
+
+def bench_shape(shape: tuple[int, int]) -> list[Line]:
+    x = torch.randn(shape, device="cuda").bfloat16()
+    size = x.numel()
+    return [
+        Line(f"float8 {shape[0]}x{shape[1]} bf16, by rows", measure(lambda: float8.quantize_rows(x)), 3 * size),
+        Line("  by rows and columns", measure(lambda: float8.quantize_both(x)), 6 * size),
+        Line("  whole", measure(lambda: float8.quantize_whole(x)), 5 * size),
+        Line("  whole, transposed", measure(lambda: float8.quantize_transposed(x)), 5 * size),
+        Line("  eager torch, by rows", measure(lambda: eager_rows(x)), 3 * size),
+    ]
+
+
+def bench_float8() -> list[Line]:
+    return [line for shape in SHAPES for line in bench_shape(shape)]

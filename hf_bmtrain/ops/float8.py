@@ -125,7 +125,7 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether kernels round x, or would on the GPU for which the meta device stands. A compiler makes its own."""
+    """Return whether kernels round x, or would on the GPU that the meta device stands for. Compilers make their own."""
     return (x.is_cuda or x.is_meta) and x.numel() > 0 and not torch.compiler.is_compiling()
 
 

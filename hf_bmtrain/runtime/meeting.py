@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ from ..watch.status import Status
 from ..watch.watch import hang_seconds
 
 _log = logging.getLogger("hf_bmtrain")
+_PAUSE = 0.02
 _CAUSES = "raised or ended before (its own log says why), hangs, was not started, or was given another address"
 
 
@@ -31,13 +33,11 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
     begun, store, absent, reason = time.monotonic(), None, [0], ""
     warned, limit = hang_seconds(), timeout.total_seconds()
     for seconds in (min(warned, limit), limit):
-        left = timedelta(seconds=max(0.01, begun + seconds - time.monotonic()))
         try:
-            if store is None:
-                store = _come(place, rank, size, left)
-            store.wait([_key("all")], left)
+            store = store or _come(place, rank, size, begun + seconds)
+            _wait_for_all(store, begun + seconds)
             return store
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
         if store is None and rank == 0:
             raise RuntimeError(f"rank 0: the ranks cannot meet at {place[0]}:{place[1]}. ({reason})")
@@ -63,17 +63,39 @@ def _place(init_method: str) -> tuple[str, int] | None:
     return (url.hostname, url.port) if url.scheme == "tcp" and url.hostname and url.port else None
 
 
-def _come(place: tuple[str, int], rank: int, size: int, wait: timedelta) -> TCPStore:
+def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
     """Open the store as torch does, but without waiting for the others, and show there that this rank has come."""
-    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves:
+        _wait_for_server(place, end)
+    left = timedelta(seconds=max(0.01, end - time.monotonic()))
     store = TCPStore(
-        *place, world_size=size, is_master=rank == 0 and not launched, timeout=wait, wait_for_workers=False,
-        multi_tenant=True,
-    )  # fmt: skip
+        *place, world_size=size, is_master=serves, timeout=left, wait_for_workers=False, multi_tenant=True
+    )
     store.set(_key(str(rank)), "")
     if store.add(_key("count"), 1) == size:
         store.set(_key("all"), "")
     return store
+
+
+def _wait_for_server(place: tuple[str, int], end: float) -> None:
+    """Wait until the store's server answers, at most until `end`. torch logs errors if it waits for that in vain."""
+    while True:
+        try:
+            socket.create_connection(place, timeout=max(0.01, end - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _wait_for_all(store: TCPStore, end: float) -> None:
+    """Wait until every rank has come, at most until `end`. torch logs warnings if it waits for that in vain."""
+    while not store.check([_key("all")]):
+        if time.monotonic() >= end:
+            raise TimeoutError("the others have not come")
+        time.sleep(_PAUSE)
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:

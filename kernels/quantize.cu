@@ -1,21 +1,23 @@
 // Packed weights, unpacked into the whole parameters that a block computes with: see hf_bmtrain/ops/quantize.py for the
-// bytes of a cell. Moves 1 read of the cells (0.52 or 1.06 bytes an element) and 1 write of the elements.
+// bytes of a cell. Moves 1 read of the cells (0.52, 0.56 or 1.06 bytes an element) and 1 write of the elements.
 //
-// BITS: 4 (nf4) or 8 (e4m3). ELEMENT: float, fp16 or bf16. TABLES: float, or none where codes are numbers themselves.
+// BITS: 4 (nf4) or 8 (e4m3). SCALE_BITS: 8 (compressed) or 32. ELEMENT: float, fp16 or bf16. TABLES: float, or none where
+// codes are numbers themselves.
 #include "device.cuh"
 
 constexpr int CELL = 16384, THREADS = 256, AT_ONCE = 8;
 constexpr int CODE_WORDS = CELL * BITS / 32;                                // of 4 bytes
-constexpr int CELL_WORDS = CODE_WORDS + (BITS == 4 ? 256 / 4 + 4 : 256);
+constexpr int CELL_WORDS = CODE_WORDS + (SCALE_BITS == 8 ? 256 / 4 + 4 : 256);
 
 // Products and sums are rounded one by one, as torch's are: the compiler must not fuse them.
-__device__ __forceinline__ float scale_of(const int* tail, int block, const float* tables) {
+__device__ __forceinline__ float scale_of(const int* tail, int block, const TABLES* tables) {
+#if SCALE_BITS == 8
     int number = tail[block / 4] >> (8 * (block % 4)) & 255;
     float factor = __uint_as_float((unsigned)tail[64]), mean = __uint_as_float((unsigned)tail[65]);
     return __fadd_rn(__fmul_rn(tables[16 + number], factor), mean);
-}
-__device__ __forceinline__ float scale_of(const int* tail, int block, const none*) {
+#else
     return __uint_as_float((unsigned)tail[block]);
+#endif
 }
 
 // e4m3 has the bits of a fp16 number that is 256 times smaller, subnormals included.

@@ -36,7 +36,7 @@ def peers() -> Iterator[Callable[[int], Ranks]]:
 SAMPLED = {
     "test_agreement": 4,
     "test_accelerate": 9, "test_accelerate_state": 4, "test_adam": 6, "test_announced_updates": 6, "test_attributes": 6,
-    "test_auto_wrap": 2, "test_bad_inputs": 8,
+    "test_auto_wrap": 2, "test_bad_inputs": 8, "test_bitsandbytes": 2,
     "test_benchmark": 4, "test_benchmark_search": 6, "test_block": 12, "test_bmtrain_defects": 2,
     "test_boolq_through_hugging_face": 4, "test_causal_loss": 8, "test_check_parity": 6, "test_checkpoints": 3,
     "test_checks": 3,

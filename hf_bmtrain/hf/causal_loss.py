@@ -15,6 +15,7 @@ from ..blocks.base import extend_class
 from ..loss import linear_cross_entropy
 from ..ops.expect import expect_module
 from ..ops.torch_internals import pytree
+from ..wrap.bitsandbytes import Linear4bit
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -215,7 +216,8 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
     if isinstance(head, ChunkedHead):
         return None
     foreign = [c for c in type(head).__mro__[:-1] if not c.__module__.startswith(("torch.nn.", "hf_bmtrain."))]
-    if not isinstance(head, torch.nn.Linear) or foreign or "forward" in head.__dict__:
+    changed = foreign or isinstance(head, Linear4bit) or "forward" in head.__dict__
+    if not isinstance(head, torch.nn.Linear) or changed:
         return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a plain torch.nn.Linear"
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return "its head has hooks, which want the logits"

@@ -147,9 +147,10 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
         quantization = given.get("quantization_config")
     if quantization is not None:
         raise ValueError(
-            f"{name_or_path} has a quantization_config: quantized weights cannot be cut into shards. Use a checkpoint "
-            "in an ordinary dtype; or dequantize this one in the class's own from_pretrained, and pass the model to "
-            "bmt.auto_wrap."
+            f"{name_or_path} has a quantization_config, and bmt.hf.from_pretrained divides weights in an ordinary "
+            "dtype. A model in bitsandbytes' nf4 is loaded by the class's own from_pretrained and passed to "
+            "bmt.auto_wrap, which shards it as it is. Dequantize another one there, or use a checkpoint in an ordinary "
+            "dtype, perhaps with quantize_frozen."
         )
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..hf.meta_model import meta_model, read_config, text_batch
-from ..ops.quantize import FORMATS
 from ..optim import AdamOffloadOptimizer, AdamOptimizer
+from ..wrap.quantize import QUANTIZE_FROZEN
 from .prediction import Prediction, predict, usable_bytes
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -55,7 +55,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="its state in host memory (AdamOffloadOptimizer)")
     parser.add_argument("--lora", type=_positive, default=0, metavar="RANK", help="train adapters of this rank alone")
     parser.add_argument("--keep-frozen", choices=tuple(_CHOICES), default="auto", help="keep_frozen of auto_wrap")
-    parser.add_argument("--quantize", choices=tuple(FORMATS), help="quantize_frozen of auto_wrap; needs --lora")
+    parser.add_argument("--quantize", choices=QUANTIZE_FROZEN, help="quantize_frozen of auto_wrap; needs --lora")
     parser.add_argument("--float8", action="store_true", help="float8 of auto_wrap")
     parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
     parser.add_argument("--micro-batches", type=_positive, default=1, help="backwards a step")

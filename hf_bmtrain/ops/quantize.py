@@ -8,6 +8,7 @@ A tensor is packed in cells of CELL elements that do not depend on each other. A
 
 An element is value x scale, in float32, rounded once; its scale is number x factor, rounded, plus mean, rounded. The
 bits are those that bitsandbytes makes of a tensor with `quant_type="nf4"`, `blocksize=64` and compressed statistics.
+A cell of `nf4_float32` is the same codes, then 256 scales in float32: what bitsandbytes makes without compressing them.
 A cell of `fp8` is 16,384 elements in float8_e4m3fn, then 256 scales in float32 (the largest magnitude / 448): rounding
 costs 2^-4 of an element at most whatever the scale is, so there is nothing to win by compressing 0.5 bits in 8.5. A
 scale for 64 elements, not for 128 x 128, lets any shape be cut in cells, and serves both formats with one kernel.
@@ -40,11 +41,16 @@ _NF4 = (
 
 @dataclass(frozen=True)
 class Format:
-    """A packed format. bits: of an element. cell_bytes: of a cell, a multiple of 16."""
+    """A packed format. bits: of an element. scale_bits: of a scale, 32 or, compressed, 8."""
 
     name: str
     bits: int
-    cell_bytes: int
+    scale_bits: int
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of a cell, a multiple of 16."""
+        return self._codes + _BLOCKS * self.scale_bits // 8 + (16 if self.scale_bits == 8 else 0)
 
     @property
     def _codes(self) -> int:
@@ -81,9 +87,9 @@ class Format:
 
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
         """Store the scales, of which the first `count` belong to elements, and return them as they are read."""
-        if self.bits == 8:
-            tails.view(torch.float32).copy_(absmax / _FP8_MOST)
-            return absmax / _FP8_MOST
+        if self.scale_bits == 32:
+            tails.view(torch.float32).copy_(absmax if self.bits == 4 else absmax / _FP8_MOST)
+            return self._scales(tails)
         mean = absmax.view(-1)[:count].mean()
         around = absmax - mean
         around.view(-1)[count:] = 0
@@ -96,7 +102,7 @@ class Format:
 
     def _scales(self, tails: Tensor) -> Tensor:
         """Return the scales (cells, 256) in the bytes of cells behind their codes."""
-        if self.bits == 8:
+        if self.scale_bits == 32:
             return tails.contiguous().view(torch.float32)
         floats = tails[:, _BLOCKS : _BLOCKS + 8].contiguous().view(torch.float32)
         return dynamic_values(tails.device)[tails[:, :_BLOCKS].int()] * floats[:, :1] + floats[:, 1:]
@@ -109,6 +115,34 @@ class Format:
         scaled = blocks * (1.0 / divisors.clamp(min=1e-38))[..., None]
         codes = _nearest(scaled, nf4_values(blocks.device)).flatten(1)
         return codes[:, ::2] << 4 | codes[:, 1::2]
+
+    @torch.no_grad()
+    def assemble(
+        self, numel: int, codes: Tensor, scales: Tensor, factors: Tensor | None = None, mean: Tensor | None = None
+    ) -> Tensor:
+        """Return packed, as `pack` does, the `numel` elements that have these 4-bit codes and scales already.
+
+        codes: two elements a byte, uint8. scales: of 64 elements each, float32, or 8-bit numbers, of which 256 at a
+        time have one of the float32 `factors`, and all the `mean`.
+        """
+        assert self.bits == 4
+        cells = -(-numel // CELL)
+        packed = torch.zeros(cells, self.cell_bytes, dtype=torch.uint8, device=codes.device)
+        filled = codes.new_full((cells * self._codes,), 0x77)  # 7 is the code of zero
+        filled[: numel // 2] = codes[: numel // 2]
+        if numel % 2:
+            filled[numel // 2] = codes[numel // 2] & 0xF0 | 7
+        packed[:, : self._codes] = filled.view(cells, -1)
+        tails = packed[:, self._codes :]
+        rows = torch.nn.functional.pad(scales, (0, cells * _BLOCKS - len(scales))).view(cells, _BLOCKS)
+        if self.scale_bits == 32:
+            tails.view(torch.float32).copy_(rows)
+            return packed.view(-1)
+        assert factors is not None and mean is not None
+        tails[:, :_BLOCKS] = rows
+        floats = torch.stack([factors.float(), mean.float().expand(cells)], 1)
+        tails[:, _BLOCKS : _BLOCKS + 8] = floats.view(torch.uint8)
+        return packed.view(-1)
 
     @torch.no_grad()
     def unpack(self, packed: Tensor, out: Tensor) -> None:
@@ -141,10 +175,7 @@ class Format:
             target.copy_(values.view(-1, _BLOCKS, BLOCK) * self._scales(cells[:, self._codes :])[..., None])
 
 
-FORMATS = {
-    "nf4": Format("nf4", 4, CELL // 2 + _BLOCKS + 16),
-    "fp8": Format("fp8", 8, CELL + 4 * _BLOCKS),
-}
+FORMATS = {each.name: each for each in (Format("nf4", 4, 8), Format("nf4_float32", 4, 32), Format("fp8", 8, 32))}
 
 
 def nf4_values(device: torch.device) -> Tensor:
@@ -183,7 +214,8 @@ def _blocks(flat: Tensor) -> Tensor:
 @cache
 def variant(form: Format, dtype: torch.dtype) -> Variant:
     tables = "float" if form.bits == 4 else "none"
-    return Variant("quantize", (("BITS", str(form.bits)), ("ELEMENT", C_NAMES[dtype]), ("TABLES", tables)))
+    defines = {"BITS": str(form.bits), "SCALE_BITS": str(form.scale_bits), "ELEMENT": C_NAMES[dtype], "TABLES": tables}
+    return Variant("quantize", tuple(defines.items()))
 
 
 def variants(arch: int) -> list[Variant]:

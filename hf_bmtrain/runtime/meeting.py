@@ -69,9 +69,7 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
     if not serves:
         _wait_for_server(place, end)
     left = timedelta(seconds=max(0.01, end - time.monotonic()))
-    store = TCPStore(
-        *place, world_size=size, is_master=serves, timeout=left, wait_for_workers=False, multi_tenant=True
-    )
+    store = TCPStore(*place, world_size=size, is_master=serves, timeout=left, wait_for_workers=False, multi_tenant=True)
     store.set(_key(str(rank)), "")
     if store.add(_key("count"), 1) == size:
         store.set(_key("all"), "")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ..comm.reduce import Reduction
 from ..comm.storage import ResizableStorage, shares_storage
 from ..ops.quantize import CELL, Format
-from ..ops.torch_internals import WithoutTorchFunction
+from ..ops.torch_internals import WithoutTorchFunction, make_subclass
 from ..runtime.schedule import Schedule
 from ..slices.tensor import SliceTensor, find_tensors, replace_tensors
 from .buffer import ShardedBuffer
@@ -23,6 +23,25 @@ class Quantization(NamedTuple):
 
     form: Format
     names: dict[int, str]
+
+
+class PackedParameter(torch.nn.Parameter):
+    """A frozen whole parameter on the meta device, which is packed already and is never unpacked to be sharded.
+
+    It stands for a parameter in a model that auto_wrap is about to shard.
+
+    form: of the packed cells. pack: returns all of them, in new memory.
+    """
+
+    form: Format
+    pack: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, form: Format, pack: Callable[[], torch.Tensor]) -> Any:
+        """Return a parameter of this shape and dtype."""
+        made: Any = make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"), False)
+        made.form, made.pack = form, pack
+        return made
 
 
 class QuantizedBuffer(ShardedBuffer):
@@ -43,9 +62,12 @@ class QuantizedBuffer(ShardedBuffer):
         reduction: Reduction,
         quantization: Quantization,
     ) -> None:
-        """Pack `parameters`, with rank 0's values. Collective. Raises ValueError for values that `form` cannot hold."""
+        """Pack `parameters`, with rank 0's values. Collective. Raises ValueError for values that `form` cannot hold.
+
+        A PackedParameter is stored as it is, and needs no name in `quantization`.
+        """
         self.form = quantization.form
-        self._quantized = [quantization.names[id(parameter)] for parameter in parameters]
+        self._quantized = [quantization.names.get(id(parameter)) for parameter in parameters]
         self._waiting = False  # from `gather` to `wait`
         super().__init__(schedule, parameters, device, reduction)
 
@@ -72,14 +94,17 @@ class QuantizedBuffer(ShardedBuffer):
 
     @torch.no_grad()
     def _fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Pack rank 0's values, one parameter after the other. Every rank has one whole at a time, and packs it."""
+        """Pack rank 0's values, one parameter after the other. Every rank has one whole at a time, and packs it.
+
+        Of packed ones every rank has the cells of one at a time.
+        """
         self._memory.free()
         if self._arrived is not None:
             self._arrived.free()
         nbytes = self.form.cell_bytes
         for parameter, piece, name in zip(parameters, self.pieces, self._quantized):
             try:
-                packed = self.form.pack(self._values(parameter)).view(-1, nbytes)
+                packed = self._cells(parameter).view(-1, nbytes)
             except ValueError as error:
                 raise ValueError(
                     f"auto_wrap: '{name}' cannot be quantized to {self.form.name}: {error}. Part of the model is "
@@ -87,6 +112,14 @@ class QuantizedBuffer(ShardedBuffer):
                 ) from error
             first, begin, count = piece.tensor_start // CELL, piece.shard_start // CELL, -(-piece.length // CELL)
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
+
+    def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return rank 0's cells on this device. Collective."""
+        if not isinstance(parameter, PackedParameter):
+            return self.form.pack(self._values(parameter))
+        packed = parameter.pack().to(self.stored.device)
+        self._communicator.broadcast(packed, 0).wait()
+        return packed
 
     def _values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return rank 0's values on this device. Collective."""
@@ -183,9 +216,15 @@ class QuantizedParameter(DistributedParameter):
     def requires_grad(self, required: bool) -> None:
         if required:
             raise RuntimeError(
-                f"A quantized parameter of shape {tuple(self.full_shape)} cannot be trained: it stays as "
-                "auto_wrap(quantize_frozen=...) rounded it. Require its gradient before that."
+                f"A quantized parameter of shape {tuple(self.full_shape)} cannot be trained: it stays as it was "
+                "rounded. Require its gradient before auto_wrap(quantize_frozen=...), or load it without "
+                "load_in_4bit=True."
             )
+
+    @property
+    def quant_state(self) -> NoReturn:
+        """bitsandbytes' statistics, of which only PEFT's merging of adapters asks: refused as a write is."""
+        raise written(self)
 
 
 class UnpackedSlice(SliceTensor):
@@ -208,9 +247,9 @@ class UnpackedSlice(SliceTensor):
 def written(parameter: DistributedParameter | SliceTensor) -> RuntimeError:
     """Return the error of a write to a quantized parameter."""
     return RuntimeError(
-        f"A quantized parameter of shape {tuple(parameter.full_shape)} was written, which would be lost: its values "
-        "are those that auto_wrap(quantize_frozen=...) has rounded. Load or change weights before auto_wrap; to merge "
-        "adapters, load the model without quantize_frozen."
+        f"A quantized parameter of shape {tuple(parameter.full_shape)} was written, which would be lost: it is stored "
+        "packed, as it was rounded. Load or change weights before auto_wrap; to merge adapters, load the model without "
+        "quantize_frozen or load_in_4bit."
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..comm.reduce import Reduction
+from ..ops.quantize import Format
 from ..runtime.world import World
 from .buffer import ShardedBuffer
 from .parameter import DistributedParameter
-from .quantized import Quantization, QuantizedBuffer, QuantizedParameter
+from .quantized import PackedParameter, Quantization, QuantizedBuffer, QuantizedParameter
 from .scattered import ScatteredParameter
 
 
@@ -85,21 +86,26 @@ def shard_places(
     A parameter that occurs twice is stored once. One group of whole parameters is in memory at a time. The old ones
     are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
 
-    apart: ids of parameters that share no buffer with others. quantization: the parameters that are stored packed.
+    apart: ids of parameters that share no buffer with others. quantization: the parameters that are packed here. A
+    PackedParameter is packed already.
     """
-    groups: dict[tuple[torch.dtype, bool, bool, bool], dict[int, torch.nn.Parameter]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, Format | None], dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
-        packed = quantization is not None and id(parameter) in quantization.names
-        key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, packed
+        form = parameter.form if isinstance(parameter, PackedParameter) else None
+        if quantization is not None and id(parameter) in quantization.names:
+            form = quantization.form
+        key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, form
         groups.setdefault(key, {})[id(parameter)] = parameter
     slices: dict[int, DistributedParameter] = {}
-    for (*_, packed), parameters in groups.items():
+    for (*_, form), parameters in groups.items():
         wholes = [_whole(parameter) for parameter in parameters.values()]
-        if packed and quantization is not None:
-            buffer = QuantizedBuffer(world.schedule, wholes, world.device, reduction, quantization)
+        if form is None:
+            buffer, cls = ShardedBuffer(world.schedule, wholes, world.device, reduction), DistributedParameter
         else:
-            buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction)
-        cls = QuantizedParameter if packed else DistributedParameter
+            names = {} if quantization is None else quantization.names
+            packing = Quantization(form, names)
+            buffer = QuantizedBuffer(world.schedule, wholes, world.device, reduction, packing)
+            cls = QuantizedParameter
         slices.update(zip(parameters, buffer.make_slices(cls, wholes)))
         del wholes
         for parameter in parameters.values():

@@ -19,6 +19,7 @@ from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Place, Slot, find_places, shard_places, tensor_facts
+from .bitsandbytes import adopt_quantized, quantized_facts, refuse_quantized
 from .check import admit, admit_parameters, check_arguments, holds_additions
 from .fill import fill_from
 from .find import Chain, adapter_parameters, choose_chains
@@ -86,6 +87,7 @@ def auto_wrap(
         return _shard_additions(model, world)
     layers = list(dict.fromkeys(block for chain in chains for block in chain))
     outside = _outside(model, layers)
+    adopt_quantized(model, layers, outside, world.device)
     shared = shared_parameters(layers, outside)
     apply_float8(model, layers, world, float8, keep, bool(compile))
     for block, sharded in _shard_layers(model, world, layers, shared, quantize_frozen):
@@ -153,6 +155,7 @@ def _choose(
     try:
         if holds_additions(model):
             admit_parameters(model)
+            refuse_quantized(model, "add it before the first auto_wrap.")
         else:
             admit(model)
             chains, lists = choose_chains(model, blocks)
@@ -167,7 +170,7 @@ def _choose(
         for number, chain in enumerate(chains)
         for block in chain
     }
-    world.agree("auto_wrap", {**tensor_facts(model), **chosen})
+    world.agree("auto_wrap", {**tensor_facts(model), **quantized_facts(model), **chosen})
     return chains, lists
 
 

@@ -14,6 +14,7 @@ from ..recompute.policy import check_use_checkpoint
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.scattered import ScatteredParameter
+from .bitsandbytes import admit_quantized, is_quantized, refuse_quantized
 from .float8 import check_float8
 from .keep_frozen import check_keep_frozen
 from .quantize import check_quantize_frozen
@@ -42,6 +43,8 @@ def check_arguments(
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)
+    if quantize_frozen is not None:
+        refuse_quantized(model, f"leave out quantize_frozen={quantize_frozen!r}, and it is sharded as it is.")
 
 
 def check_frozen_and_float8(keep_frozen: Any, quantize_frozen: Any, float8: Any, keep: Any) -> None:
@@ -89,6 +92,7 @@ def _admit_modules(model: torch.nn.Module) -> None:
 def admit_parameters(model: torch.nn.Module) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded, naming the first one."""
     simulating = current_world().device.type == "meta"
+    admit_quantized(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
@@ -114,7 +118,7 @@ def admit_parameters(model: torch.nn.Module) -> None:
                 f"auto_wrap: '{name}' has a hook on its gradient, which its slices would not have. Register it after "
                 "auto_wrap, by parameter.register_post_accumulate_grad_hook, which sees the averaged gradient."
             )
-        if isinstance(parameter, DistributedParameter):
+        if isinstance(parameter, DistributedParameter) or is_quantized(parameter):
             continue
         if type(parameter.data) is not torch.Tensor:
             raise ValueError(

@@ -12,6 +12,7 @@ from ..sharding.quantized import Quantization
 from ..sharding.slots import find_places
 from .find import Chain
 
+QUANTIZE_FROZEN = ("nf4", "fp8")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NO_MATRICES = (
     torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d, ParametrizationList,
@@ -20,8 +21,9 @@ _NO_MATRICES = (
 
 def check_quantize_frozen(name: Any) -> None:
     """Raise ValueError for what is not the name of a packed format, or None."""
-    if name is not None and (not isinstance(name, str) or name not in FORMATS):
-        raise ValueError(f"quantize_frozen must be None or one of {', '.join(map(repr, FORMATS))}, got {name!r}")
+    if name is not None and (not isinstance(name, str) or name not in QUANTIZE_FROZEN):
+        wanted = ", ".join(map(repr, QUANTIZE_FROZEN))
+        raise ValueError(f"quantize_frozen must be None or one of {wanted}, got {name!r}")
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> Quantization | None:

@@ -25,16 +25,11 @@ def draw(number):
 
 
 def cells_of(codes, state):
-    """The bytes of cells with the codes and scales of a tensor that bitsandbytes has quantized."""
-    count = -(-state.absmax.numel() // 256)
-    cells = torch.zeros(count, FORMATS["nf4"].cell_bytes, dtype=torch.uint8)
-    for start, stop, values in ((0, CELL // 2, codes), (CELL // 2, CELL // 2 + 256, state.absmax)):
-        padded = torch.zeros(count * (stop - start), dtype=torch.uint8)
-        padded[: values.numel()] = values.view(-1)
-        cells[:, start:stop] = padded.view(count, -1)
-    floats = torch.stack([state.state2.absmax, state.offset.expand(count)], 1)
-    cells[:, CELL // 2 + 256 : CELL // 2 + 264] = floats.view(torch.uint8)
-    return cells.view(-1)
+    """The cells with the codes and scales of a tensor that bitsandbytes has quantized."""
+    form, scales = FORMATS["nf4" if state.nested else "nf4_float32"], (state.absmax,)
+    if state.nested:
+        scales = (state.absmax, state.state2.absmax, state.offset)
+    return form.assemble(state.shape.numel(), codes.view(-1), *scales)
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -58,6 +53,31 @@ def test_the_bits_are_those_of_bitsandbytes(part: int) -> None:
         assert torch.equal(mine[:, CELL // 2 + 256 :], theirs[:, CELL // 2 + 256 :])
         errors = [(unpack("nf4", each, len(values), values.dtype).float() - values).abs().mean() for each in packed]
         assert errors[0] <= 1.001 * errors[1]
+        codes, state = functional.quantize_4bit(values, blocksize=BLOCK, compress_statistics=False, quant_type="nf4")
+        cells, single = cells_of(codes, state), "nf4_float32"
+        expected = functional.dequantize_4bit(codes, state).flatten()
+        whole = unpack(single, cells, len(cells) // FORMATS[single].cell_bytes * CELL, values.dtype)
+        assert torch.equal(whole[: len(values)], expected) and not whole[len(values) :].any()
+        assert torch.equal(FORMATS[single].pack(values), cells)
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, CELL + 1, 2 * CELL, 3 * CELL - 129])
+def test_assembled(numel: int) -> None:
+    """Cells of codes and scales that exist already hold their products, and zeros behind them."""
+    codes = torch.randint(256, (-(-numel // 2),), dtype=torch.uint8)
+    blocks = -(-numel // BLOCK)
+    values = nf4_values(CPU)[torch.stack([codes >> 4, codes & 15], -1).view(-1)[:numel].int()]
+    scales, numbers = torch.rand(blocks), torch.randint(256, (blocks,), dtype=torch.uint8)
+    factors, mean = torch.rand(-(-blocks // 256)), torch.rand(())
+    around = dynamic_values(CPU)[numbers.int()] * factors.repeat_interleave(256)[:blocks] + mean
+    for name, given, used in (("nf4_float32", (scales,), scales), ("nf4", (numbers, factors, mean), around)):
+        packed = FORMATS[name].assemble(numel, codes, *given)
+        assert len(packed) == FORMATS[name].packed_bytes(numel)
+        whole = unpack(
+            name, packed, FORMATS[name].packed_bytes(numel) // FORMATS[name].cell_bytes * CELL, torch.float32
+        )
+        assert torch.equal(whole[:numel], values * used.repeat_interleave(BLOCK)[:numel])
+        assert not whole[numel:].any()
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

@@ -413,7 +413,7 @@ def check_unpack(place: Place, dtype: torch.dtype, name: str, numel: int) -> Non
     out.assert_intact()
     assert not out.view[64:128].any() and not out.view[numel:].any()
     most = values.abs().max().float()  # half the widest gap between values of nf4 is 0.152, and scales are rounded too
-    bound = 0.2 * most if name == "nf4" else values.float().abs() * 2**-4 + most * 2**-10
+    bound = 0.2 * most if form.bits == 4 else values.float().abs() * 2**-4 + most * 2**-10
     assert bool(((out.view[:numel].cpu() - values).abs() <= bound).all())
 
 

@@ -63,7 +63,8 @@ def gathers():
     journal = bmt.current_world().gather.journal
     before, gathered = journal.count, []
     yield gathered
-    known = {code("gather of", number): number for number in range(1, 100_000)}
+    kinds = ("gather of", "gather without gradients of")
+    known = {code(kind, number): number for kind in kinds for number in range(1, 100_000)}
     entries = [journal.entry(number) for number in range(before + 1, journal.count + 1)]
     gathered += [known[entry] for entry in entries if entry in known]
 

@@ -71,6 +71,7 @@ class ShardedBuffer:
         unused = UnusedParameters(schedule.control, self.number)
         # Gathers by copies are no collectives.
         self._journal = self._communicator.journal if self._gather.is_collective(self.stored) else None
+        self._entries = [code(kind, self.number) for kind in ("gather of", "gather without gradients of")]
         self._inside = schedule.inside
         self.gradient = GradientBuffer(self.placements, reducer, self.wholes, self.shard, unused)
         self.stays_whole = False
@@ -171,9 +172,8 @@ class ShardedBuffer:
     def _note_gather(self) -> None:
         """Note a gather for the comparison of the ranks, where an evaluation on one rank differs from training."""
         if self._journal is not None:
-            evaluates = self._inside.depth and not torch.is_grad_enabled()
-            kind = "gather without gradients of" if evaluates else "gather of"
-            self._journal.note(code(kind, self.number))
+            evaluates = self._inside.depth > 0 and not torch.is_grad_enabled()
+            self._journal.note(self._entries[evaluates])
 
     def wait(self) -> None:
         """Make the current stream wait until the buffer is whole."""

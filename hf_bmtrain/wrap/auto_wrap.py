@@ -93,8 +93,7 @@ def auto_wrap(
     for block, sharded in _shard_layers(model, world, layers, shared, quantize_frozen):
         extend(block, sharded, world, use_checkpoint, level)
     shard_outside(world, places_outside(layers, outside, shared), outside)
-    _connect(chains, lists, compile)
-    route_recomputation(model, layers)
+    _connect(model, chains, lists, layers, compile)
     _finish(model, world, model.modules(), layers)
     follow_accelerator(model, world.device)
     install_guard(model, world)
@@ -117,16 +116,26 @@ def _shard_layers(
         yield layer, shard_places(world, own, world.schedule.blocks, adapters, quantization)
 
 
-def _connect(chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
-    """Tell the blocks of each chain their neighbours, make block lists of the ModuleLists, and compile the blocks."""
+def _connect(
+    model: torch.nn.Module,
+    chains: list[Chain],
+    lists: list[torch.nn.ModuleList],
+    layers: list[Any],
+    compile: bool | str,
+) -> None:
+    """Tell the blocks of each chain their neighbours, make block lists of the ModuleLists, and compile the blocks.
+
+    The blocks recompute what `model` would.
+    """
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
     if compile:
-        for block in dict.fromkeys(block for chain in chains for block in chain):
+        for block in layers:
             block.compile(backend="inductor" if compile is True else compile)
+    route_recomputation(model, layers)
 
 
 @functools.wraps(auto_wrap, assigned=("__annotations__",))

@@ -42,7 +42,6 @@ class Float8Linear(torch.nn.Module):
     """A linear layer, extended in place."""
 
     float8_state: Float8State
-
     weight: Any
     bias: Any
 
@@ -122,7 +121,7 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward()
         weight, columns, column_scales = ctx.saved_tensors
-        dy, dx, dw = dy.contiguous(), None, None
+        dy, dw = dy.contiguous(), None
         if ctx.needs_input_grad[1]:
             rows, of_dy = quantize_both(dy)
             of_x = Float8(columns, column_scales)
@@ -130,11 +129,9 @@ class _Product(torch.autograd.Function):
             dw = product(*pair, weight.dtype, fast=False)
         else:
             rows = quantize_rows(dy)
-        dx = (
-            product(rows, _weight(weight, not ctx.transposed), ctx.dtype, fast=False)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = product(rows, _weight(weight, not ctx.transposed), ctx.dtype, fast=False)
         return dx, dw, None, None, None, None, None
 
 

@@ -10,9 +10,9 @@ import transformers
 from safetensors.torch import load_file
 
 import hf_bmtrain as bmt
+from beside_twin import loss_of, train_beside
 from hf_bmtrain.ops.quantize import CELL, FORMATS
 from hf_bmtrain.sharding.quantized import QuantizedParameter
-from twins import check_gradients
 
 peft = pytest.importorskip("peft")
 FORMS = ["nf4", "fp8"]
@@ -51,29 +51,6 @@ def quantize_plainly(model, name):
     return names
 
 
-def rows(number):
-    return torch.randint(61, (2, 7), generator=torch.Generator().manual_seed(number))
-
-
-def loss_of(model, number):
-    return model(input_ids=rows(number), labels=rows(number)).loss
-
-
-def train(model, twin, steps=3):
-    """SGD on both; losses and gradients are equal at each step."""
-    size = bmt.world_size()
-    for step in range(steps):
-        mine = loss_of(model, step * size + bmt.rank())
-        mine.backward()
-        expected = [loss_of(twin, step * size + rank) for rank in range(size)]
-        torch.stack(expected).mean().backward()
-        torch.testing.assert_close(mine, expected[bmt.rank()], rtol=1e-5, atol=0)
-        check_gradients(model, twin)
-        for either in (model, twin):
-            torch.optim.SGD([p for p in either.parameters() if p.requires_grad], lr=0.1).step()
-            either.zero_grad()
-
-
 def adapters(name, options, wrap):
     """Losses, gradients and weights are plain PEFT's; so is all that is read of the base, bit by bit."""
     twin = plain(**options).train()
@@ -83,7 +60,7 @@ def adapters(name, options, wrap):
     assert {n for n, p in parameters.items() if isinstance(p, QuantizedParameter)} == set(names)
     assert len(names) == 3 * 5  # but for k_proj and v_proj, which are small
     # Compiled blocks round otherwise, from 5e-7 of a gradient in the first step to 8e-6 in the second, packed or not.
-    train(model, twin, steps=1 if "compile" in wrap else 3)
+    train_beside(model, twin, steps=1 if "compile" in wrap else 3)
     whole = model.state_dict()
     assert list(whole) == list(twin.state_dict())
     with bmt.gathered(model):
@@ -130,7 +107,7 @@ def later():
     model = bmt.auto_wrap(peft.get_peft_model(model, config).train())
     twin = peft.get_peft_model(base(), config).train()
     twin.load_state_dict(model.state_dict())
-    train(model, twin)
+    train_beside(model, twin)
     optimizer, before = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2), model.state_dict()
     loss_of(model, 0).backward()
     optimizer.step()

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_bmtrain as bmt
+from beside_twin import loss_of, train_beside
 from hf_bmtrain.memory.prediction import predict
 from hf_bmtrain.memory.simulation import on_meta
 from hf_bmtrain.ops.quantize import CELL, FORMATS
@@ -63,26 +64,6 @@ def packed_names(model):
     return [name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedParameter)]
 
 
-def loss_of(model, number):
-    rows = torch.randint(61, (2, 7), generator=torch.Generator().manual_seed(number))
-    return model(input_ids=rows, labels=rows).loss
-
-
-def train(model, twin, steps):
-    """SGD on both; losses and gradients are equal at each step."""
-    size = bmt.world_size()
-    for step in range(steps):
-        mine = loss_of(model, step * size + bmt.rank())
-        mine.backward()
-        expected = [loss_of(twin, step * size + rank) for rank in range(size)]
-        torch.stack(expected).mean().backward()
-        torch.testing.assert_close(mine, expected[bmt.rank()], rtol=1e-5, atol=0)
-        check_gradients(model, twin)
-        for either in (model, twin):
-            torch.optim.SGD([p for p in either.parameters() if p.requires_grad], lr=0.1).step()
-            either.zero_grad()
-
-
 def check_experts(names):
     stacks = [name for name in names if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(stacks) == 2 * 2, names
@@ -96,7 +77,7 @@ def adapters(name, way, targets, form, wrap):
     names = packed_names(model)
     check_experts(names)
     quantize_plainly(twin, form, names)
-    train(model, twin, 3)
+    train_beside(model, twin, 3)
     whole = model.state_dict()
     assert list(whole) == list(twin.state_dict())
     with bmt.gathered(model):
@@ -162,7 +143,7 @@ def later():
     check_experts(packed_names(model))
     twin = peft.get_peft_model(base("Mixtral"), config).train()
     twin.load_state_dict(model.state_dict())
-    train(model, twin, 2)
+    train_beside(model, twin, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2])

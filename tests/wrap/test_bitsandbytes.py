@@ -13,6 +13,7 @@ from torch import nn
 import four_bit
 import hf_bmtrain as bmt
 import hf_bmtrain.hf
+from beside_twin import loss_of, rows, train_beside
 from hf_bmtrain.ops.quantize import FORMATS, Format
 from hf_bmtrain.sharding.quantized import QuantizedParameter
 from log_lines import log_lines
@@ -78,29 +79,6 @@ def dequantized(model):
     return values
 
 
-def rows(number):
-    return torch.randint(61, (2, 7), generator=torch.Generator().manual_seed(number))
-
-
-def loss_of(model, number):
-    return model(input_ids=rows(number), labels=rows(number)).loss
-
-
-def train(model, twin, steps=3):
-    """SGD on both; losses and gradients are equal at each step."""
-    size = bmt.world_size()
-    for step in range(steps):
-        mine = loss_of(model, step * size + bmt.rank())
-        mine.backward()
-        expected = [loss_of(twin, step * size + rank) for rank in range(size)]
-        torch.stack(expected).mean().backward()
-        torch.testing.assert_close(mine, expected[bmt.rank()], rtol=1e-5, atol=0)
-        check_gradients(model, twin)
-        for either in (model, twin):
-            torch.optim.SGD([p for p in either.parameters() if p.requires_grad], lr=0.1).step()
-            either.zero_grad()
-
-
 def refuse_unpacking(self, packed, out):
     raise AssertionError("a weight was unpacked while the model was wrapped")
 
@@ -121,7 +99,7 @@ def adapters(source, double, options):
     parameters = dict(model.named_parameters())
     assert {n for n, p in parameters.items() if isinstance(p, QuantizedParameter)} == set(values)
     assert not any(type(layer).__module__.startswith(("bitsandbytes", "four_bit")) for layer in model.modules())
-    train(model, twin)
+    train_beside(model, twin)
     whole = model.state_dict()
     with bmt.gathered(model):
         for name, expected in values.items():
@@ -249,7 +227,7 @@ def later(source):
         if "lora" in name:
             with torch.no_grad():
                 twin.get_parameter(name).copy_(value)
-    train(model, twin)
+    train_beside(model, twin)
 
 
 @pytest.mark.parametrize("size", [1, 2])

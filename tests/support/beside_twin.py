@@ -1,0 +1,33 @@
+"""A causal model with 61 tokens, trained beside a plain twin."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import hf_bmtrain as bmt
+from twins import check_gradients
+
+
+def rows(number: int) -> torch.Tensor:
+    """Token ids (2, 7)."""
+    return torch.randint(61, (2, 7), generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    return model(input_ids=rows(number), labels=rows(number)).loss
+
+
+def train_beside(model: nn.Module, twin: nn.Module, steps: int = 3) -> None:
+    """SGD on both; losses and gradients are equal at each step."""
+    size = bmt.world_size()
+    for step in range(steps):
+        mine = loss_of(model, step * size + bmt.rank())
+        mine.backward()
+        expected = [loss_of(twin, step * size + rank) for rank in range(size)]
+        torch.stack(expected).mean().backward()
+        torch.testing.assert_close(mine, expected[bmt.rank()], rtol=1e-5, atol=0)
+        check_gradients(model, twin)
+        for either in (model, twin):
+            torch.optim.SGD([p for p in either.parameters() if p.requires_grad], lr=0.1).step()
+            either.zero_grad()

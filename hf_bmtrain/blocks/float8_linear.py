@@ -8,8 +8,9 @@ block's whole in its own dtype, and rounded where it is used. The bias is added 
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,39 @@ from ..runtime.schedule import double_backward
 from .base import extend_class
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CHUNK = 1024  # rows that are measured at a time
+
+
+class Float8Inputs:
+    """The factors of the last activation, for several layers that have it as their input (queries, keys and values).
+
+    They are kept as long as it is alive and no layer has had another one.
+    """
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Tensor] | None = None
+        self._state: tuple[torch.dtype, int] | None = None
+        self._factors: tuple[Float8, Float8 | None] | None = None
+
+    def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
+        """Return x by rows and, if `both`, by columns, each as values and scales."""
+        # A compiler finds by itself what is computed twice. Tensors of torch.inference_mode have no version, and that
+        # of a whole parameter does not change when it is gathered.
+        owner = x._base if x._is_view() else x
+        shared = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not x.is_inference()
+        shared = shared and not isinstance(owner, torch.nn.Parameter)
+        if not shared:
+            return _flattened(*_round(x, dtype, both))
+        state, last = (dtype, x._version), self._last
+        known = self._factors if last is not None and last() is x and self._state == state else None
+        if known is None or (both and known[1] is None):
+            known = self._factors = _round(x, dtype, both)
+            self._state, self._last = state, weakref.ref(x, self._forget)
+        return _flattened(known[0], known[1] if both else None)
+
+    def _forget(self, dead: weakref.ref[Tensor]) -> None:
+        if dead is self._last:
+            self._last = self._state = self._factors = None
 
 
 @dataclass(eq=False)
@@ -29,10 +63,11 @@ class Float8State:
 
     transposed: its weight is (K, N), as that of transformers' Conv1D, and not (N, K). active: whether it computes in
     float8. measures: whether the next training forward sets `powers`: the squares, summed, of the output without
-    rounding and of what rounding adds to it, (2,) float32.
+    rounding and of what rounding adds to it, (2,) float32. inputs: shared with other layers.
     """
 
     transposed: bool
+    inputs: Float8Inputs
     active: bool = True
     measures: bool = False
     powers: Tensor | None = None
@@ -45,22 +80,22 @@ class Float8Linear(torch.nn.Module):
     weight: Any
     bias: Any
 
-    def forward(self, x: Tensor) -> Tensor:
-        state, dtype = self.float8_state, _dtype_of(x)
+    def forward(self, input: Tensor) -> Tensor:
+        state, dtype = self.float8_state, _dtype_of(input)
         if not state.active or dtype not in _DTYPES:
-            return super().forward(x)
-        factors = _factors(x, dtype, self.weight.requires_grad and torch.is_grad_enabled())
-        flat = x.to(dtype).reshape(-1, x.shape[-1])
+            return super().forward(input)
+        factors = state.inputs.factors(input, dtype, self.weight.requires_grad and torch.is_grad_enabled())
+        flat = input.to(dtype).reshape(-1, input.shape[-1])
         y: Any = _Product.apply(flat, self.weight, *factors, state.transposed)
         if state.measures and torch.is_grad_enabled():
             state.measures, state.powers = False, _powers(flat, self.weight, y, state.transposed)
-        y = y.view(*x.shape[:-1], y.shape[-1])
+        y = y.view(*input.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
 
 
-def extend_linear(layer: torch.nn.Module, transposed: bool) -> Float8State:
+def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs) -> Float8State:
     """Make `layer` a Float8Linear, and return its state."""
-    state = layer.float8_state = Float8State(transposed)  # pyright: ignore[reportArgumentType]
+    state = layer.float8_state = Float8State(transposed, inputs)  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))
     return state
 
@@ -71,36 +106,14 @@ def _extended_class(cls: Any) -> Any:
     return extend_class(Float8Linear, cls, {})
 
 
-class _Factors(NamedTuple):
-    """A matrix by rows and, if its weight is trained, by columns."""
-
-    rows: Float8
-    columns: Float8 | None
-
-
-@dataclass
-class _Held:
-    """The factors of an activation, while it is alive and unchanged, for several layers that have it as their input."""
-
-    factors: _Factors
-    dtype: torch.dtype
-    version: int
+@torch.no_grad()
+def _round(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Float8, Float8 | None]:
+    flat = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
+    return quantize_both(flat) if both else (quantize_rows(flat), None)
 
 
-def _factors(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
-    """Return rows and columns of x, each as values and scales."""
-    # A compiler finds by itself what is computed twice, and tensors of torch.inference_mode have no version.
-    shared = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not x.is_inference()
-    held: Any = getattr(x, "_float8_factors", None) if shared else None
-    if held is None or held.dtype != dtype or held.version != x._version or (both and held.factors.columns is None):
-        with torch.no_grad():
-            flat = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
-            factors = _Factors(*quantize_both(flat)) if both else _Factors(quantize_rows(flat), None)
-        held = _Held(factors, dtype, x._version if shared else 0)
-        if shared:
-            x._float8_factors = held  # pyright: ignore[reportAttributeAccessIssue]
-    rows, columns = held.factors
-    return *rows, *((None, None) if columns is None or not both else columns)
+def _flattened(rows: Float8, columns: Float8 | None) -> tuple[Tensor | None, ...]:
+    return *rows, *(columns or (None, None))
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
@@ -142,5 +155,8 @@ def _weight(weight: Tensor, turned: bool) -> Float8:
 
 @torch.no_grad()
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
-    exact = linear(x, (weight.t() if transposed else weight).to(x.dtype)).float()
-    return torch.stack([exact.square().sum(), (y.float() - exact).square().sum()])
+    weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
+    for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):
+        exact = linear(some, weight).float()
+        powers += torch.stack([exact.square().sum(), (rounded.float() - exact).square().sum()])
+    return powers

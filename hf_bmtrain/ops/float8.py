@@ -45,6 +45,16 @@ def check_device(device: torch.device) -> None:
             f"{name} has no float8 products: its compute capability is {found[0]}.{found[1]}, they need 8.9. Leave out "
             "float8, or use a GPU of the generations Ada, Hopper or Blackwell."
         )
+    if device.type == "cuda":
+        ones = torch.ones(ALIGNMENT, 1, dtype=torch.float32, device=device)
+        factor = Float8(torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(torch.float8_e4m3fn), ones)
+        try:
+            product(factor, factor, torch.bfloat16, fast=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"torch {torch.__version__} has no float8 products with scales of rows for {device}: {error}. Leave "
+                "out float8, or install a newer torch."
+            ) from error
 
 
 class Float8(NamedTuple):
@@ -116,6 +126,8 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     if a.values.is_meta:
         return a.values.new_empty(len(a.values), len(b.values), dtype=torch.bfloat16).to(dtype)
     scales = b.scales.t()
+    if not (a.values.numel() and b.values.numel()):
+        return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
     if a.values.is_cuda:
         rows, columns = a.scales.expand(len(a.values), 1).contiguous(), scales.expand(1, len(b.values)).contiguous()
         narrow = scaled_mm(a.values, b.values.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=fast)

@@ -18,12 +18,13 @@ from ..recompute.policy import UseCheckpoint
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
+from ..sharding.quantized import Quantization
 from ..sharding.slots import Place, Slot, find_places, shard_places, tensor_facts
 from .bitsandbytes import adopt_quantized, quantized_facts, refuse_quantized
 from .check import admit, admit_parameters, check_arguments, holds_additions
 from .fill import fill_from
 from .find import Chain, adapter_parameters, choose_chains
-from .float8 import UseFloat8, apply_float8
+from .float8 import UseFloat8, apply_float8, choose_float8
 from .keep_frozen import KeepFrozen, apply_keep_frozen, extend_keep_frozen
 from .outside import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
 from .patches import (
@@ -87,10 +88,11 @@ def auto_wrap(
         return _shard_additions(model, world)
     layers = list(dict.fromkeys(block for chain in chains for block in chain))
     outside = _outside(model, layers)
+    quantization, linears = _choose_precision(model, world, layers, outside, quantize_frozen, float8, keep)
     adopt_quantized(model, layers, outside, world.device)
     shared = shared_parameters(layers, outside)
-    apply_float8(model, layers, world, float8, keep, bool(compile))
-    for block, sharded in _shard_layers(model, world, layers, shared, quantize_frozen):
+    apply_float8(model, linears, layers, world, bool(compile))
+    for block, sharded in _shard_layers(model, world, layers, shared, quantization):
         extend(block, sharded, world, use_checkpoint, level)
     shard_outside(world, places_outside(layers, outside, shared), outside)
     _connect(model, chains, lists, layers, compile)
@@ -102,15 +104,40 @@ def auto_wrap(
     return model
 
 
+def _choose_precision(
+    model: torch.nn.Module,
+    world: World,
+    layers: Chain,
+    outside: Chain,
+    quantize_frozen: str | None,
+    float8: UseFloat8,
+    keep: Sequence[str],
+) -> tuple[Quantization | None, dict[str, torch.nn.Module]]:
+    """Return the parameters that are packed, and the layers that compute in float8. Changes nothing. Collective.
+
+    Raises ValueError, on every rank, if there are none for an argument that asks for some.
+    """
+    refusal, quantization, linears = None, None, {}
+    apart = shared_parameters(layers, outside) | adapter_parameters(model)
+    try:
+        quantization = choose_quantized(model, layers, apart, quantize_frozen)
+        linears = choose_float8(model, layers, world.device, float8, keep)
+    except ValueError as error:
+        refusal = error
+    world.agree("auto_wrap", {"the reason to refuse the model": refusal})
+    if refusal is not None:
+        raise refusal
+    return quantization, linears
+
+
 def _shard_layers(
-    model: torch.nn.Module, world: World, layers: Chain, shared: set[int], quantize_frozen: str | None
+    model: torch.nn.Module, world: World, layers: Chain, shared: set[int], quantization: Quantization | None
 ) -> Iterator[tuple[torch.nn.Module, tuple[list[ShardedBuffer], list[Slot]]]]:
     """Shard the parameters of `layers` but for the `shared` ones, and yield each layer with its buffers and slots.
 
     Adapters have buffers of their own, also frozen ones: an adapter that is made active later is reduced by itself.
     """
     adapters = adapter_parameters(model)
-    quantization = choose_quantized(model, layers, shared | adapters, quantize_frozen)
     for layer in layers:
         own = [place for place in find_places(layer.modules()) if id(place[2]) not in shared]
         yield layer, shard_places(world, own, world.schedule.blocks, adapters, quantization)

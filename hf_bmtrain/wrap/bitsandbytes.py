@@ -21,8 +21,9 @@ from .outside import shared_parameters
 _log = logging.getLogger("hf_bmtrain")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LOAD = (
-    "Load the model with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), or in an ordinary dtype and "
-    "pass quantize_frozen='nf4' or 'fp8' to auto_wrap."
+    "Load the model with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', "
+    "bnb_4bit_compute_dtype=torch.bfloat16), or in an ordinary dtype and pass quantize_frozen='nf4' or 'fp8' to "
+    "auto_wrap."
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..blocks.float8_linear import Float8State, extend_linear
+from ..blocks.float8_linear import Float8Inputs, Float8State, extend_linear
 from ..ops.float8 import ALIGNMENT, check_device
 from ..runtime.world import World
 from .find import Chain, adapter_parameters
@@ -31,14 +31,14 @@ def check_float8(float8: UseFloat8, keep: Any) -> None:
     """Raise ValueError or TypeError for arguments that `auto_wrap` does not document."""
     if not isinstance(float8, bool) and not (isinstance(float8, str) and float8 == "rows"):
         raise ValueError(f"float8 must be True, False or 'rows', got {float8!r}")
-    if isinstance(keep, str) or not isinstance(keep, Iterable) or not all(isinstance(name, str) for name in keep):
+    if not isinstance(keep, (list, tuple)) or not all(isinstance(name, str) for name in keep):
         raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
 
 
-def apply_float8(
-    model: torch.nn.Module, blocks: Chain, world: World, float8: UseFloat8, keep: Sequence[str], compiled: bool
-) -> None:
-    """Make linear layers in `blocks`, which are not sharded yet, compute in float8, and log which.
+def choose_float8(
+    model: torch.nn.Module, blocks: Chain, device: torch.device, float8: UseFloat8, keep: Sequence[str]
+) -> dict[str, torch.nn.Module]:
+    """Return by path the linear layers in `blocks` that are to compute in float8, and log which and why others are not.
 
     Raises ValueError if there is none, if a name in `keep` fits none, or if the device has no float8 products.
     """
@@ -47,19 +47,25 @@ def apply_float8(
             raise ValueError(
                 f"auto_wrap: keep={[*keep]} names layers that float8 leaves out: pass float8=True with it."
             )
-        return
-    check_device(world.device)
+        return {}
+    check_device(device)
     layers, left = _choose(model, blocks, keep)
-    states = {path: extend_linear(layer, is_conv1d(layer)) for path, layer in layers.items()}
-    _log.info("rank %d: %s", world.rank, _table(states, left))
-    if compiled or world.device.type == "meta":
-        return
-    names = {module: path for path, module in model.named_modules()}
-    for block in blocks:
-        own = {path: states[path] for path in map(names.get, block.modules()) if path in states}
-        if own:
-            guard = SignalGuard(world, names[block], own)
-            guard.handle = block.register_forward_pre_hook(guard)
+    _log.info("%s", _table(layers, left))
+    return layers
+
+
+def apply_float8(
+    model: torch.nn.Module, layers: dict[str, torch.nn.Module], blocks: Chain, world: World, compiled: bool
+) -> None:
+    """Make `layers` of `model`, by path, compute in float8, and measure them in its first training forward.
+
+    They are not measured if they are compiled, nor on the meta device.
+    """
+    inputs = Float8Inputs()
+    states = {path: extend_linear(layer, is_conv1d(layer), inputs) for path, layer in layers.items()}
+    if states and not compiled and world.device.type != "meta":
+        guard = SignalGuard(world, states, blocks)
+        guard.handle = model.register_forward_pre_hook(guard)
 
 
 def is_conv1d(module: torch.nn.Module) -> bool:
@@ -143,49 +149,59 @@ def _counted(paths: Iterable[str]) -> list[str]:
 
 
 class SignalGuard:
-    """A forward pre-hook of one block: measures its layers in the first training forward, and decides in the next.
+    """A forward pre-hook of a model: measures its layers in the first training forward, and decides after the step.
 
-    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on.
-    Every rank decides the same, since blocks run in the same order on all. handle: removes the hook.
+    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
+    every rank. The ranks exchange what they measured in a forward of the model before which each has made a backward,
+    and while none has a block whose backward is to come: it would be recomputed in another dtype. handle: removes the
+    hook.
     """
 
     handle: Any
 
-    def __init__(self, world: World, name: str, states: dict[str, Float8State]) -> None:
-        self._world, self._name, self._states = world, name, states
-        self._begun = False
+    def __init__(self, world: World, states: dict[str, Float8State], blocks: Sequence[Any]) -> None:
+        self._world, self._states, self._blocks = world, states, blocks
+        self._begun: int | None = None  # backwards before the measured forward
 
-    def __call__(self, block: Any, args: tuple) -> None:
-        if not torch.is_grad_enabled() or self._world.schedule.in_backward or block._bmt.pending:
+    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
+        schedule = self._world.schedule
+        if not torch.is_grad_enabled() or schedule.in_backward:
             return
-        if not self._begun:
-            self._begun = True
+        if self._begun is None:
+            self._begun = schedule.backwards
             for state in self._states.values():
                 state.measures = True
-            return
-        self.handle.remove()
-        self._decide()
+        elif schedule.backwards > self._begun:
+            self._decide()
 
     def _decide(self) -> None:
         """Compare the ranks' measurements, and leave out layers that are below the bound. Collective."""
-        powers = [(0.0, 0.0) if state.powers is None else state.powers.tolist() for state in self._states.values()]
-        everywhere = self._world.gather_objects(powers)
-        told = []
+        nothing = torch.zeros(2, device=self._world.device)
+        mine = torch.stack([nothing if state.powers is None else state.powers for state in self._states.values()])
+        pending = any(block._bmt.pending for block in self._blocks)
+        found = self._world.control.gather((pending, mine.tolist()), "the measurement of float8's noise")
+        if any(pending for pending, _ in found):
+            return
+        self.handle.remove()
+        ratios: dict[str, float] = {}
         for number, (path, state) in enumerate(self._states.items()):
             state.measures, state.powers = False, None
-            signal, noise = (sum(rank[number][part] for rank in everywhere) for part in (0, 1))
-            ratio = decibels(signal, noise)
-            own = path.removeprefix(f"{self._name}.")
-            told.append(f"{own} {ratio:.1f}")
-            if ratio < LEAST_DECIBELS:
-                state.active = False
-                if self._world.rank == 0:
-                    _log.warning(
-                        "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f: from now on it computes in "
-                        "its own dtype. keep=[%r] leaves such layers out from the start.",
-                        path, ratio, LEAST_DECIBELS, own.rpartition(".")[2],
-                    )  # fmt: skip
-        _log.info("rank %d: float8: signal-to-noise in dB of '%s': %s", self._world.rank, self._name, ", ".join(told))
+            signal, noise = (sum(powers[number][part] for _, powers in found) for part in (0, 1))
+            ratios[path] = decibels(signal, noise)
+            state.active = ratios[path] >= LEAST_DECIBELS
+        if self._world.rank == 0:
+            _tell(ratios)
+
+
+def _tell(ratios: dict[str, float]) -> None:
+    for path, ratio in ratios.items():
+        if ratio < LEAST_DECIBELS:
+            _log.warning(
+                "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f: from now on it computes in its own "
+                "dtype. keep=[%r] leaves such layers out from the start.",
+                path, ratio, LEAST_DECIBELS, path.rpartition(".")[2],
+            )  # fmt: skip
+    _log.info("float8: signal-to-noise in dB: %s", ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()))
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_bmtrain.blocks.float8_linear import extend_linear
+from hf_bmtrain.blocks.float8_linear import Float8Inputs, extend_linear
 from hf_bmtrain.ops import float8
 
 K, N, M = 48, 32, 21
@@ -34,7 +34,7 @@ def rounded(x, axis) -> torch.Tensor:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_are_those_of_rounded_factors(transposed):
     layer = make(transposed)
-    extend_linear(layer, transposed)
+    extend_linear(layer, transposed, Float8Inputs())
     x = torch.randn(3, 7, K, requires_grad=True)
     dy = torch.randn(3, 7, N)
     y = layer(x)
@@ -53,7 +53,7 @@ def test_products_are_those_of_rounded_factors(transposed):
 def test_it_is_still_a_linear_layer():
     layer = make()
     plain = copy.deepcopy(layer)
-    state = extend_linear(layer, transposed=False)
+    state = extend_linear(layer, False, Float8Inputs())
     assert isinstance(layer, nn.Linear) and type(layer).__name__ == "Linear" and repr(layer) == repr(plain)
     assert list(layer.state_dict()) == ["weight", "bias"] and type(layer) is type(make_extended())
     x = torch.randn(5, K)
@@ -64,9 +64,9 @@ def test_it_is_still_a_linear_layer():
     assert torch.equal(wide(x.double()), plain.double()(x.double()))  # float64 is not computed in float8
 
 
-def make_extended():
+def make_extended(inputs=None):
     layer = make()
-    extend_linear(layer, transposed=False)
+    extend_linear(layer, False, inputs or Float8Inputs())
     return layer
 
 
@@ -89,7 +89,8 @@ def saved(run) -> list[torch.Tensor]:
 
 
 def test_inputs_are_kept_in_eight_bits_and_rounded_once_for_several_layers(monkeypatch):
-    layers = [make_extended() for _ in range(3)]
+    inputs = Float8Inputs()
+    layers = [make_extended(inputs) for _ in range(3)]
     calls = []
     monkeypatch.setattr(float8, "quantize_rows", lambda x, own=float8.quantize_rows: (calls.append(1), own(x))[1])
     monkeypatch.setattr(
@@ -114,15 +115,32 @@ def test_frozen_weights_need_no_columns():
     assert layer.weight.grad is None and x.grad is not None
 
 
-def test_factors_are_freed_with_the_activation():
-    layer = make_extended()
+def test_factors_are_freed_with_the_activation(monkeypatch):
+    made = []
+
+    def quantize_rows(x):
+        factor = float8.quantize_rows(x)
+        made.append(weakref.ref(factor.values))
+        return factor
+
+    monkeypatch.setattr("hf_bmtrain.blocks.float8_linear.quantize_rows", quantize_rows)
+    layer = make_extended().requires_grad_(False)
     x = torch.randn(M, K)
-    y = layer(x)
-    (factors,) = [value for name, value in vars(x).items() if "float8" in name]
-    alive = weakref.ref(factors)
-    del x, y, factors
+    layer(x)
+    assert made[0]() is not None
+    del x
     gc.collect()
-    assert alive() is None
+    assert made[0]() is None
+
+
+def test_parameters_are_rounded_at_each_use():
+    """A whole parameter is gathered into the same memory at each step, and its version stays."""
+    layer, prompt = make_extended(), nn.Parameter(torch.randn(M, K))
+    for x in (prompt, prompt.view(M, K)):
+        before = layer(x)
+        with torch.no_grad():
+            prompt.data.add_(1)  # is not counted
+        assert not torch.equal(layer(x), before)
 
 
 def test_a_backward_of_a_backward_is_refused():

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_bmtrain.blocks.float8_linear import extend_linear
+from hf_bmtrain.blocks.float8_linear import Float8Inputs, extend_linear
 from hf_bmtrain.wrap.float8 import is_conv1d
 from tiny_models import VOCABULARY
 
@@ -45,10 +45,11 @@ def build(family: str, blocks: int = 2, width: int = 32) -> nn.Module:
 
 def extend_all(model: nn.Module) -> nn.Module:
     """Make those layers of a plain model compute in float8 that do so in a wrapped one."""
+    inputs = Float8Inputs()
     for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for layer in blocks.modules():
             if (type(layer) is nn.Linear or is_conv1d(layer)) and not any(size % 16 for size in layer.weight.shape):
-                extend_linear(layer, is_conv1d(layer))
+                extend_linear(layer, is_conv1d(layer), inputs)
     return model
 
 

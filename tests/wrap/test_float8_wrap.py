@@ -10,10 +10,11 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from float8_models import build, extend_all, rows
-from hf_bmtrain.blocks.float8_linear import Float8Linear, extend_linear
+from hf_bmtrain.blocks.float8_linear import Float8Inputs, Float8Linear, extend_linear
 from hf_bmtrain.ops.quantize import FORMATS
-from hf_bmtrain.wrap.float8 import LEAST_DECIBELS, decibels
+from hf_bmtrain.wrap.float8 import LEAST_DECIBELS, SignalGuard, decibels
 from log_lines import log_lines
+from ranks import Ranks
 from twins import check_gradients
 
 
@@ -162,18 +163,97 @@ def left_out(use_checkpoint: bool) -> tuple[list[bool], list[str], int]:
         for step in range(3):
             model(torch.randn(64, 32, generator=torch.Generator().manual_seed(step + bmt.rank()))).backward()
     active = [each.float8_state.active for each in model.modules() if isinstance(each, Float8Linear)]
-    hooks = sum(len(layer._forward_pre_hooks) for layer in model.layers)
+    hooks = sum(isinstance(hook, SignalGuard) for hook in model._forward_pre_hooks.values())
     return active, [line for line in lines if "float8" in line], hooks
 
 
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 def test_a_layer_with_too_much_noise_leaves_float8_on_every_rank(world, use_checkpoint):
     told = world(2)(left_out, use_checkpoint)
-    for active, lines, hooks in told:
+    for active, _, hooks in told:
         assert active == [True, True, True, False] and hooks == 0
-        assert sum("signal-to-noise in dB of 'layers." in line for line in lines) == 2
+    assert sum("signal-to-noise in dB: layers.0.one" in line for _, lines, _ in told for line in lines) == 1
     warnings = [line for _, lines, *_ in told for line in lines if "from now on" in line]
     assert len(warnings) == 1 and "'layers.1.two'" in warnings[0] and "keep=['two']" in warnings[0]
+
+
+class Prompted(nn.Module):
+    """A layer whose key is a projection of a trained parameter, as in PEFT's AdaptionPrompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 32).requires_grad_(False)
+        self.prompt = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x):
+        return x + self.project(self.prompt).mean(0)
+
+
+def prompted() -> None:
+    model = Noisy()
+    torch.manual_seed(1)
+    model.layers = nn.ModuleList([Prompted() for _ in range(2)])
+    twin = extend_all(copy.deepcopy(model))
+    bmt.auto_wrap(model, float8=True)
+    for step in range(4):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        mine, expected = model(x), twin(x)
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0)
+        for each, loss in ((model, mine), (twin, expected)):
+            loss.backward()
+            torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.5).step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_that_is_projected_trains(world, size):
+    world(size)(prompted)
+
+
+class Towers(Noisy):
+    """A frozen tower of other layers, which only some rows need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList([nn.Sequential(nn.Linear(32, 32)) for _ in range(2)]).requires_grad_(False)
+
+    def forward(self, x, image=False):
+        for layer in self.tower if image else ():
+            x = layer(x)
+        return super().forward(x)
+
+
+def tower_on_one_rank() -> list[bool]:
+    model = bmt.auto_wrap(Towers(), float8=True, keep_frozen=True)
+    for step in range(4):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        model(x, image=bmt.rank() == 0).backward()
+    return [each.float8_state.active for each in model.modules() if isinstance(each, Float8Linear)]
+
+
+def test_a_frozen_tower_may_run_on_one_rank():
+    """Where blocks are pulled, nothing of it is collective."""
+    ranks = Ranks(2, gather="peer")
+    try:
+        told = ranks(tower_on_one_rank)
+    finally:
+        ranks.stop()
+    assert told[0] == told[1] and not all(told[0])
+
+
+def refused_then_wrapped() -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match="finds no frozen weight"):
+        bmt.auto_wrap(model, float8=True, quantize_frozen="nf4")
+    with pytest.raises(ValueError, match="keep names"):
+        bmt.auto_wrap(model, float8=True, keep=["q"])
+    assert not any(isinstance(each, Float8Linear) for each in model.modules())
+    assert torch.equal(model(**rows(0, 0)).loss, build("llama")(**rows(0, 0)).loss)
+    bmt.auto_wrap(model, float8=True)
+
+
+def test_a_refused_model_is_as_before(world):
+    world(2)(refused_then_wrapped)
 
 
 def test_decibels():
@@ -189,7 +269,7 @@ def adapters() -> None:
     bmt.auto_wrap(first, float8=True)
     for name, layer in twin.named_modules():
         if isinstance(layer, nn.Linear) and "layers" in name and "lora" not in name:
-            extend_linear(layer, transposed=False)
+            extend_linear(layer, False, Float8Inputs())
     first(**rows(0, bmt.rank())).loss.backward()
     torch.stack([twin(**rows(0, other)).loss for other in range(bmt.world_size())]).mean().backward()
     check_gradients(first, twin)
@@ -214,7 +294,7 @@ def packed_base(name: str) -> None:
             values = torch.empty_like(linear.weight)
             form.unpack(form.pack(linear.weight), values.view(-1))
             linear.weight.data.copy_(values)
-            extend_linear(linear, transposed=False)
+            extend_linear(linear, False, Float8Inputs())
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     mine, expected = model(x), twin(x)
     assert torch.equal(mine, expected)

@@ -69,8 +69,7 @@ def auto_wrap(
     allows stay whole from forward to backward. On the CPU, whose memory is not measured, "auto" recomputes none.
     compile: compile the blocks with torch.compile, by its default backend or the named one.
     blocks: the modules that become blocks instead, in execution order; a ModuleList or Sequential stands for its items.
-    weights: a folder or file, as `load` takes it, with the values of a model on the meta device, under the names of its
-    state dict. Each rank maps it and copies 1/N of each tensor, so that no process ever holds the model.
+    weights: a folder or file, as `load` takes it, with the values of a model on the meta device. Each rank copies 1/N.
     keep_frozen: frozen parameters stay whole from step to step (True), are gathered at each use (False), or as many as
     memory allows stay whole on GPUs ("auto"). quantize_frozen: frozen matrices of blocks are packed ("nf4", "fp8"), and
     read-only. float8: linear layers of blocks compute in float8 (True, "rows"), but for modules named in `keep`.

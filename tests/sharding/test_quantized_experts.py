@@ -1,16 +1,13 @@
 """Fused experts that are stored packed, against plain PEFT on one process over the same unpacked weights."""
 
-import tempfile
-
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import nn
 
 import hf_bmtrain as bmt
-from beside_twin import loss_of, train_beside
+from beside_twin import loss_of, shared_folder, train_beside
 from hf_bmtrain.memory.prediction import predict
 from hf_bmtrain.memory.simulation import on_meta
 from hf_bmtrain.ops.quantize import CELL, FORMATS
@@ -149,13 +146,6 @@ def later():
 @pytest.mark.parametrize("size", [1, 2])
 def test_adapters_that_come_later(world, size):
     world(size)(later)
-
-
-def shared_folder():
-    folder = [tempfile.mkdtemp()]
-    if bmt.world_size() > 1:
-        dist.broadcast_object_list(folder)
-    return folder[0]
 
 
 def saved():

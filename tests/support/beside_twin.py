@@ -1,8 +1,11 @@
-"""A causal model with 61 tokens, trained beside a plain twin."""
+"""A causal model with 61 tokens, trained beside a plain twin, and a folder for what it saves."""
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hf_bmtrain as bmt
@@ -31,3 +34,11 @@ def train_beside(model: nn.Module, twin: nn.Module, steps: int = 3) -> None:
         for either in (model, twin):
             torch.optim.SGD([p for p in either.parameters() if p.requires_grad], lr=0.1).step()
             either.zero_grad()
+
+
+def shared_folder() -> str:
+    """A new folder, the same on every rank. Collective."""
+    folder = [tempfile.mkdtemp()]
+    if bmt.world_size() > 1:
+        dist.broadcast_object_list(folder)
+    return folder[0]

@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 import four_bit
 import hf_bmtrain as bmt
 import hf_bmtrain.hf
-from beside_twin import loss_of, rows, train_beside
+from beside_twin import loss_of, rows, shared_folder, train_beside
 from hf_bmtrain.ops.quantize import FORMATS, Format
 from hf_bmtrain.sharding.quantized import QuantizedParameter
 from log_lines import log_lines
@@ -257,13 +256,6 @@ def rank_0s():
 @pytest.mark.parametrize("size", [1, 2])
 def test_rank_0s_weights(world, size):
     world(size)(rank_0s)
-
-
-def shared_folder():
-    folder = [tempfile.mkdtemp()]
-    if bmt.world_size() > 1:
-        dist.broadcast_object_list(folder)
-    return folder[0]
 
 
 def saved(source):

@@ -55,7 +55,7 @@ def main() -> None:
 def run(cell: Cell, gather: str, device: torch.device, output: Path) -> bool:
     """Measure a cell, write its report and print the table of its job. Return False if it failed. Collective."""
     name, job = cell.name(gather), cell.job(bmt.world_size())
-    missing = why_missing(cell.engine)
+    missing = why_missing(cell)
     if missing is not None:
         bmt.print_rank(missing, flush=True)
     elif cell.largest_batch:

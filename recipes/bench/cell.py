@@ -8,11 +8,13 @@ from pathlib import Path
 class Cell:
     """One engine on one job.
 
-    batch: rows per process. seq: tokens per row. The other fields are the options of the same names.
+    layers: of the model, 0 for as many as it has. batch: rows per process. seq: tokens per row. The other fields are
+    the options of the same names.
     """
 
     engine: str
     model: str
+    layers: int
     batch: int
     seq: int
     recompute: str
@@ -20,6 +22,7 @@ class Cell:
     offload: bool
     tuned: bool
     linear_loss: bool
+    float8: str
     lr: float
     warmup: int
     steps: int
@@ -32,10 +35,12 @@ class Cell:
         chosen = {
             gather: self.engine == "ours" and gather != "auto", "tuned": self.tuned, "compiled": self.compile,
             recompute: bool(recompute), "offload": self.offload, "linear-loss": self.linear_loss,
+            f"float8={self.float8}": self.float8 != "none",
         }  # fmt: skip
         return " ".join([self.engine, *(word for word, said in chosen.items() if said)])
 
     def job(self, ranks: int) -> str:
         """Return the job's name: runs are compared if theirs is equal."""
         size = f"largest batch x{self.seq}" if self.largest_batch else f"{self.batch}x{self.seq}"
-        return f"{self.model} {size} {ranks} ranks"
+        layers = f" of {self.layers} layers" if self.layers else ""
+        return f"{self.model}{layers} {size} {ranks} ranks"

@@ -17,7 +17,7 @@ from bench.trace import profile_step
 
 def measure(cell: Cell, name: str, device: torch.device) -> dict:
     """Return the report of a cell. Collective; propagates the engine's errors."""
-    config = make_config(cell.model, cell.seq)
+    config = make_config(cell.model, cell.seq, cell.layers)
     watch = Stopwatch(device)
     engine = ENGINES[cell.engine](cell, config, device)
     watch.lap("build")

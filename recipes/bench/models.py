@@ -20,8 +20,18 @@ MASKED = ("bert", "roberta", "distilbert", "electra", "modernbert", "deberta-v2"
 IGNORED = -100
 
 
-def make_config(name: str, length: int) -> PreTrainedConfig:
-    """Return the config of a name in NAMED, without dropout, or of a folder or Hub name."""
+def make_config(name: str, length: int, layers: int = 0) -> PreTrainedConfig:
+    """Return the config of a name in NAMED, without dropout, or of a folder or Hub name.
+
+    layers: how many the model has, instead of its own number; 0 leaves it.
+    """
+    config = _make_config(name, length)
+    if layers:
+        config.num_hidden_layers = layers
+    return config
+
+
+def _make_config(name: str, length: int) -> PreTrainedConfig:
     if name == "tiny":
         return gpt(layers=4, width=64, heads=4, length=length, vocabulary=512)
     if name == "bert-base":

@@ -13,6 +13,7 @@ from bench.models import NAMED
 from common.command_line import at_least, positive
 
 RECOMPUTE = ("none", "full", "auto")
+FLOAT8 = ("none", "rows", "tensor")
 OF_THE_PROCESS = ("gather", "output", "plot", "plot_recorded", "cells")
 
 
@@ -54,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--engine", choices=ENGINES, default="ours")
     add("--model", default="tiny", help=f"{', '.join(NAMED)}, or a folder or hub name (%(default)s)")
+    add("--layers", type=at_least(1), default=0, help="layers of the model (as many as it has)")
     add("--batch", type=at_least(1), default=8, help="rows per process (%(default)s)")
     add("--seq", type=at_least(1), default=512, help="tokens per row (%(default)s)")
     add("--recompute", choices=RECOMPUTE, default="none", help="layers to recompute (%(default)s)")
@@ -61,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--offload", action="store_true", help="optimizer state in host memory (fsdp2: the weights too)")
     add("--tuned", action="store_true", help="the engine's own settings, see bench/engines/<engine>.py")
     add("--linear-loss", action="store_true", help="ours: a loss without whole logits")
+    add("--float8", choices=FLOAT8, default="none", help="products in float8: a scale a row, or a tensor (%(default)s)")
     add("--lr", type=positive, default=1e-4, help="learning rate (%(default)s)")
     add("--warmup", type=at_least(1), default=3, help="steps that are not timed (%(default)s)")
     add("--steps", type=at_least(1), default=8, help="steps that are timed (%(default)s)")

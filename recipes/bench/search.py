@@ -63,7 +63,7 @@ class Trials:
 
     def __init__(self, cell: Cell, device: torch.device) -> None:
         self._cell, self._device = cell, device
-        self._config = make_config(cell.model, cell.seq)
+        self._config = make_config(cell.model, cell.seq, cell.layers)
         self._engine: Engine | None = None
         self.done: list[dict] = []
         self.limit = 0

@@ -1,13 +1,14 @@
 """The benchmark from the command line to its table and chart, on CPU."""
 
 import json
+import sys
 
 import pytest
 import torch
 from small_job import ROOT, TWO_RANKS, run
 
 from bench.engines.registry import check, why_missing
-from bench.models import IGNORED, make_batch, make_config
+from bench.models import IGNORED, layers_of, make_batch, make_config, make_model
 from bench.options import parse
 from bench.table import read_reports, table
 
@@ -21,6 +22,7 @@ ENGINES = {
     "ours recompute=full offload linear-loss": "--recompute full --offload --linear-loss\n",
     "fsdp2 tuned recompute=full offload": "--engine fsdp2 --tuned --recompute full --offload\n",
     "ddp tuned recompute=full": "--engine ddp --tuned --recompute full\n",
+    "ours float8=rows": "--float8 rows\n",
 }
 
 
@@ -36,13 +38,15 @@ def several(tmp_path_factory):
 
 @pytest.mark.full
 def test_engines_learn_alike(several):
-    """All in one process group. An optimizer without effect would be off by 0.05."""
+    """All in one process group. An optimizer without effect would be off by 0.05, float8 is by 0.008."""
     done, folder = several
     reports = read_reports(folder / "out", JOB)
     assert sorted(report["engine"] for report in reports) == sorted(ENGINES)
+    [plain] = [report for report in reports if report["engine"] == "ours"]
     for report in reports:
         assert len(report["losses"]) == 4
-        assert report["losses"] == pytest.approx(reports[0]["losses"], abs=2e-3), report["engine"]
+        allowed = 0.015 if "float8" in report["engine"] else 2e-3
+        assert report["losses"] == pytest.approx(plain["losses"], abs=allowed), report["engine"]
         assert report["spread_ms"][0] <= report["ms"] <= report["spread_ms"][1]
         assert report["tokens_a_second_a_rank"] == pytest.approx(2 * 16 / report["ms"] * 1e3)
         assert set(report["seconds"]) == {"build", "first step", "other steps"}
@@ -63,6 +67,8 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
     [
         (("--engine", "fsdp2", "--recompute", "auto"), "--engine fsdp2 has no --recompute auto"),
         (("--engine", "ddp", "--offload"), "--engine ddp has no --offload"),
+        (("--engine", "ddp", "--float8", "rows"), "--engine ddp has no --float8 rows"),
+        (("--float8", "tensor"), "--engine ours has no --float8 tensor; it has: recompute none"),
         (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
     ],
 )
@@ -112,8 +118,25 @@ def test_the_largest_batch_comes_first(tmp_path):
     assert [line.split()[:2] for line in lines] == [["ours", "12"], ["fsdp2", "8"], ["ddp", "0"]]
 
 
-def test_engines_of_torch_are_never_missing():
-    assert [why_missing(engine) for engine in ("ours", "fsdp2", "ddp")] == [None, None, None]
+def test_a_missing_package_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+
+    def missing(*options: str) -> str | None:
+        return why_missing(parse(options)[0][0])
+
+    assert [missing("--engine", engine) for engine in ("ours", "fsdp2", "ddp")] == [None, None, None]
+    assert missing("--float8", "rows") is None
+    told = missing("--engine", "fsdp2", "--float8", "tensor")
+    assert told is not None and "fsdp2 is left out" in told and "pip install torchao" in told
+
+
+def test_layers_are_part_of_the_job():
+    [cell], _ = parse(("--layers", "2", "--float8", "rows"))
+    assert (cell.job(2), cell.name("auto")) == ("tiny of 2 layers 8x512 2 ranks", "ours float8=rows")
+    assert [
+        len(layers_of(make_model(make_config("tiny", 8, layers), torch.float32, torch.device("cpu"))))
+        for layers in (0, 2)
+    ] == [4, 2]
 
 
 def test_every_engine_gets_the_same_batch():

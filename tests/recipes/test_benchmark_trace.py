@@ -54,6 +54,7 @@ def test_kinds_of_kernels():
         "triton_per_fused__scaled_dot_product_flash_attention_backward_sum_3": "element-wise",
         "triton_poi_fused_copy_gemm_gelu_0": "element-wise", "triton_tem_fused_mm_2": "GEMM",
         "Memset (Device)": "packing", "cross_entropy_losses": "element-wise",
+        "round_both": "rounding", "quantize_rows": "rounding",
     }  # fmt: skip
     assert {name: trace.kind_of(name) for name in kinds} == kinds
 

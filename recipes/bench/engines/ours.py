@@ -16,15 +16,15 @@ def ours(cell: Cell, config, device: torch.device) -> Engine:
     """Build hf_bmtrain with bf16 weights; the optimizer keeps float32 masters."""
     model = make_model(config, torch.bfloat16, device)
     flops = flops_a_token(model, cell.seq)
-    model = bmt.auto_wrap(model, use_checkpoint=RECOMPUTED[cell.recompute], compile=cell.compile)
+    float8 = cell.float8 == "rows"
+    model = bmt.auto_wrap(model, use_checkpoint=RECOMPUTED[cell.recompute], compile=cell.compile, float8=float8)
     if cell.linear_loss and not bmt.hf.fuse_causal_loss(model):
         raise ValueError(f"--linear-loss: {type(model).__name__} keeps its own loss, the log says why")
     optimizer = make_optimizer(cell, model)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    return Engine(
-        managed_step(model, optimizer, manager), flops, f"hf_bmtrain, ZeRO-3, bf16 weights, {type(optimizer).__name__}"
-    )
+    described = f"hf_bmtrain, ZeRO-3, bf16 weights, {type(optimizer).__name__}" + ", float8 products" * float8
+    return Engine(managed_step(model, optimizer, manager), flops, described)
 
 
 def make_optimizer(cell: Cell, model: torch.nn.Module) -> bmt.optim.AdamOptimizer:

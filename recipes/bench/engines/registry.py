@@ -23,14 +23,16 @@ ENGINES: dict[str, Callable[[Cell, object, torch.device], Engine]] = {
     "bmtrain": bmtrain,
 }
 OPTIONS = {
-    "ours": ("recompute none", "recompute full", "recompute auto", "compile", "offload", "linear-loss"),
-    "fsdp2": ("recompute none", "recompute full", "compile", "offload", "tuned"),
+    "ours": ("recompute none", "recompute full", "recompute auto", "compile", "offload", "linear-loss", "float8 rows"),
+    "fsdp2": ("recompute none", "recompute full", "compile", "offload", "tuned", "float8 rows", "float8 tensor"),
     "ddp": ("recompute none", "recompute full", "compile", "tuned"),
     "deepspeed": ("recompute none", "recompute full", "offload", "tuned"),
     "megatron-fsdp": ("recompute none", "recompute full", "tuned"),
     "bmtrain": ("recompute full", "offload"),
 }
 PACKAGES = {"deepspeed": "deepspeed", "megatron-fsdp": "megatron_fsdp", "bmtrain": "bmtrain"}
+FLOAT8_PACKAGES = {"fsdp2": "torchao.float8"}
+"""What an engine needs for --float8."""
 OWN_GROUP = ("ours", "bmtrain")
 """Engines that do not need torch's process group."""
 
@@ -39,22 +41,25 @@ def check(cell: Cell) -> None:
     """Raise ValueError if the engine does not support an option of the cell."""
     flags = {"compile": cell.compile, "offload": cell.offload, "tuned": cell.tuned, "linear-loss": cell.linear_loss}
     asked = [f"recompute {cell.recompute}", *(name for name, on in flags.items() if on)]
+    asked += [f"float8 {cell.float8}"] * (cell.float8 != "none")
     missing = [option for option in asked if option not in OPTIONS[cell.engine]]
     if missing:
         raise ValueError(f"--engine {cell.engine} has no --{missing[0]}; it has: {', '.join(OPTIONS[cell.engine])}")
 
 
-def why_missing(engine: str) -> str | None:
-    """Return in one line why the engine's package cannot be imported and how to install it, or None."""
-    package = PACKAGES.get(engine)
-    if package is None:
+def why_missing(cell: Cell) -> str | None:
+    """Return in one line why a package that the cell needs cannot be imported and how to install it, or None."""
+    engine = cell.engine
+    module = FLOAT8_PACKAGES.get(engine) if cell.float8 != "none" else PACKAGES.get(engine)
+    if module is None:
         return None
+    package = engine if engine in PACKAGES else module.partition(".")[0]
     try:
-        importlib.import_module(package)
+        importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:  # an installed package may still lack a library
         reason = " ".join(str(error).split())
         return (
-            f"{engine} is left out ({reason}): pip install {engine}, or without a network pip install --no-index "
-            f"--no-deps the wheels of {engine} and of what it imports"
+            f"{engine} is left out ({reason}): pip install {package}, or without a network pip install --no-index "
+            f"--no-deps the wheels of {package} and of what it imports"
         )
     return None

@@ -88,7 +88,8 @@ class Format:
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
         """Store the scales, of which the first `count` belong to elements, and return them as they are read."""
         if self.scale_bits == 32:
-            tails.view(torch.float32).copy_(absmax if self.bits == 4 else absmax / _FP8_MOST)
+            most = torch.full_like(absmax, _FP8_MOST)  # a GPU would multiply by the rounded inverse of a number
+            tails.view(torch.float32).copy_(absmax if self.bits == 4 else absmax / most)
             return self._scales(tails)
         mean = absmax.view(-1)[:count].mean()
         around = absmax - mean

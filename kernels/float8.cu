@@ -181,14 +181,14 @@ extern "C" __global__ __launch_bounds__(256) void absmax_both(const ELEMENT* x, 
     }
 }
 
-// factors[i] for row or column number first + i, i < N. Where STEP is 0, all have most[0].
+// factors[i] for row or column number first + i, i < N. Where STEP is 0, all have that of most[0].
 template <int N, int STEP>
 __device__ __forceinline__ void find_factors(const int* most, int first, int count, float* factors, float* scales) {
     int i = threadIdx.x, at = first + i;
     if (i >= N || at >= count) return;
     Scale found(most[at * STEP]);
     factors[i] = found.factor;
-    if (scales && (STEP || at == 0)) scales[at] = found.scale;
+    if (scales) scales[at] = found.scale;
 }
 
 // The second pass over a tile of SIDE rows and 16 COUNT columns, the last tile first. A thread has a part of four rows,

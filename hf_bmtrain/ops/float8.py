@@ -15,6 +15,7 @@ References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ def check_device(device: torch.device) -> None:
 
 
 class Float8(NamedTuple):
-    """A matrix. values: (R, C) float8_e4m3fn, contiguous. scales: (R, 1), or (1, 1) for all rows, float32."""
+    """A matrix. values: (R, C) float8_e4m3fn, contiguous. scales: (R, 1) float32."""
 
     values: Tensor
     scales: Tensor
@@ -66,13 +67,14 @@ class Float8(NamedTuple):
 
 def quantize_rows(x: Tensor) -> Float8:
     """Return x (M, K), float32, float16 or bfloat16, with a scale for each row."""
+    if torch.compiler.is_compiling():
+        return Float8(*_ops.quantize_rows(x))
     expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
-    rows, width = x.shape
-    out = _empty(x, rows, width, rows)
+    width, out = x.shape[1], _empty(x, *x.shape)
     warps = -(-width * x.element_size() // (32 * _PARTS * 16))
-    _launch("quantize_rows", rows, x, width, *out, threads=min(32 * warps, _THREADS), aligned=width % ALIGNMENT == 0)
+    _launch("quantize_rows", len(x), x, width, *out, threads=min(32 * warps, _THREADS), aligned=width % ALIGNMENT == 0)
     return out
 
 
@@ -81,40 +83,42 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
     M' is M rounded up to a multiple of ALIGNMENT; the columns behind M are zero.
     """
+    if torch.compiler.is_compiling():
+        rows, row_scales, columns, column_scales = _ops.quantize_both(x)
+        return Float8(rows, row_scales), Float8(columns, column_scales)
     expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return quantize_rows(x), quantize_rows(torch.nn.functional.pad(x.t(), (0, -len(x) % ALIGNMENT)).contiguous())
     rows, width = x.shape
-    stride, aligned = rows + -rows % ALIGNMENT, width % ALIGNMENT == 0
+    aligned = width % ALIGNMENT == 0
     most = torch.zeros(rows + width, dtype=torch.int32, device=x.device)
     own = most[:rows], most[rows:]
     _launch("absmax_both", _tiles(x, 32), x, rows, width, *own, aligned=aligned)
-    by_rows, by_columns = _empty(x, rows, width, rows), _empty(x, width, stride, width)
-    values = rows, width, *own, *by_rows, *by_columns, stride
+    by_rows, by_columns = _empty_both(x)
+    values = rows, width, *own, *by_rows, *by_columns, by_columns.values.shape[1]
     _launch("round_both", _tiles(x, 16), x, *values, aligned=aligned)
     return by_rows, by_columns
 
 
 def quantize_whole(weight: Tensor) -> Float8:
-    """Return weight (N, K) with one scale."""
+    """Return weight (N, K) with one scale, N times."""
+    if torch.compiler.is_compiling():
+        return Float8(*_ops.quantize_whole(weight))
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
-        return _rounded(weight, weight.abs().amax().view(1, 1))
-    return _launch_whole("round_whole", weight, _empty(weight, len(weight), weight.shape[1], 1))
+        return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
+    return _launch_whole("round_whole", weight, _empty(weight, *weight.shape))
 
 
 def quantize_transposed(weight: Tensor) -> Float8:
-    """Return transpose(quantize_whole(weight)), (K, N), without the copy in between."""
-    if not _by_kernels(weight):
-        return transpose(quantize_whole(weight))
+    """Return the transpose of `quantize_whole(weight)`, (K, N), without the copy in between."""
+    if torch.compiler.is_compiling():
+        return Float8(*_ops.quantize_transposed(weight))
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
-    return _launch_whole("round_transposed", weight, _empty(weight, weight.shape[1], len(weight), 1))
-
-
-def transpose(factor: Float8) -> Float8:
-    """Return the transpose, contiguous, of a factor with one scale."""
-    assert factor.scales.numel() == 1, "rows of the transpose would have several scales"
-    return Float8(factor.values.t().contiguous(), factor.scales)
+    if not _by_kernels(weight):
+        values, scales = quantize_whole(weight)
+        return Float8(values.t().contiguous(), scales[:1].expand(weight.shape[1], 1).contiguous())
+    return _launch_whole("round_transposed", weight, _empty(weight, *weight.shape[::-1]))
 
 
 def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -125,20 +129,18 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     """
     if a.values.is_meta:
         return a.values.new_empty(len(a.values), len(b.values), dtype=torch.bfloat16).to(dtype)
-    scales = b.scales.t()
     if not (a.values.numel() and b.values.numel()):
         return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
     if a.values.is_cuda:
-        rows, columns = a.scales.expand(len(a.values), 1).contiguous(), scales.expand(1, len(b.values)).contiguous()
-        narrow = scaled_mm(a.values, b.values.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=fast)
-        return narrow.to(dtype)
+        scales = a.scales, b.scales.t()
+        return scaled_mm(a.values, b.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
     with torch.autocast(autocast_type(a.values.device), enabled=False):
-        return (torch.mm(a.values.float(), b.values.float().t()) * a.scales * scales).to(dtype)
+        return (torch.mm(a.values.float(), b.values.float().t()) * a.scales * b.scales.t()).to(dtype)
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether kernels round x, or would on the GPU that the meta device stands for. Compilers make their own."""
-    return (x.is_cuda or x.is_meta) and x.numel() > 0 and not torch.compiler.is_compiling()
+    """Return whether kernels round x, or would on the GPU that the meta device stands for."""
+    return (x.is_cuda or x.is_meta) and x.numel() > 0
 
 
 def _rounded(x: Tensor, absmax: Tensor) -> Float8:
@@ -148,9 +150,14 @@ def _rounded(x: Tensor, absmax: Tensor) -> Float8:
     return Float8(values.to(torch.float8_e4m3fn), absmax / MOST)
 
 
-def _empty(x: Tensor, rows: int, columns: int, scales: int) -> Float8:
+def _empty(x: Tensor, rows: int, columns: int) -> Float8:
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
-    return Float8(values, torch.empty(scales, 1, dtype=torch.float32, device=x.device))
+    return Float8(values, torch.empty(rows, 1, dtype=torch.float32, device=x.device))
+
+
+def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
+    rows, width = x.shape
+    return _empty(x, rows, width), _empty(x, width, rows + -rows % ALIGNMENT)
 
 
 def _tiles(x: Tensor, parts: int) -> int:
@@ -183,3 +190,30 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return all variants that this module can compile."""
     return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
+
+
+# -- in compiled code: what rounds is an operator, with the same kernels ----------------------------------------------
+
+_library = torch.library.Library("hf_bmtrain", "DEF")
+_ops: Any = torch.ops.hf_bmtrain
+
+
+def _define(round_: Callable[[Tensor], Any], empty: Callable[[Tensor], Any], tensors: int) -> None:
+    """Define the operator hf_bmtrain::<name of round_>, which returns values and scales. empty: makes its results."""
+    name, results = round_.__name__, ", ".join(["Tensor"] * tensors)
+    _library.define(
+        f"{name}(Tensor x) -> ({results})", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+    )
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, lambda x: _flat(round_(x)), key)
+    torch.library.register_fake(f"hf_bmtrain::{name}", lambda x: _flat(empty(x)), lib=_library)
+
+
+def _flat(found: Any) -> tuple[Tensor, ...]:
+    return (*found,) if isinstance(found, Float8) else tuple(tensor for factor in found for tensor in factor)
+
+
+_define(quantize_rows, lambda x: _empty(x, *x.shape), 2)
+_define(quantize_both, _empty_both, 4)
+_define(quantize_whole, lambda x: _empty(x, *x.shape), 2)
+_define(quantize_transposed, lambda x: _empty(x, x.shape[1], x.shape[0]), 2)

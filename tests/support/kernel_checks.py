@@ -463,9 +463,9 @@ def check_float8_codes(place: Place, dtype: torch.dtype) -> None:
         neighbours = x.view(torch.int32) + torch.randint(-1, 2, x.shape, dtype=torch.int32)
         x = neighbours.view(torch.float32).nan_to_num(0).clamp(-float8.MOST, float8.MOST)
     x[0], x[:, 0] = float8.MOST, -float8.MOST
-    codes, many, one = x.float().to(torch.float8_e4m3fn), torch.ones(256, 1), torch.ones(1, 1)
+    codes, ones = x.float().to(torch.float8_e4m3fn), torch.ones(256, 1)
     across = codes.t().contiguous()
-    expected = {"rows": [(codes, many)], "both": [(codes, many), (across, many)]}
-    expected |= {"whole": [(codes, one)], "transposed": [(across, one)]}
+    expected = {"rows": [(codes, ones)], "both": [(codes, ones), (across, ones)]}
+    expected |= {"whole": [(codes, ones)], "transposed": [(across, ones)]}
     for name, factors in expected.items():
         assert _same_factors(FLOAT8[name](place(x.clone())), [float8.Float8(*each) for each in factors]), name

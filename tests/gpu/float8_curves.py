@@ -57,8 +57,8 @@ def tokens_of(texts: list[str]) -> torch.Tensor:
     return numbers[: len(numbers) // LENGTH * LENGTH].view(-1, LENGTH)
 
 
-def build(name: str, layers: int, width: int) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
+def build(name: str, layers: int, width: int, seed: int) -> transformers.PreTrainedModel:
+    torch.manual_seed(seed)
     if name == "gpt2":
         config = transformers.GPT2Config(
             n_layer=layers, n_embd=width, n_head=width // 64, n_positions=LENGTH, vocab_size=VOCABULARY,
@@ -84,7 +84,7 @@ def train(options: argparse.Namespace) -> dict:
     device = bmt.current_world().device
     rows = tokens_of(read_sources(options.characters))
     held_out, training = rows[::EVERY][:HELD_OUT].to(device), rows[torch.arange(len(rows)) % EVERY != 0].to(device)
-    model = build(options.model, options.layers, options.width)
+    model = build(options.model, options.layers, options.width, options.seed)
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.1f} M parameters, {rows.numel() / 1e6:.1f} M tokens", flush=True)
     model = bmt.auto_wrap(model, use_checkpoint=False, float8=options.float8)
@@ -92,7 +92,7 @@ def train(options: argparse.Namespace) -> dict:
     scheduler = bmt.lr_scheduler.Cosine(optimizer, options.lr, warmup_iter=options.steps // 20, end_iter=options.steps)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer, scheduler)
-    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(options.seed))
     chosen = order.repeat(1 + options.steps * options.batch // len(order)).split(options.batch)
     curve, points, begin = Curve(), [], time.perf_counter()
     for step in tqdm(range(1, options.steps + 1), disable=None):
@@ -109,17 +109,18 @@ def train(options: argparse.Namespace) -> dict:
     curve.read()
     kind = "float8" if options.float8 else "bf16"
     return {
-        "model": options.model, "kind": kind, "parameters": size, "losses": [step["loss"] for step in curve.steps],
+        "model": options.model, "seed": options.seed, "kind": kind, "parameters": size,
+        "losses": [step["loss"] for step in curve.steps],
         "held_out": points, "tokens": rows.numel(), "seconds": time.perf_counter() - begin,
     }  # fmt: skip
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, dict]]:
-    """The runs in a folder, by model and kind."""
+    """The runs in a folder, by model with seed, and by kind."""
     runs: dict[str, dict[str, dict]] = {}
     for file in sorted(folder.glob("*.json")):
         run = json.loads(file.read_text())
-        runs.setdefault(run["model"], {})[run["kind"]] = run
+        runs.setdefault(f"{run['model']}, seed {run['seed']}", {})[run["kind"]] = run
     return runs
 
 
@@ -163,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=("gpt2", "llama"), default="llama")
     parser.add_argument("--float8", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and the order of the rows")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=16, help="rows of 512 tokens")
     parser.add_argument("--layers", type=int, default=12)
@@ -180,7 +182,8 @@ def main() -> None:
     bmt.init_distributed(seed=0)
     run = train(options)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{run['model']}-{run['kind']}.json").write_text(json.dumps(run) + "\n")
+    file = options.output / f"{run['model']}-{run['seed']}-{run['kind']}.json"
+    file.write_text(json.dumps(run) + "\n")
 
 
 if __name__ == "__main__":

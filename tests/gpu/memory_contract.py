@@ -38,6 +38,7 @@ class Case:
     optimizer: str = "adam"
     zero_level: int = 3
     fused: bool = False
+    float8: bool = False
 
 
 def llama(layers: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[bool], torch.nn.Module]:
@@ -100,6 +101,8 @@ CASES = [
     Case("llama lora", lora, 8, 2048),
     Case("llama fused head", llama(16), 8, 2048, fused=True),
     Case("llama zero 2", llama(16), 8, 2048, zero_level=2),
+    Case("llama float8 recompute", llama(24), 8, 2048, float8=True),
+    Case("llama float8 keep", llama(24), 4, 2048, recompute=False, float8=True),
 ]
 
 OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
@@ -179,7 +182,7 @@ def predicted(case: Case, small: bool) -> Prediction:
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 80 << 30
     return predict(
         model.train(), {"input_ids": ids, "labels": ids}, OPTIMIZERS[case.optimizer], ranks=bmt.world_size(),
-        zero_level=case.zero_level, use_checkpoint=case.recompute, total=total,
+        zero_level=case.zero_level, use_checkpoint=case.recompute, total=total, float8=case.float8,
     )  # fmt: skip
 
 
@@ -194,7 +197,7 @@ def trained(case: Case, small: bool) -> dict:
     with device:
         model = case.build(small).train()
     prepare(case, model)
-    model = bmt.auto_wrap(model, zero_level=case.zero_level, use_checkpoint=case.recompute)
+    model = bmt.auto_wrap(model, case.zero_level, case.recompute, float8=case.float8)
     optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)

@@ -15,7 +15,6 @@ References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -67,8 +66,6 @@ class Float8(NamedTuple):
 
 def quantize_rows(x: Tensor) -> Float8:
     """Return x (M, K), float32, float16 or bfloat16, with a scale for each row."""
-    if torch.compiler.is_compiling():
-        return Float8(*_ops.quantize_rows(x))
     expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
@@ -83,9 +80,6 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
     M' is M rounded up to a multiple of ALIGNMENT; the columns behind M are zero.
     """
-    if torch.compiler.is_compiling():
-        rows, row_scales, columns, column_scales = _ops.quantize_both(x)
-        return Float8(rows, row_scales), Float8(columns, column_scales)
     expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return quantize_rows(x), quantize_rows(torch.nn.functional.pad(x.t(), (0, -len(x) % ALIGNMENT)).contiguous())
@@ -94,7 +88,7 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
     most = torch.zeros(rows + width, dtype=torch.int32, device=x.device)
     own = most[:rows], most[rows:]
     _launch("absmax_both", _tiles(x, 32), x, rows, width, *own, aligned=aligned)
-    by_rows, by_columns = _empty_both(x)
+    by_rows, by_columns = _empty(x, rows, width), _empty(x, width, rows + -rows % ALIGNMENT)
     values = rows, width, *own, *by_rows, *by_columns, by_columns.values.shape[1]
     _launch("round_both", _tiles(x, 16), x, *values, aligned=aligned)
     return by_rows, by_columns
@@ -102,8 +96,6 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
 def quantize_whole(weight: Tensor) -> Float8:
     """Return weight (N, K) with one scale, N times."""
-    if torch.compiler.is_compiling():
-        return Float8(*_ops.quantize_whole(weight))
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
@@ -112,8 +104,6 @@ def quantize_whole(weight: Tensor) -> Float8:
 
 def quantize_transposed(weight: Tensor) -> Float8:
     """Return the transpose of `quantize_whole(weight)`, (K, N), without the copy in between."""
-    if torch.compiler.is_compiling():
-        return Float8(*_ops.quantize_transposed(weight))
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         values, scales = quantize_whole(weight)
@@ -139,8 +129,12 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether kernels round x, or would on the GPU that the meta device stands for."""
-    return (x.is_cuda or x.is_meta) and x.numel() > 0
+    """Return whether kernels round x, or would on the GPU that the meta device stands for.
+
+    A compiler makes its own, fused with what is around them. Operators over these kernels took as long on an H200, and
+    the host twice as long.
+    """
+    return (x.is_cuda or x.is_meta) and x.numel() > 0 and not torch.compiler.is_compiling()
 
 
 def _rounded(x: Tensor, absmax: Tensor) -> Float8:
@@ -153,11 +147,6 @@ def _rounded(x: Tensor, absmax: Tensor) -> Float8:
 def _empty(x: Tensor, rows: int, columns: int) -> Float8:
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
     return Float8(values, torch.empty(rows, 1, dtype=torch.float32, device=x.device))
-
-
-def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
-    rows, width = x.shape
-    return _empty(x, rows, width), _empty(x, width, rows + -rows % ALIGNMENT)
 
 
 def _tiles(x: Tensor, parts: int) -> int:
@@ -190,30 +179,3 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return all variants that this module can compile."""
     return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
-
-
-# -- in compiled code: what rounds is an operator, with the same kernels ----------------------------------------------
-
-_library = torch.library.Library("hf_bmtrain", "DEF")
-_ops: Any = torch.ops.hf_bmtrain
-
-
-def _define(round_: Callable[[Tensor], Any], empty: Callable[[Tensor], Any], tensors: int) -> None:
-    """Define the operator hf_bmtrain::<name of round_>, which returns values and scales. empty: makes its results."""
-    name, results = round_.__name__, ", ".join(["Tensor"] * tensors)
-    _library.define(
-        f"{name}(Tensor x) -> ({results})", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-    )
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, lambda x: _flat(round_(x)), key)
-    torch.library.register_fake(f"hf_bmtrain::{name}", lambda x: _flat(empty(x)), lib=_library)
-
-
-def _flat(found: Any) -> tuple[Tensor, ...]:
-    return (*found,) if isinstance(found, Float8) else tuple(tensor for factor in found for tensor in factor)
-
-
-_define(quantize_rows, lambda x: _empty(x, *x.shape), 2)
-_define(quantize_both, _empty_both, 4)
-_define(quantize_whole, lambda x: _empty(x, *x.shape), 2)
-_define(quantize_transposed, lambda x: _empty(x, x.shape[1], x.shape[0]), 2)

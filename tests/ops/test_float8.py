@@ -6,7 +6,6 @@ import torch
 from hf_bmtrain.ops.float8 import (
     ALIGNMENT,
     MOST,
-    Float8,
     check_device,
     product,
     quantize_both,
@@ -51,28 +50,6 @@ def test_a_weight_has_one_scale_in_both_directions():
     assert factor.scales.shape == (len(weight), 1) and (factor.scales == weight.abs().max() / MOST).all()
     both_ways = quantize_transposed(weight)
     assert torch.equal(wide(both_ways), wide(factor).t()) and both_ways.values.is_contiguous()
-
-
-@pytest.mark.parametrize("function", [quantize_rows, quantize_both, quantize_whole, quantize_transposed])
-def test_compiled_code_rounds_by_an_operator_with_the_same_bits(function):
-    """And the operator says the shapes of its results, with which the compiler goes on."""
-    x = matrix(21, 32)
-
-    def flat(x: torch.Tensor) -> list[torch.Tensor]:
-        found = function(x * 2)
-        return [*found] if isinstance(found, Float8) else [tensor for factor in found for tensor in factor]
-
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(flat, backend=keep, fullgraph=True)(x)
-    assert [str(node.target) for node in graphs[0].graph.nodes if "hf_bmtrain" in str(node.target)]
-    for found, expected in zip(compiled, flat(x), strict=True):
-        assert found.stride() == expected.stride() and torch.equal(found.float(), expected.float())
-    torch.library.opcheck(getattr(torch.ops.hf_bmtrain, function.__name__).default, (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

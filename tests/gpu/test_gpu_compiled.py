@@ -2,7 +2,7 @@
 
 import pytest
 
-from compile_checks import check, compiled_once
+from compile_checks import check, compiled_once, float8_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -12,3 +12,9 @@ pytestmark = pytest.mark.gpu
 def test_compiled_once_for_all_layers(gpus, family, use_checkpoint) -> None:
     for graphs, layers in gpus(compiled_once, family, use_checkpoint, "inductor", 1e-4):
         check(graphs, layers, use_checkpoint)
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_gradients_in_float8(gpus, use_checkpoint) -> None:
+    for off in gpus(float8_gradients, "llama", use_checkpoint, "inductor"):
+        assert off and max(off.values()) < 0.3, off

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from compile_checks import float8_gradients
 from float8_models import build, extend_all, rows
 from hf_bmtrain.blocks.float8_linear import Float8Inputs, Float8Linear, extend_linear
 from hf_bmtrain.ops.quantize import FORMATS
-from hf_bmtrain.wrap.float8 import LEAST_DECIBELS, SignalGuard, decibels
+from hf_bmtrain.wrap.float8 import LEAST_DECIBELS, SignalGuard, check_compiled, decibels
 from log_lines import log_lines
 from ranks import Ranks
 from twins import check_gradients
@@ -62,6 +63,13 @@ def test_equal_to_the_same_layers_in_plain_torch(world, size, family):
 )  # fmt: skip
 def test_with_other_options(world, options):
     world(2)(functools.partial(check, "llama", **options))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_compiled_gradients(world, family):
+    for off in world(2)(float8_gradients, family, True, "inductor"):
+        assert off and max(off.values()) < 0.3, off
 
 
 def test_three_ranks(world):
@@ -127,6 +135,14 @@ def refuse(options: dict, words: str) -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_refused(world, options, words):
     world(1)(refuse, options, words)
+
+
+def test_conv1d_is_not_compiled_on_gpus():
+    conv1d, linear = build("gpt2").transformer.h[0].mlp.c_fc, nn.Linear(16, 16)
+    for device, compile, layer in (("cpu", True, conv1d), ("cuda", False, conv1d), ("cuda", True, linear)):
+        check_compiled({"h.0.c_fc": layer}, torch.device(device), compile)
+    with pytest.raises(ValueError, match="'h.0.c_fc' is a Conv1D.*Leave out compile, or float8"):
+        check_compiled({"h.0.c_fc": conv1d}, torch.device("cuda"), "inductor")
 
 
 class Noisy(nn.Module):

@@ -14,13 +14,15 @@ _FLASH_WIDTH = 256
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
-    """Under `with`, dropout and scaled_dot_product_attention of meta tensors save what they save on CUDA.
+    """Under `with`, dropout, softmax and scaled_dot_product_attention of meta tensors allocate what they do on CUDA.
 
     And autocast can be turned off for the meta device, as PEFT does around adapters on fused experts: torch has none.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
+    library.impl("_safe_softmax", _safe_softmax, "AutogradMeta")
+    library.impl("_softmax_backward_data", _softmax_backward, "AutogradMeta")
     make = torch.autocast.__init__
 
     def without_meta(self, device_type, dtype=None, enabled=True, cache_enabled=None) -> None:
@@ -53,6 +55,22 @@ def _attend(
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
     arguments: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, **arguments)[0]
+
+
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Softmax as attention without a kernel of its own calls it: besides the result it marks scores of -inf."""
+    result = torch.softmax(scores, dim, dtype)
+    marks = scores.detach().eq(float("-inf"))
+    del marks
+    return result
+
+
+def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate what CUDA's kernel does: the product of its inputs, and the gradient of the scores."""
+    product = torch.empty_like(gradient)
+    scores = torch.empty_like(gradient, dtype=dtype)
+    del product
+    return scores
 
 
 def _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale) -> torch.Tensor:

@@ -153,9 +153,7 @@ def plot(runs: dict[str, dict[str, dict]], file: Path) -> None:
             own.plot(
                 *zip(*run["held_out"]), "o", color=color, markersize=4, fillstyle="none", label=f"{kind}, held out"
             )
-        own.set(
-            title=f"{model}, {run['parameters'] / 1e6:.0f} M parameters", xlabel="step", ylabel="loss", yscale="log"
-        )
+        own.set(title=f"{model}, {run['parameters'] / 1e6:.0f} M parameters", xlabel="step", ylabel="loss")
         own.legend()
     figure.savefig(file)
 

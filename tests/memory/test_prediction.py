@@ -6,9 +6,11 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import hf_bmtrain as bmt
 from hf_bmtrain.memory.contract import Comparison
+from hf_bmtrain.memory.device_choices import cuda_choices
 from hf_bmtrain.memory.live_bytes import LiveBytes
 from hf_bmtrain.memory.prediction import ROWS, predict
 from hf_bmtrain.memory.simulation import on_meta, simulate
@@ -136,6 +138,20 @@ def test_live_bytes_follow_storages():
     assert [change.nbytes for change in live.changes] == [4096, -4096, 512, -512]
     torch.empty(5, device="meta").untyped_storage().resize_(0)
     assert len(live.changes) == 4
+
+
+def test_attention_without_a_kernel_takes_what_it_takes_on_cuda():
+    """In float32 with fewer keys than queries: scores in forward, and marks of them; in backward three times scores."""
+    shape, keys = (1, 16, 512, 16), (1, 8, 512, 16)
+    scores = 16 * 512 * 512 * 4
+    with cuda_choices(), LiveBytes(lambda: "") as live, torch.device("meta"):
+        query, key, value = (torch.empty(each, requires_grad=True) for each in (shape, keys, keys))
+        before = live.live
+        found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        assert 2.25 * scores < live.peak - before < 2.5 * scores
+        live.reset_peak()
+        found.backward(torch.empty(shape))
+        assert 4 * scores < live.peak - before < 4.25 * scores
 
 
 def losses_of(model) -> list[float]:

@@ -24,7 +24,7 @@ from .bitsandbytes import adopt_quantized, quantized_facts, refuse_quantized
 from .check import admit, admit_parameters, check_arguments, holds_additions
 from .fill import fill_from
 from .find import Chain, adapter_parameters, choose_chains
-from .float8 import UseFloat8, apply_float8, check_compiled, choose_float8
+from .float8 import UseFloat8, apply_float8, check_compiled, check_late_float8, choose_float8
 from .keep_frozen import KeepFrozen, apply_keep_frozen, extend_keep_frozen
 from .outside import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
 from .patches import (
@@ -84,7 +84,7 @@ def auto_wrap(
         fill_from(model, weights, world)
     chains, lists = _choose(model, blocks, world)
     if holds_additions(model):
-        return _shard_additions(model, world)
+        return _shard_additions(model, world, float8)
     layers = list(dict.fromkeys(block for chain in chains for block in chain))
     outside = _outside(model, layers)
     quantization, linears = _choose_precision(model, world, layers, outside, quantize_frozen, float8, keep, compile)
@@ -211,8 +211,9 @@ def _choose(
     return chains, lists
 
 
-def _shard_additions(model: torch.nn.Module, world: World) -> torch.nn.Module:
+def _shard_additions(model: torch.nn.Module, world: World, float8: UseFloat8) -> torch.nn.Module:
     """Shard the parameters that were added to `model` since it was wrapped (adapters, a new head). Collective."""
+    check_late_float8(model, float8)
     layers: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
     outside = _outside(model, layers)
     shared, count = shared_parameters(layers, outside), 0

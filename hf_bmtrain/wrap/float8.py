@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..blocks.float8_linear import Float8Inputs, Float8State, extend_linear
+from ..blocks.float8_linear import Float8Inputs, Float8Linear, Float8State, extend_linear
 from ..ops.float8 import ALIGNMENT, check_device
 from ..runtime.world import World
 from .find import Chain, adapter_parameters
@@ -54,6 +54,15 @@ def choose_float8(
     return layers
 
 
+def check_late_float8(model: torch.nn.Module, float8: UseFloat8) -> None:
+    """Raise ValueError if `model`, wrapped before without float8, is to compute in it now."""
+    if float8 and not any(isinstance(module, Float8Linear) for module in model.modules()):
+        raise ValueError(
+            "auto_wrap: this model was wrapped without float8, which is chosen once: load it again and wrap it with "
+            "float8, or leave float8 out here."
+        )
+
+
 def check_compiled(layers: dict[str, torch.nn.Module], device: torch.device, compile: bool | str) -> None:
     """Raise ValueError for float8 layers that are not right once they are compiled.
 
@@ -61,7 +70,7 @@ def check_compiled(layers: dict[str, torch.nn.Module], device: torch.device, com
     two alone. That was with operators for rounding, which are gone; without them nobody has measured it.
     """
     found = [path for path, layer in layers.items() if is_conv1d(layer)]
-    if compile and found and device.type == "cuda":
+    if compile and found and device.type not in ("cpu", "meta"):
         raise ValueError(
             f"auto_wrap: '{found[0]}' is a Conv1D, and compiled on a GPU in float8 such layers have learned wrong. "
             "Leave out compile, or float8."

@@ -137,6 +137,23 @@ def test_what_cannot_be_is_refused(world, options, words):
     world(1)(refuse, options, words)
 
 
+def add_an_adapter(first: bool) -> None:
+    model = bmt.auto_wrap(build("llama"), float8=first)
+    model.adapter = nn.Linear(32, 32)
+    if first:
+        bmt.auto_wrap(model, float8=True)
+        assert isinstance(model.adapter.weight, bmt.DistributedParameter)
+        return
+    with pytest.raises(ValueError, match="was wrapped without float8"):
+        bmt.auto_wrap(model, float8=True)
+    assert not isinstance(model.adapter.weight, bmt.DistributedParameter)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_float8_is_chosen_when_a_model_is_wrapped_first(world, first):
+    world(1)(add_an_adapter, first)
+
+
 def test_conv1d_is_not_compiled_on_gpus():
     conv1d, linear = build("gpt2").transformer.h[0].mlp.c_fc, nn.Linear(16, 16)
     for device, compile, layer in (("cpu", True, conv1d), ("cuda", False, conv1d), ("cuda", True, linear)):

@@ -308,5 +308,5 @@ def test_refused(world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("function", "most"), [("measure", 0.6), ("measure_filling", 0.6), ("measure_saving", 0.1)])
 def test_host_memory(tmp_path, function, most):
-    """Loading takes half of the model, about one tensor, and nothing else; saving, and loading what was saved, nothing."""
+    """Loading takes half of the model, and about one tensor; saving takes nothing, nor does loading what was saved."""
     assert max(load_memory.run(str(tmp_path), function)) < most

@@ -4,7 +4,7 @@
 // Moves, for each element of x:
 //     quantize_rows                                       1 read, 1 byte written
 //     absmax_both, round_both                             2 reads, 2 bytes written
-//     absmax_whole, round_whole or round_transposed       2 reads, 1 byte written
+//     absmax_whole, round_whole or round_transposed       2 reads, 1 byte written; round_piece for round_whole
 // A row that is longer than what the registers of a block keep is read again, from the caches; the second of two reads
 // begins where the first has ended, so that it finds in L2 what that holds.
 //
@@ -148,7 +148,20 @@ extern "C" __global__ __launch_bounds__(256) void absmax_whole(const ELEMENT* x,
     if (threadIdx.x == 0) atomicMax(most, found);
 }
 
-// The same of each row and column. A block has a tile of SIDE rows and 32 COUNT columns; a warp reads whole rows of it.
+// values[0 .. n) of x[0 .. n), under the scale of most[0].
+extern "C" __global__ __launch_bounds__(256) void round_piece(const ELEMENT* x, long long n, const int* most,
+                                                              e4m3* values) {
+    long long first = ((long long)blockIdx.x * KEPT * THREADS + threadIdx.x) * COUNT;
+    float y[KEPT][COUNT], factor = Scale(most[0]).factor;
+#pragma unroll
+    for (int u = 0; u < KEPT; u++) load_part(x + first + u * THREADS * COUNT, n - first - u * THREADS * COUNT, y[u]);
+#pragma unroll
+    for (int u = 0; u < KEPT; u++)
+        store_part(values + first + u * THREADS * COUNT, n - first - u * THREADS * COUNT, y[u], factor);
+}
+
+// The largest magnitudes of each row and column. A block has a tile of SIDE rows and 32 COUNT columns; a warp reads
+// whole rows of it.
 extern "C" __global__ __launch_bounds__(256) void absmax_both(const ELEMENT* x, int height, int width, int* rows,
                                                               int* columns) {
     constexpr int ACROSS = 32 * COUNT, WARPS = THREADS / 32, STRIDE = 36;  // STRIDE keeps the banks apart

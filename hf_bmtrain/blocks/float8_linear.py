@@ -2,13 +2,15 @@
 
 The forward computes y = x Wᵀ from x by rows, the backward dx = dy W from dy by rows and dW = dyᵀ x from both by
 columns, see `ops.float8`. Between them autograd keeps x by columns, 8 bits an element, instead of x. The weight is the
-block's whole in its own dtype, and rounded where it is used. The bias is added in the dtype of the activations.
+block's whole in its own dtype, and rounded where it is used, or gathered in float8 (`Float8Buffer`). The bias is added
+in the dtype of the activations.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.nn.functional import linear
 from ..ops.autocast import autocast_type
 from ..ops.float8 import Float8, product, quantize_both, quantize_rows, quantize_transposed, quantize_whole
 from ..runtime.schedule import double_backward
+from ..sharding.float8 import Float8Buffer, GatheredFactor
 from .base import extend_class
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,12 +41,13 @@ class Float8Inputs:
 
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
         """Return x by rows and, if `both`, by columns, each as values and scales."""
-        # A compiler finds by itself what is computed twice. Tensors of torch.inference_mode have no version, and that
-        # of a whole parameter does not change when it is gathered.
+        # A compiler finds by itself what is computed twice, and cannot trace `_is_view`.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _flattened(*_round(x, dtype, both))
+        # Tensors of torch.inference_mode have no version, and that of a whole parameter does not change when it is
+        # gathered.
         owner = x._base if x._is_view() else x
-        shared = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not x.is_inference()
-        shared = shared and not isinstance(owner, torch.nn.Parameter)
-        if not shared:
+        if x.is_inference() or isinstance(owner, torch.nn.Parameter):
             return _flattened(*_round(x, dtype, both))
         state, last = (dtype, x._version), self._last
         known = self._factors if last is not None and last() is x and self._state == state else None
@@ -63,7 +67,8 @@ class Float8State:
 
     transposed: its weight is (K, N), as that of transformers' Conv1D, and not (N, K). active: whether it computes in
     float8. measures: whether the next training forward sets `powers`: the squares, summed, of the output without
-    rounding and of what rounding adds to it, (2,) float32. inputs: shared with other layers.
+    rounding and of what rounding adds to it, (2,) float32. inputs: shared with other layers. buffer: which may gather
+    the weight in float8, None if it is stored elsewhere. index: of the weight in it.
     """
 
     transposed: bool
@@ -71,6 +76,17 @@ class Float8State:
     active: bool = True
     measures: bool = False
     powers: Tensor | None = None
+    buffer: Float8Buffer | None = None
+    index: int = 0
+
+    def gathered(self, weight: Tensor) -> GatheredFactor | None:
+        """Return the weight as it was gathered in float8; None if it was not, or is not the block's whole."""
+        buffer = self.buffer
+        if buffer is None or not buffer.in_float8:
+            return None
+        # Compiled blocks are called with their wholes alone; a compiler would have to compare tensors in its graph.
+        shown = torch.compiler.is_compiling() or weight is buffer.wholes[self.index]
+        return buffer.factors[self.index] if shown else None
 
 
 class Float8Linear(torch.nn.Module):
@@ -86,7 +102,8 @@ class Float8Linear(torch.nn.Module):
             return super().forward(input)
         factors = state.inputs.factors(input, dtype, self.weight.requires_grad and torch.is_grad_enabled())
         flat = input.to(dtype).reshape(-1, input.shape[-1])
-        y: Any = _Product.apply(flat, self.weight, *factors, state.transposed)
+        gathered = state.gathered(self.weight) or (None, None, None)
+        y: Any = _Product.apply(flat, self.weight, *factors, *gathered, state.transposed)
         if state.measures and torch.is_grad_enabled():
             state.measures, state.powers = False, _powers(flat, self.weight, y, state.transposed)
         y = y.view(*input.shape[:-1], y.shape[-1])
@@ -124,33 +141,39 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, rows, row_scales, columns, column_scales, transposed: bool):
-        ctx.transposed, ctx.dtype = transposed, x.dtype
-        ctx.save_for_backward(weight, columns, column_scales)
-        return product(Float8(rows, row_scales), _weight(weight, transposed), x.dtype, fast=True)
+    def forward(
+        ctx, x, weight, rows, row_scales, columns, column_scales, values, of_rows, of_columns, transposed: bool
+    ):
+        """values, of_rows, of_columns: a GatheredFactor, or None to round the weight itself."""
+        ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
+        weight = (weight,) if values is None else (values, of_rows, of_columns)
+        ctx.save_for_backward(columns, column_scales, *weight)
+        return product(Float8(rows, row_scales), _factor(weight, transposed), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise double_backward()
-        weight, columns, column_scales = ctx.saved_tensors
+        columns, column_scales, *weight = ctx.saved_tensors
         dy, dw = dy.contiguous(), None
         if ctx.needs_input_grad[1]:
             rows, of_dy = quantize_both(dy)
             of_x = Float8(columns, column_scales)
             pair = (of_x, of_dy) if ctx.transposed else (of_dy, of_x)
-            dw = product(*pair, weight.dtype, fast=False)
+            dw = product(*pair, ctx.weight_dtype, fast=False)
         else:
             rows = quantize_rows(dy)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = product(rows, _weight(weight, not ctx.transposed), ctx.dtype, fast=False)
-        return dx, dw, None, None, None, None, None
+            dx = product(rows, _factor(weight, not ctx.transposed), ctx.dtype, fast=False)
+        return dx, dw, *[None] * 8
 
 
-def _weight(weight: Tensor, turned: bool) -> Float8:
-    """Return the weight as a factor, or its transpose."""
-    return quantize_transposed(weight) if turned else quantize_whole(weight)
+def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
+    """Return a weight, or its transpose, as a factor. weight: itself alone, or the fields of a GatheredFactor."""
+    if len(weight) > 1:
+        return GatheredFactor(*weight).factor(turned)
+    return quantize_transposed(weight[0]) if turned else quantize_whole(weight[0])
 
 
 @torch.no_grad()

@@ -183,9 +183,10 @@ def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveB
             if isinstance(value, torch.Tensor):
                 kinds[live.number_of(getattr(value, "part", value))] = "optimizer"
     for buffer in buffers_of(model):
-        for whole in buffer.wholes:
-            kinds[live.number_of(whole)] = "whole"
+        for view in buffer.gathered_views:
+            kinds[live.number_of(view)] = "whole"
         if buffer.gradient.shard is not None:
             kinds[live.number_of(buffer.gradient.shard)] = "gradient"
-        kinds[live.number_of(buffer.stored)] = "shard"
+        for shard in buffer.shards:
+            kinds[live.number_of(shard)] = "shard"
     return {number: kind for number, kind in kinds.items() if number is not None}

@@ -7,8 +7,9 @@ to float8_e4m3fn. An absmax of inf or NaN makes its elements NaN, so that overfl
 A product is computed from the values, with sums in float32, and multiplied by both scales. Both factors of `product`
 have the summed dimension last. A GPU's product takes scales that are the same for all summed elements, so a matrix that
 is used in both directions is rounded twice: `quantize_both` rounds it by its rows and, transposed, by its columns. A
-weight has one scale for all its elements, and is rounded once for both. On a GPU kernels/float8.cu rounds; its bits are
-those of the reference, but for the sign of NaN.
+weight has one scale for all its elements, and is rounded once for both; so its pieces on different ranks can be rounded
+apart (`measure_piece`, `round_piece`) once the ranks know its largest magnitude. On a GPU kernels/float8.cu rounds; its
+bits are those of the reference, but for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -111,6 +112,41 @@ def quantize_transposed(weight: Tensor) -> Float8:
     return _launch_whole("round_transposed", weight, _empty(weight, *weight.shape[::-1]))
 
 
+def measure_piece(x: Tensor, bits: Tensor) -> None:
+    """Set `bits` (1,) int32, 0 before, to the bits of the largest magnitude of x (n,), as float32.
+
+    As integers the bits are in the order of the magnitudes, and those of NaN are the largest.
+    """
+    expect("x", x, tuple(C_NAMES), (len(x),), x.device)
+    if not len(x):
+        return
+    if _by_kernels(x):
+        _launch("absmax_whole", _blocks(x), x, len(x), bits, aligned=len(x) % ALIGNMENT == 0)
+    else:
+        bits.copy_(x.abs().float().view(torch.int32).amax())
+
+
+def round_piece(x: Tensor, bits: Tensor, out: Tensor) -> None:
+    """Write x (n,), a piece of a weight, into `out` (n,) uint8 as `quantize_whole` of the weight rounds it.
+
+    bits: (1,) int32, the largest of those that `measure_piece` finds in the weight's pieces.
+    """
+    expect("x", x, tuple(C_NAMES), (len(x),), x.device)
+    if not len(x):
+        return
+    if _by_kernels(x):
+        aligned = len(x) % ALIGNMENT == 0 and out.data_ptr() % 16 == 0
+        _launch("round_piece", _blocks(x), x, len(x), bits, out.view(torch.float8_e4m3fn), aligned=aligned)
+    else:
+        out.copy_(_rounded(x, bits.view(torch.float32)).values.view(torch.uint8))
+
+
+def scales_of(bits: Tensor) -> Tensor:
+    """Return the scales (n,) float32 of weights whose largest magnitudes have the `bits` (n,) int32."""
+    absmax = bits.view(torch.float32).clamp(min=_LEAST)
+    return absmax / torch.full_like(absmax, MOST)  # a GPU would multiply by the rounded 1 / MOST
+
+
 def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     """Return a @ b.T: (M, K), (N, K) -> (M, N) of `dtype`.
 
@@ -154,11 +190,15 @@ def _tiles(x: Tensor, parts: int) -> int:
     return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
 
 
+def _blocks(x: Tensor) -> int:
+    """Return the number of blocks whose threads keep _PARTS times 16 bytes each that cover x."""
+    return -(-x.numel() * x.element_size() // (_THREADS * _PARTS * 16))
+
+
 def _launch_whole(name: str, weight: Tensor, out: Float8) -> Float8:
     aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
     most = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    blocks = -(-weight.numel() * weight.element_size() // (_THREADS * _PARTS * 16))
-    _launch("absmax_whole", blocks, weight, weight.numel(), most, aligned=aligned)
+    _launch("absmax_whole", _blocks(weight), weight, weight.numel(), most, aligned=aligned)
     _launch(name, _tiles(weight, 16), weight, *weight.shape, most, *out, aligned=aligned)
     return out
 

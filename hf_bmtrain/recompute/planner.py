@@ -104,7 +104,7 @@ class AutoCheckpoint:
             yield
             return
         held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held += [whole for buffer in self.block.buffers for whole in buffer.wholes]
+        held += [view for buffer in self.block.buffers for view in buffer.gathered_views]
         saved = SavedBytes(held)
         with saved.counting():
             yield

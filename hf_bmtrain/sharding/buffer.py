@@ -61,7 +61,9 @@ class ShardedBuffer:
         self.pieces = [placement.piece for placement in self.placements]
         self._cut = self.layout.cut_ranges(self.rank)
         self.update = PendingUpdate(self._gather)
+        self._poison = schedule.poison
         self._allocate(schedule, dtype, device)
+        self._target, self._source = self._full, self.stored  # what `gather` fills, and with what of every rank
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
         for whole in self.wholes:
             whole.is_whole = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -159,15 +161,15 @@ class ShardedBuffer:
         """Start to gather the present weights, unless the buffer is whole with them or is being gathered."""
         if self.update.ticket is not None:
             self.update.wait()
-        full = self._full
-        if full is None or (full.allocated and self._filled_version == self.shard._version):
+        target = self._target
+        if target is None or (target.allocated and self._filled_version == self.shard._version):
             return
-        if full.allocated:
+        if target.allocated:
             self.release()
-        full.allocate()
+        target.allocate()
         self._filled_version = self.shard._version
         self._note_gather()
-        self._ticket = self._gather.gather(full.tensor, self.shard, self._cut)
+        self._ticket = self._gather.gather(target.tensor, self._source, self._cut)
 
     def _note_gather(self) -> None:
         """Note a gather for the comparison of the ranks, where an evaluation on one rank differs from training."""
@@ -182,11 +184,11 @@ class ShardedBuffer:
             self._ticket = None
 
     def release(self) -> None:
-        """Free the full buffer, unless it is the shard or kept."""
-        if self._full is not None:
+        """Free what `gather` has filled, unless it is the shard or kept."""
+        if self._target is not None:
             self.wait()
             if not (self.stays_whole and self.is_kept):
-                self._full.free()
+                self._target.free()
 
     @property
     def is_kept(self) -> bool:
@@ -200,13 +202,23 @@ class ShardedBuffer:
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of the full buffer while it is whole; 0 if it is the shard."""
+        """Bytes of what `gather` fills; 0 if the full buffer is the shard."""
         return 0 if self._full is None else self.layout.numel * self.shard.itemsize
 
     @property
     def is_whole(self) -> bool:
-        """True while the full buffer has memory: always with one rank, otherwise from `gather` to `release`."""
-        return self._full is None or self._full.allocated
+        """True while what is gathered has memory: always with one rank, otherwise from `gather` to `release`."""
+        return self._target is None or self._target.allocated
+
+    @property
+    def gathered_views(self) -> list[torch.Tensor]:
+        """Tensors over all memory that `gather` may fill."""
+        return [*self.wholes]
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """What this rank stores."""
+        return [self.stored]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a whole. The same on every rank, unlike which wholes view the shard."""

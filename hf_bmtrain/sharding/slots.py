@@ -12,6 +12,7 @@ from ..comm.reduce import Reduction
 from ..ops.quantize import Format
 from ..runtime.world import World
 from .buffer import ShardedBuffer
+from .float8 import Float8Buffer
 from .parameter import DistributedParameter
 from .quantized import PackedParameter, Quantization, QuantizedBuffer, QuantizedParameter
 from .scattered import ScatteredParameter
@@ -80,6 +81,7 @@ def shard_places(
     reduction: Reduction,
     apart: Set[int] = frozenset(),
     quantization: Quantization | None = None,
+    for_float8: Set[int] = frozenset(),
 ) -> tuple[list[ShardedBuffer], list[Slot]]:
     """Move the parameters of `places` into flat buffers by dtype and requires_grad, and put slices in the places.
 
@@ -87,20 +89,22 @@ def shard_places(
     are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
 
     apart: ids of parameters that share no buffer with others. quantization: the parameters that are packed here. A
-    PackedParameter is packed already.
+    PackedParameter is packed already. for_float8: ids of weights that may be gathered in float8, but for packed ones.
     """
-    groups: dict[tuple[torch.dtype, bool, bool, Format | None], dict[int, torch.nn.Parameter]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, Format | None, bool], dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
         form = parameter.form if isinstance(parameter, PackedParameter) else None
         if quantization is not None and id(parameter) in quantization.names:
             form = quantization.form
-        key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, form
+        float8 = form is None and id(parameter) in for_float8
+        key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, form, float8
         groups.setdefault(key, {})[id(parameter)] = parameter
     slices: dict[int, DistributedParameter] = {}
-    for (*_, form), parameters in groups.items():
+    for (*_, form, float8), parameters in groups.items():
         wholes = [_whole(parameter) for parameter in parameters.values()]
         if form is None:
-            buffer, cls = ShardedBuffer(world.schedule, wholes, world.device, reduction), DistributedParameter
+            kind, cls = Float8Buffer if float8 else ShardedBuffer, DistributedParameter
+            buffer = kind(world.schedule, wholes, world.device, reduction)
         else:
             names = {} if quantization is None else quantization.names
             packing = Quantization(form, names)

@@ -18,6 +18,7 @@ from ..blocks.float8_linear import Float8Inputs, Float8Linear, Float8State, exte
 from ..ops.float8 import ALIGNMENT, check_device
 from ..runtime.world import World
 from .find import Chain, adapter_parameters
+from .float8_gather import gather_float8
 
 _log = logging.getLogger("hf_bmtrain")
 UseFloat8 = bool | Literal["rows"]
@@ -82,13 +83,18 @@ def apply_float8(
 ) -> None:
     """Make `layers` of `model`, by path, compute in float8, and measure them in its first training forward.
 
-    They are not measured if they are compiled, nor on the meta device.
+    They are not measured if they are compiled, nor on the meta device. Then call `gather_float8` once they are sharded.
     """
     inputs = Float8Inputs()
     states = {path: extend_linear(layer, is_conv1d(layer), inputs) for path, layer in layers.items()}
-    if states and not compiled and world.device.type != "meta":
+    if states and is_measured(world, compiled):
         guard = SignalGuard(world, states, blocks)
         guard.handle = model.register_forward_pre_hook(guard)
+
+
+def is_measured(world: World, compiled: bool) -> bool:
+    """Return whether float8 layers are measured in the first training forward."""
+    return not compiled and world.device.type != "meta"
 
 
 def is_conv1d(module: torch.nn.Module) -> bool:
@@ -195,25 +201,35 @@ class SignalGuard:
             for state in self._states.values():
                 state.measures = True
         elif schedule.backwards > self._begun:
-            self._decide()
+            self._decide(model)
 
-    def _decide(self) -> None:
-        """Compare the ranks' measurements, and leave out layers that are below the bound. Collective."""
+    def _decide(self, model: torch.nn.Module) -> None:
+        """Compare the ranks' measurements, and leave out layers that are below the bound. Collective.
+
+        Weights are gathered in float8 from then on, but for those of layers that were left out, or that no rank called.
+        """
         nothing = torch.zeros(2, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self._states.values()])
         pending = any(block._bmt.pending for block in self._blocks)
-        found = self._world.control.gather((pending, mine.tolist()), "the measurement of float8's noise")
-        if any(pending for pending, _ in found):
+        called = [state.powers is not None for state in self._states.values()]
+        found = self._world.control.gather((pending, called, mine.tolist()), "the measurement of float8's noise")
+        if any(pending for pending, *_ in found):
             return
         self.handle.remove()
         ratios: dict[str, float] = {}
+        reasons = dict.fromkeys(self._states, "of a model with adapters") if adapter_parameters(model) else {}
         for number, (path, state) in enumerate(self._states.items()):
             state.measures, state.powers = False, None
-            signal, noise = (sum(powers[number][part] for _, powers in found) for part in (0, 1))
+            signal, noise = (sum(powers[number][part] for *_, powers in found) for part in (0, 1))
             ratios[path] = decibels(signal, noise)
             state.active = ratios[path] >= LEAST_DECIBELS
+            if not state.active:
+                reasons[path] = "has left float8"
+            elif not any(called[number] for _, called, _ in found):
+                reasons[path] = "was not called"
         if self._world.rank == 0:
             _tell(ratios)
+        gather_float8(self._world, self._states, reasons)
 
 
 def _tell(ratios: dict[str, float]) -> None:

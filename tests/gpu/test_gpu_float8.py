@@ -13,6 +13,7 @@ NAMES = {
     "both": {"absmax_both", "round_both"},
     "whole": {"absmax_whole", "round_whole"},
     "transposed": {"absmax_whole", "round_transposed"},
+    "pieces": {"absmax_whole", "round_piece"},
 }
 
 

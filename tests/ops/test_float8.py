@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import kernel_checks as checks
 from hf_bmtrain.ops.float8 import (
     ALIGNMENT,
     MOST,
@@ -50,6 +51,12 @@ def test_a_weight_has_one_scale_in_both_directions():
     assert factor.scales.shape == (len(weight), 1) and (factor.scales == weight.abs().max() / MOST).all()
     both_ways = quantize_transposed(weight)
     assert torch.equal(wide(both_ways), wide(factor).t()) and both_ways.values.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 48)])
+def test_pieces_are_rounded_as_the_whole(dtype, shape):
+    checks.check_float8(lambda x: x, "pieces", dtype, shape, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

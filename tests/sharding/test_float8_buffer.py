@@ -1,0 +1,115 @@
+"""Float8Buffer: what is gathered has the bits of the rounded whole, and the wholes are those of the shards or NaN."""
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from hf_bmtrain.ops.float8 import quantize_transposed, quantize_whole
+from hf_bmtrain.sharding.float8 import Float8Buffer
+from hf_bmtrain.sharding.parameter import DistributedParameter
+from kernel_checks import same_factors
+
+SHAPES = [(48, 16), (3, 5), (1, 1), (16, 176), (7, 33), (2, 2), (4, 300)]
+
+
+def make(dtype=torch.float32, requires_grad=True):
+    """Return weights, a buffer of them, and its slices."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=generator) * 10.0 ** (3 - i) for i, shape in enumerate(SHAPES)]
+    wholes[0][0, 0] = wholes[0][-1, -1] = 6e4  # the largest, on the first and on the last rank
+    wholes[4][0, 1], wholes[4][6, 32], wholes[6][3, 299] = torch.nan, torch.inf, -torch.inf
+    wholes[5].zero_()
+    parameters = [torch.nn.Parameter(whole.to(dtype), requires_grad) for whole in wholes]
+    schedule = bmt.current_world().schedule
+    buffer = Float8Buffer(schedule, parameters, bmt.current_world().device, schedule.blocks)
+    return parameters, buffer, buffer.make_slices(DistributedParameter, parameters)
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def check_factors(buffer, parameters):
+    buffer.gather()
+    buffer.wait()
+    for gathered, parameter in zip(buffer.factors, parameters, strict=True):
+        for turned, quantize in ((False, quantize_whole), (True, quantize_transposed)):
+            found = gathered.factor(turned)
+            assert same_factors([found], [quantize(parameter.detach())])
+            assert found.values.is_contiguous() and found.scales.is_contiguous()
+    padding = torch.empty(0, dtype=torch.uint8).set_(buffer.factors[0].values.untyped_storage()).clone()
+    for offset, numel in zip(buffer.layout.offsets, buffer.layout.numels):
+        padding[offset : offset + numel] = 0
+    assert not padding.any()
+
+
+def check_masters(buffer, parameters):
+    whole = buffer.is_whole
+    with buffer.whole_now(), buffer.whole_now():
+        assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters, strict=True))
+    assert buffer.is_whole == whole
+    assert all(mine.isnan().all() and mine.shape == other.shape for mine, other in zip(buffer.wholes, parameters))
+
+
+def rounds_and_gathers(dtype):
+    parameters, buffer, slices = make(dtype)
+    buffer.gather()
+    buffer.wait()
+    assert not buffer.in_float8 and buffer.whole_nbytes == buffer.layout.numel * dtype.itemsize
+    assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters))
+    buffer.use_float8()
+    assert buffer.in_float8 and not buffer.is_whole and buffer.whole_nbytes == buffer.layout.numel
+    check_factors(buffer, parameters)
+    check_masters(buffer, parameters)  # beside the float8 copy, which stays
+    check_factors(buffer, parameters)
+    buffer.release()
+    assert not buffer.is_whole
+    check_masters(buffer, parameters)
+    bmt.synchronize()
+    with torch.no_grad():
+        for parameter, slice_ in zip(parameters, slices):
+            parameter.mul_(-0.3)
+            slice_.mul_(-0.3)
+    check_factors(buffer, parameters)
+    check_masters(buffer, parameters)
+    assert all(torch.equal(bits(slice_.gather()), bits(other)) for slice_, other in zip(slices, parameters))
+    before = [bits(gathered.values).clone() for gathered in buffer.factors]
+    buffer.release()
+    buffer.gather()
+    buffer.wait()
+    assert all(torch.equal(bits(gathered.values), one) for gathered, one in zip(buffer.factors, before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_gathered_is_the_rounded_whole(world, size, dtype):
+    world(size)(rounds_and_gathers, dtype)
+
+
+def test_it_is_pulled(peers):
+    peers(2)(rounds_and_gathers, torch.float32)
+
+
+def stays():
+    parameters, buffer, slices = make(requires_grad=False)
+    buffer.stays_whole = True
+    buffer.gather()
+    buffer.use_float8()
+    assert buffer.is_whole, "what was kept whole is gathered at the switch"
+    buffer.release()
+    assert buffer.is_whole
+    check_factors(buffer, parameters)
+    check_masters(buffer, parameters)
+    bmt.synchronize()
+    with torch.no_grad():
+        for parameter, slice_ in zip(parameters, slices):
+            parameter.add_(1)
+            slice_.add_(1)
+    check_factors(buffer, parameters)
+    slices[0].requires_grad_(True)
+    buffer.release()
+    assert not buffer.is_whole
+
+
+def test_frozen_weights_stay_whole(world):
+    world(2)(stays)

@@ -165,11 +165,7 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether kernels round x, or would on the GPU that the meta device stands for.
-
-    A compiler makes its own, fused with what is around them. Operators over these kernels took as long on an H200, and
-    the host twice as long.
-    """
+    """Return whether kernels round x, or would on the GPU that the meta device stands for. Compilers make their own."""
     return (x.is_cuda or x.is_meta) and x.numel() > 0 and not torch.compiler.is_compiling()
 
 

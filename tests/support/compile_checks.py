@@ -61,6 +61,7 @@ def float8_gradients(family, use_checkpoint, backend):
     found = []
     for compile in (False, backend):
         torch._dynamo.reset()
+        counters.clear()
         model = build_for_float8(family, width=256).bfloat16()
         model = bmt.auto_wrap(model, use_checkpoint=use_checkpoint, compile=compile, float8=True)
         device = bmt.current_world().device
@@ -68,4 +69,5 @@ def float8_gradients(family, use_checkpoint, backend):
         loss.backward()
         bmt.synchronize()
         found.append({name: p.gather_gradient().double() for name, p in model.named_parameters() if p.grad is not None})
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"], counters["graph_break"]
     return {name: float((found[1][name] - plain).norm() / plain.norm()) for name, plain in found[0].items()}

@@ -29,7 +29,7 @@ class ShardedBuffer:
 
     The slices, views of `shard`, keep the buffer alive, and it refers to them weakly: a dropped model is freed at once.
 
-    shard: (n,) this rank's elements, never reallocated. stored: the memory that is gathered, here the shard.
+    shard: (n,) this rank's elements, never reallocated. stored: the memory that holds them, here the shard.
     wholes: a Parameter in its own shape for each, views of the full buffer, readable only while that is whole (after
     `gather` and `wait`, until `release`). A parameter that is stored in this rank's shard completely is a view of the
     shard instead, and is not copied. With one rank that holds for all of them: the full buffer *is* the shard.

@@ -1,4 +1,4 @@
-"""Matrix products of float8 factors: e4m3 values with one float32 scale for each row; all rows of a weight have the same.
+"""Matrix products of float8 factors: e4m3 values with a float32 scale for each row, of which a weight has one alone.
 
 An element is value x scale. A scale is absmax / 448, and a value is the element times 448 / absmax, in float32, rounded
 to float8_e4m3fn. An absmax of inf or NaN makes its elements NaN, so that overflows are found as in other dtypes. Below

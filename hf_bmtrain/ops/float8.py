@@ -159,9 +159,12 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
         return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
     if a.values.is_cuda:
         scales = a.scales, b.scales.t()
-        return scaled_mm(a.values, b.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast).to(dtype)
-    with torch.autocast(autocast_type(a.values.device), enabled=False):
-        return (torch.mm(a.values.float(), b.values.float().t()) * a.scales * b.scales.t()).to(dtype)
+        y = scaled_mm(a.values, b.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    else:
+        with torch.autocast(autocast_type(a.values.device), enabled=False):
+            y = torch.mm(a.values.float(), b.values.float().t()) * a.scales * b.scales.t()
+    # What an autograd.Function returns by a `to` that changes nothing has no gradient once torch 2.11 compiles it.
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 def _by_kernels(x: Tensor) -> bool:

@@ -24,7 +24,7 @@ from .bitsandbytes import adopt_quantized, quantized_facts, refuse_quantized
 from .check import admit, admit_parameters, check_arguments, holds_additions
 from .fill import fill_from
 from .find import Chain, adapter_parameters, choose_chains
-from .float8 import UseFloat8, apply_float8, check_compiled, check_late_float8, choose_float8, is_measured
+from .float8 import UseFloat8, apply_float8, check_late_float8, choose_float8, is_measured
 from .float8_gather import choose_gathered, gather_float8, link_layers
 from .keep_frozen import KeepFrozen, apply_keep_frozen, extend_keep_frozen
 from .outside import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
@@ -88,7 +88,7 @@ def auto_wrap(
         return _shard_additions(model, world, float8)
     layers = list(dict.fromkeys(block for chain in chains for block in chain))
     outside = _outside(model, layers)
-    quantization, linears = _choose_precision(model, world, layers, outside, quantize_frozen, float8, keep, compile)
+    quantization, linears = _choose_precision(model, world, layers, outside, quantize_frozen, float8, keep)
     adopt_quantized(model, layers, outside, world.device)
     shared = shared_parameters(layers, outside)
     apply_float8(model, linears, layers, world, bool(compile))
@@ -112,7 +112,6 @@ def _choose_precision(
     quantize_frozen: str | None,
     float8: UseFloat8,
     keep: Sequence[str],
-    compile: bool | str,
 ) -> tuple[Quantization | None, dict[str, torch.nn.Module]]:
     """Return the parameters that are packed, and the layers that compute in float8. Changes nothing. Collective.
 
@@ -123,7 +122,6 @@ def _choose_precision(
     try:
         quantization = choose_quantized(model, layers, apart, quantize_frozen)
         linears = choose_float8(model, layers, world.device, float8, keep)
-        check_compiled(linears, world.device, compile)
     except ValueError as error:
         refusal = error
     world.agree("auto_wrap", {"the reason to refuse the model": refusal})

@@ -64,20 +64,6 @@ def check_late_float8(model: torch.nn.Module, float8: UseFloat8) -> None:
         )
 
 
-def check_compiled(layers: dict[str, torch.nn.Module], device: torch.device, compile: bool | str) -> None:
-    """Raise ValueError for float8 layers that are not right once they are compiled.
-
-    GPT of 10 layers of 5120 on an H200, torch 2.11: compiled and in float8 its loss rose where it fell in each of the
-    two alone. That was with operators for rounding, which are gone; without them nobody has measured it.
-    """
-    found = [path for path, layer in layers.items() if is_conv1d(layer)]
-    if compile and found and device.type not in ("cpu", "meta"):
-        raise ValueError(
-            f"auto_wrap: '{found[0]}' is a Conv1D, and compiled on a GPU in float8 such layers have learned wrong. "
-            "Leave out compile, or float8."
-        )
-
-
 def apply_float8(
     model: torch.nn.Module, layers: dict[str, torch.nn.Module], blocks: Chain, world: World, compiled: bool
 ) -> None:

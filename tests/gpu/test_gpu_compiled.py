@@ -15,6 +15,7 @@ def test_compiled_once_for_all_layers(gpus, family, use_checkpoint) -> None:
 
 
 @pytest.mark.parametrize("use_checkpoint", [True, False])
-def test_gradients_in_float8(gpus, use_checkpoint) -> None:
-    for off in gpus(float8_gradients, "llama", use_checkpoint, "inductor"):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradients_in_float8(gpus, family, use_checkpoint) -> None:
+    for off in gpus(float8_gradients, family, use_checkpoint, "inductor"):
         assert off and max(off.values()) < 0.3, off

@@ -53,7 +53,7 @@ def check(graphs, layers, use_checkpoint):
     assert graphs[-1] <= 1 + use_checkpoint, "the layers do not share a graph"
 
 
-def float8_gradients(family, use_checkpoint, backend):
+def float8_gradients(family, use_checkpoint, backend, dtype=torch.bfloat16):
     """How far gradients of compiled float8 blocks are from those of blocks that are not compiled, by parameter.
 
     Both round, so the share of a gradient's norm is some 0.05; what is not its gradient is off by 1 and more.
@@ -62,7 +62,7 @@ def float8_gradients(family, use_checkpoint, backend):
     for compile in (False, backend):
         torch._dynamo.reset()
         counters.clear()
-        model = build_for_float8(family, width=256).bfloat16()
+        model = build_for_float8(family, width=256).to(dtype)
         model = bmt.auto_wrap(model, use_checkpoint=use_checkpoint, compile=compile, float8=True)
         device = bmt.current_world().device
         loss = model(**{key: ids.to(device) for key, ids in rows(0, bmt.rank(), number=4, length=64).items()}).loss

@@ -81,6 +81,9 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
     M' is M rounded up to a multiple of ALIGNMENT; the columns behind M are zero.
     """
+    if torch.compiler.is_compiling():
+        values, scales, transposed, transposed_scales = torch.ops.hf_bmtrain.quantize_both(x)
+        return Float8(values, scales), Float8(transposed, transposed_scales)
     expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return quantize_rows(x), quantize_rows(torch.nn.functional.pad(x.t(), (0, -len(x) % ALIGNMENT)).contiguous())
@@ -89,7 +92,7 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
     most = torch.zeros(rows + width, dtype=torch.int32, device=x.device)
     own = most[:rows], most[rows:]
     _launch("absmax_both", _tiles(x, 32), x, rows, width, *own, aligned=aligned)
-    by_rows, by_columns = _empty(x, rows, width), _empty(x, width, rows + -rows % ALIGNMENT)
+    by_rows, by_columns = _empty_both(x)
     values = rows, width, *own, *by_rows, *by_columns, by_columns.values.shape[1]
     _launch("round_both", _tiles(x, 16), x, *values, aligned=aligned)
     return by_rows, by_columns
@@ -168,7 +171,12 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether kernels round x, or would on the GPU that the meta device stands for. Compilers make their own."""
+    """Return whether kernels round x, or would on the GPU that the meta device stands for.
+
+    Compilers make their own, but for `quantize_both`, which is an operator to them: Inductor fuses largest magnitudes
+    of columns with what computes the elements, and took 1.3 ms where a pass for each takes 0.6 (H200, SwiGLU of 8192 x
+    14336, backward).
+    """
     return (x.is_cuda or x.is_meta) and x.numel() > 0 and not torch.compiler.is_compiling()
 
 
@@ -182,6 +190,11 @@ def _rounded(x: Tensor, absmax: Tensor) -> Float8:
 def _empty(x: Tensor, rows: int, columns: int) -> Float8:
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
     return Float8(values, torch.empty(rows, 1, dtype=torch.float32, device=x.device))
+
+
+def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
+    rows, width = x.shape
+    return _empty(x, rows, width), _empty(x, width, rows + -rows % ALIGNMENT)
 
 
 def _tiles(x: Tensor, parts: int) -> int:
@@ -218,3 +231,14 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return all variants that this module can compile."""
     return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
+
+
+def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
+    return tuple(tensor for factor in factors for tensor in factor)
+
+
+_library = torch.library.Library("hf_bmtrain", "DEF")
+_library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
+for _key in ("CPU", "CUDA"):
+    _library.impl("quantize_both", lambda x: _flat(quantize_both(x)), _key)
+torch.library.register_fake("hf_bmtrain::quantize_both", lambda x: _flat(_empty_both(x)), lib=_library)

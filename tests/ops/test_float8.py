@@ -45,6 +45,11 @@ def test_columns_are_rows_of_the_transpose_and_are_padded():
     assert torch.equal(columns.scales, again.scales) and torch.equal(rows.scales, quantize_rows(x).scales)
 
 
+@pytest.mark.parametrize("shape", [(21, 32), (32, 16), (1, 48)])
+def test_compilers_know_what_rounding_both_ways_returns(shape):
+    torch.library.opcheck(torch.ops.hf_bmtrain.quantize_both.default, (matrix(*shape, torch.bfloat16),))
+
+
 def test_a_weight_has_one_scale_in_both_directions():
     weight = matrix(24, 16)
     factor = quantize_whole(weight)

@@ -33,6 +33,12 @@ def test_float8(name: str, dtype: torch.dtype, shape: tuple[int, int], offset: i
     assert set(launched) == NAMES[name]
 
 
+@pytest.mark.parametrize("shape", [(1003, 1008), (16, 1001)], ids=str)
+def test_compilers_know_what_rounding_both_ways_returns(shape: tuple[int, int], launched) -> None:
+    torch.library.opcheck(torch.ops.hf_bmtrain.quantize_both.default, (torch.randn(shape, device="cuda"),))
+    assert set(launched) == NAMES["both"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_float8_codes(dtype: torch.dtype, launched) -> None:
     checks.check_float8_codes(on_gpu, dtype)

@@ -156,11 +156,12 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     K and N are multiples of ALIGNMENT on a GPU. fast: its sums may be kept in fewer bits between steps of tensor cores,
     which is faster. A GPU rounds to bfloat16 first, whatever `dtype` is.
     """
-    if a.values.device.type == "meta":  # torch 2.6 traces no `is_meta` here
+    device = a.values.device.type  # torch 2.6 traces neither `is_meta` nor `is_cuda` here
+    if device == "meta":
         return a.values.new_empty(len(a.values), len(b.values), dtype=torch.bfloat16).to(dtype)
     if not (a.values.numel() and b.values.numel()):
         return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
-    if a.values.is_cuda:
+    if device == "cuda":
         scales = a.scales, b.scales.t()
         y = scaled_mm(a.values, b.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
     else:
@@ -177,7 +178,7 @@ def _by_kernels(x: Tensor) -> bool:
     of columns with what computes the elements, and took 1.3 ms where a pass for each takes 0.6 (H200, SwiGLU of 8192 x
     14336, backward).
     """
-    return (x.is_cuda or x.device.type == "meta") and x.numel() > 0 and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
 
 def _rounded(x: Tensor, absmax: Tensor) -> Float8:

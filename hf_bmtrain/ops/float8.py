@@ -238,6 +238,7 @@ def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
     return tuple(tensor for factor in factors for tensor in factor)
 
 
+# In compiled code `quantize_both` is this operator.
 _library = torch.library.Library("hf_bmtrain", "DEF")
 _library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
 for _key in ("CPU", "CUDA"):

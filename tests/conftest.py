@@ -3,33 +3,47 @@
 A report's header names what is left out and how to get it; pytest counts it as deselected.
 """
 
+import functools
 import importlib.util
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ranks import Ranks
+from ranks import Ranks, with_tensors_on_gpu
+
+Worlds = Callable[[int], Callable[..., list[Any]]]
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[Callable[[int], Ranks]]:
+def world(request: pytest.FixtureRequest) -> Iterator[Worlds]:
     """`world(size)(function, *arguments)` runs the function on every rank of a world of that size."""
-    worlds: dict[int, Ranks] = {}
-    yield lambda size: worlds.setdefault(size, Ranks(size))
-    for ranks in worlds.values():
-        ranks.stop()
+    with worlds(request.config.getoption("--device"), "auto") as get:
+        yield get
 
 
 @pytest.fixture(scope="module")
-def peers() -> Iterator[Callable[[int], Ranks]]:
+def peers(request: pytest.FixtureRequest) -> Iterator[Worlds]:
     """`world`, with every shard pulled and every gradient of a block pushed: copies between the ranks."""
-    worlds: dict[int, Ranks] = {}
-    yield lambda size: worlds.setdefault(size, Ranks(size, gather="peer"))
-    for ranks in worlds.values():
+    with worlds(request.config.getoption("--device"), "peer") as get:
+        yield get
+
+
+@contextmanager
+def worlds(device: str, gather: str) -> Iterator[Worlds]:
+    started: dict[int, Ranks] = {}
+
+    def get(size: int) -> Callable[..., list[Any]]:
+        ranks = started.setdefault(size, Ranks(size, device, gather))
+        return ranks if device == "cpu" else functools.partial(ranks, with_tensors_on_gpu)
+
+    yield get
+    for ranks in started.values():
         ranks.stop()
 
 
@@ -84,6 +98,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "of the ranks that `world` and `peers` start; on a GPU some tests fail whose tolerance is the CPU's"
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help=told)
     parser.addoption("--part", default="1/1", metavar="K/N", help="run part K of N of the cases that the sample lacks")
 
 

@@ -32,11 +32,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from fault_cases import CASES, JOBS, Case
 from warm_server import Started, WarmServer
 
 from processes import environment
-from ranks import free_port
+from ranks import free_port, place_on_host
 
 TORCHRUN = Path(__file__).with_name("warm_torchrun.py")
 SILENT = re.compile(rb"^\s*$|^# |^\{'|UserWarning|warnings\.warn|FutureWarning|^\[rank\d+\]:\[W|TORCH_WARN")
@@ -49,7 +50,7 @@ class Settings:
     """timeout: of the waits of ranks. limit: seconds after the fault, when all are killed. delay: of explanations.
 
     gather: of init_distributed. resumes: whether the training is resumed afterwards. variables: of the environment.
-    look: seconds between two looks at a run.
+    look: seconds between two looks at a run. device: of the ranks, "cpu" or "cuda".
     """
 
     timeout: float = 25.0
@@ -59,6 +60,7 @@ class Settings:
     resumes: bool = True
     variables: dict[str, str] = field(default_factory=dict)
     look: float = 0.05
+    device: str = "cpu"
 
 
 @dataclass
@@ -163,9 +165,13 @@ class Run:
         variables = environment(
             FAULT=fault, FAULT_RANK=str(self._case.rank), FAULT_STEP=str(self._case.step),
             FAULT_LOGS=str(self.folder), FAULT_TIMEOUT=str(self._settings.timeout), FAULT_GATHER=self._settings.gather,
-            HF_BMTRAIN_HANG_SECONDS=str(self._settings.delay), ACCELERATE_USE_CPU="true",
+            HF_BMTRAIN_HANG_SECONDS=str(self._settings.delay), ACCELERATE_USE_CPU=str(self._settings.device == "cpu"),
             **self._settings.variables,
         )  # fmt: skip
+        devices = self._ranks
+        if self._settings.device == "cuda":
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
+            devices = torch.cuda.device_count()
         if self._launcher == "torchrun":
             variables["FAULT_LOG_NAME"] = logs
             command = [str(TORCHRUN), "--standalone", f"--nproc-per-node={self._ranks}", job, *arguments]
@@ -176,7 +182,7 @@ class Run:
             if fault == "never_started" and rank == self._case.rank:
                 (self.folder / "fault.json").write_text(json.dumps(time.time()))
                 continue
-            own = variables | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = variables | place | {"RANK": str(rank)} | place_on_host(rank, self._ranks, devices)
             started.append(self._server.start([job, *arguments], own, self.folder / f"rank-{rank}{logs}.log"))
         return started
 
@@ -329,11 +335,18 @@ def main() -> int:
     parser.add_argument("--delay", type=float, default=5, help="seconds after which a hang is explained")
     parser.add_argument("--no-resume", action="store_true", help="do not resume the trainings afterwards")
     parser.add_argument("--gather", choices=("auto", "peer"), default="auto")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="ranks share a GPU if there are too few"
+    )
     parser.add_argument("--library", type=Path, help="a folder that holds another hf_bmtrain")
     parser.add_argument("--output", type=Path, help="a folder for the logs of all runs")
     options = parser.parse_args()
     ranks, launchers = ([2, 3], ["none", "torchrun"]) if options.all else (options.ranks, options.launcher)
-    settings = Settings(options.timeout, options.limit, options.delay, options.gather, not options.no_resume)
+    settings = Settings(
+        options.timeout, options.limit, options.delay, options.gather, not options.no_resume, device=options.device
+    )
+    if options.device == "cuda" and "torchrun" in launchers and torch.cuda.device_count() < max(ranks):
+        parser.error("torchrun gives every rank a GPU of its own: use --launcher none where ranks share one")
     folder = (options.output or Path(tempfile.mkdtemp(prefix="faults"))).resolve()
     outcomes: list[Outcome] = []
     print(HEAD, flush=True)

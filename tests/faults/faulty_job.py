@@ -138,10 +138,10 @@ class Job:
         if fault.strikes("evaluation_alone", self.step - 1):
             self.model.eval()
             with torch.no_grad():
-                self.loss(torch.ones(2, 7, dtype=torch.long))  # at alone
+                self.loss(ones(2, 7))  # at alone
             self.model.train()
         if fault.strikes("generate_alone", self.step - 1):
-            self.model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=3)  # at alone
+            self.model.generate(ones(1, 3), max_new_tokens=3)  # at alone
         if fault.strikes("other_lr_later", self.step - 1):
             self.optimizer.param_groups[0]["weight_decay"] = 0.5
             self.scheduler.start_lr *= 2
@@ -172,17 +172,21 @@ class Job:
             bmt.load(self.model, fault.other("other_weights", *paths))  # at load
         if fault.NAME == "other_manager_state":
             states = [self.manager.state_dict()]
-            self.train_step(iter([torch.ones(2, 7, dtype=torch.long)] * MICRO_BATCHES))
+            self.train_step(iter([ones(2, 7)] * MICRO_BATCHES))
             states.append(self.manager.state_dict())
             self.manager.load_state_dict(fault.other("other_manager_state", *states))  # at load
         if fault.NAME == "other_checkpoint":
             folders = [FOLDER.with_name(f"other-{step}") for step in (1, 2)]
             for folder in folders:
-                self.train_step(iter([torch.ones(2, 7, dtype=torch.long)] * MICRO_BATCHES))
+                self.train_step(iter([ones(2, 7)] * MICRO_BATCHES))
                 bmt.save_state(folder, self.model, self.manager, step=self.step)
             resumed = bmt.load_state(fault.other("other_checkpoint", *folders), self.model, self.manager)  # at load
             assert resumed is not None
             self.step = resumed.step
+
+
+def ones(*sizes: int) -> torch.Tensor:
+    return torch.ones(sizes, dtype=torch.long, device=bmt.current_world().device)
 
 
 def rows(first: int) -> Iterator[torch.Tensor]:
@@ -194,7 +198,7 @@ def rows(first: int) -> Iterator[torch.Tensor]:
             if number == 0:
                 fault.act("loader", step)  # at loader
             generator = torch.Generator().manual_seed(1000 * step + 10 * number + bmt.rank())
-            yield torch.randint(1, VOCABULARY, (2, 7), generator=generator)
+            yield torch.randint(1, VOCABULARY, (2, 7), generator=generator).to(bmt.current_world().device)
 
 
 def train() -> None:

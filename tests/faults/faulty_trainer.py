@@ -53,7 +53,7 @@ class UsersCallback(TrainerCallback):
             bmt.save(model, str(fault.FOLDER / "alone.pt"))  # at alone
         if fault.strikes("evaluation_alone", step):
             with torch.no_grad():
-                model(input_ids=torch.ones(2, 7, dtype=torch.long))  # at alone
+                model(input_ids=torch.ones(2, 7, dtype=torch.long, device=args.device))  # at alone
         if fault.strikes("save_asked_alone", step):
             control.should_save = True
         if fault.strikes("evaluation_asked_alone", step):
@@ -90,7 +90,8 @@ def make_trainer() -> Trainer:
         learning_rate=lr, lr_scheduler_type=fault.other("other_schedule", "linear", "cosine"), logging_steps=1,
         max_grad_norm=fault.other("other_clip", 1.0, 0.5), save_strategy="steps",
         save_steps=fault.other("other_save_steps", SAVED_EVERY, 3), save_total_limit=2, report_to="none",
-        use_cpu=True, disable_tqdm=True, seed=5, average_tokens_across_devices=False,
+        use_cpu=bmt.current_world().device.type == "cpu", disable_tqdm=True, seed=5,
+        average_tokens_across_devices=False,
     )  # fmt: skip
     callbacks = [UsersCallback(), bmt.hf.BMTrainCallback()]
     return UsersTrainer(

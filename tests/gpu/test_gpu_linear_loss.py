@@ -85,7 +85,7 @@ def train(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("size", range(1, 1 + min(2, torch.cuda.device_count())))
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_sharded_head(size, tied):
     ranks = Ranks(size, "cuda")
     try:

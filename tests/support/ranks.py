@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import queue
@@ -21,7 +22,8 @@ class Ranks:
     """`size` processes, one world (on CPU unless told), started at the first call and again after a failure.
 
     `ranks(function, *arguments)` runs an importable function on every rank and returns the list of its results.
-    Released and unfilled buffers are poisoned with NaN in all of them.
+    Released and unfilled buffers are poisoned with NaN in all of them. Where there are fewer GPUs than ranks, several
+    share one.
     """
 
     def __init__(self, size: int, device: str = "cpu", gather: str = "auto") -> None:
@@ -77,11 +79,13 @@ class Ranks:
 
 
 def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, outbox) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True", HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"),
-    )  # fmt: skip
     import torch
+
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True", HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"),
+        **place_on_host(rank, size, torch.cuda.device_count() if device == "cuda" else size),
+    )  # fmt: skip
 
     torch.set_num_threads(1)
     import hf_bmtrain as bmt
@@ -94,6 +98,24 @@ def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, out
         except BaseException:
             outbox.put((rank, False, traceback.format_exc()))
         _forget_accelerator()
+
+
+def place_on_host(rank: int, size: int, devices: int) -> dict[str, str]:
+    """The variables of a rank that say which of the host's devices is its own; ranks share one where there are fewer.
+
+    NCCL refuses two ranks on one GPU, unless they say that they are on different hosts; they talk through sockets then.
+    """
+    if size <= devices:
+        return {"LOCAL_RANK": str(rank)}
+    return {"LOCAL_RANK": str(rank % devices), "NCCL_HOSTID": f"rank {rank}"}
+
+
+def with_tensors_on_gpu(function, *arguments) -> Any:
+    """Call a function that makes tensors and generators without naming a device, so that they are on the GPU."""
+    import torch
+
+    with torch.device("cuda"), mock.patch.object(torch, "Generator", functools.partial(torch.Generator, "cuda")):
+        return function(*arguments)
 
 
 def _forget_accelerator() -> None:

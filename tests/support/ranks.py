@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import queue
@@ -13,7 +12,9 @@ import traceback
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 _SECONDS = 90
 
@@ -79,8 +80,6 @@ class Ranks:
 
 
 def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, outbox) -> None:
-    import torch
-
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True", HF_BMTRAIN_POISON="1", ACCELERATE_USE_CPU=str(device == "cpu"),
@@ -110,11 +109,23 @@ def place_on_host(rank: int, size: int, devices: int) -> dict[str, str]:
     return {"LOCAL_RANK": str(rank % devices), "NCCL_HOSTID": f"rank {rank}"}
 
 
-def with_tensors_on_gpu(function, *arguments) -> Any:
-    """Call a function that makes tensors and generators without naming a device, so that they are on the GPU."""
-    import torch
+class CpuGenerators(TorchFunctionMode):
+    """Draws what a generator of the CPU draws on the CPU, and moves it to the GPU."""
 
-    with torch.device("cuda"), mock.patch.object(torch, "Generator", functools.partial(torch.Generator, "cuda")):
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        generator = options.get("generator")
+        if function in _DRAWING and generator is not None and generator.device.type == "cpu":
+            return function(*arguments, **options, device="cpu").cuda()
+        return function(*arguments, **options)
+
+
+_DRAWING = (torch.rand, torch.randn, torch.randint, torch.randperm)
+
+
+def with_tensors_on_gpu(function, *arguments) -> Any:
+    """Call a function that names no device for the tensors that it makes, so that they are on the GPU."""
+    with torch.device("cuda"), CpuGenerators():
         return function(*arguments)
 
 

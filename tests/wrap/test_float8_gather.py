@@ -91,7 +91,11 @@ def test_same_bits_with_other_options(world, options):
     world(2)(same_bits, "llama", options)
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": True, "zero_level": 2}, {**FROZEN, "keep_frozen": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload": True, "zero_level": 2}, {**FROZEN, "keep_frozen": True}],
+    ids=lambda options: "-".join(options),
+)
 def test_same_bits_where_weights_are_pulled(peers, options):
     peers(2)(same_bits, "llama", options)
 

@@ -58,7 +58,10 @@ class Communicator(Protocol):
         ...
 
     def close(self, abort: bool) -> None:
-        """Destroy the communicator. With `abort`, wait at most one second for other ranks."""
+        """Destroy the communicator. With `abort`, do not wait for other ranks: gloo waits at most one second for them.
+
+        Abort those of a GPU together, see `nccl.abort_all`.
+        """
 
 
 class Gather(Protocol):

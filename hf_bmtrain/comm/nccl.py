@@ -12,10 +12,14 @@ The contract of a CUDA communicator (why no other synchronization is needed):
 from __future__ import annotations
 
 import importlib
+import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .collectives import Communicator
 from .journal import Journal, code
 from .streams import Ticket
 
@@ -24,6 +28,7 @@ _NCCL_TYPES = {
     torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
 _SUM, _MAX, _AVG = 0, 2, 4
+_ABORT_SECONDS = 10.0
 
 
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
@@ -61,6 +66,7 @@ class NcclCommunicator:
         self.rank, self.size = rank, size
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
+        self._closing, self._closed = threading.Lock(), False
         with torch.cuda.device(device):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
@@ -84,10 +90,14 @@ class NcclCommunicator:
         return self._last is not None and not self._last.query()
 
     def close(self, abort: bool) -> None:
-        if abort:
-            self._comm.abort()
-        else:
-            self._comm.destroy()
+        with self._closing:  # the watch's thread and the program may both abort it
+            if self._closed:
+                return
+            if abort:
+                self._comm.abort()
+            else:
+                self._comm.destroy()
+            self._closed = True
 
     def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
         assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
@@ -102,6 +112,21 @@ class NcclCommunicator:
         event = self._last = torch.cuda.Event()
         event.record(self._stream)
         return _CudaTicket(event, send, receive)
+
+
+def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SECONDS) -> bool:
+    """Abort communicators at the same time. Return whether all are within `seconds`.
+
+    One after the other they would wait for ever: NCCL frees memory in an abort, for which CUDA waits until the device
+    is idle, and the operations of a communicator that is not aborted yet do not end.
+    """
+    threads = [threading.Thread(target=each.close, args=(True,), daemon=True) for each in communicators]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def import_nccl() -> Any:

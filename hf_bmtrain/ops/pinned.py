@@ -37,7 +37,8 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
         memory = mmap.mmap(-1, nbytes)
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(_shortage(nbytes, purpose, f"the system refused it: {error}")) from error
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    shown = memoryview(memory)  # all views of the tensor refer to it
+    tensor = torch.frombuffer(shown, dtype=torch.uint8)
     if device.type == "cuda":
         try:
             register(tensor.data_ptr(), nbytes, device)
@@ -47,9 +48,14 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
             free = f"{available / 2**30:.1f} GiB are free"
             reason = f"CUDA refused to lock it ({error}; ulimit -l allows {locked}, {free})"
             raise RuntimeError(_shortage(nbytes, purpose, reason)) from error
-        # The storage of `tensor` and of its views references `memory`, so this runs after the last of them is freed.
-        weakref.finalize(memory, unregister, tensor.data_ptr(), device).atexit = False
+        weakref.finalize(shown, _unlock, memory, tensor.data_ptr(), device).atexit = False
     return tensor
+
+
+def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
+    """Undo `register` for `memory`, which is given back afterwards: until then no other thread may get its addresses,
+    which CUDA would refuse to lock."""
+    unregister(pointer, device)
 
 
 def available_bytes() -> int:

@@ -20,7 +20,7 @@ import torch.distributed.nn.functional
 
 from ..comm.collectives import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
 from ..comm.control import Control
-from ..comm.nccl import NcclCommunicator, import_nccl
+from ..comm.nccl import NcclCommunicator, abort_all, import_nccl
 from ..comm.peer_gather import PeerGather
 from ..comm.peer_memory import CudaMemory, HostMemory
 from ..comm.peer_reduce import PeerReduction
@@ -102,8 +102,7 @@ def open_backend(
 
     def interrupt() -> None:
         if device.type == "cuda":  # on CPU what waits looks for the problem
-            for communicator in opened:
-                communicator.close(abort=True)
+            abort_all(opened)
 
     watch = Watch(control, board, rank, opened, interrupt)
     control.journal.explain = watch.difference

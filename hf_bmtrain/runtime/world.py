@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..comm.collectives import Communicator
 from ..comm.control import Control
+from ..comm.nccl import abort_all
 from ..ops.expect import expect_number
 from ..watch.agreement import agree
 from ..watch.watch import EXIT, Watch
@@ -260,12 +261,18 @@ def _leave(world: World, opened: Sequence[Communicator], joined: bool, departure
         problem = None
     if problem is not None:
         print(f"rank {world.rank} left while others waited for it: {problem}", file=sys.stderr, flush=True)
-    for communicator in opened:
-        communicator.close(abort=failed)
+    aborted = True
+    if failed and world.device.type == "cuda":
+        aborted = abort_all(opened)
+    else:
+        for communicator in opened:
+            communicator.close(abort=failed)
     world.control.close()
     if not failed and not joined and dist.is_initialized():
         dist.destroy_process_group()
-    if problem is not None:
+    if not aborted:
+        print(f"rank {world.rank} ends at once: NCCL does not abort its communicators", file=sys.stderr, flush=True)
+    if problem is not None or not aborted:
         logging.shutdown()
         sys.stdout.flush()
         # An exit handler cannot set the status otherwise, and a launcher would blame another rank.

@@ -1,11 +1,14 @@
 """What lanes carry: every dtype is moved whole, and added up only where there is an arithmetic for it."""
 
+import threading
+import time
+
 import pytest
 import torch
 
 import hf_bmtrain as bmt
 from hf_bmtrain.comm.journal import Journal
-from hf_bmtrain.comm.nccl import NcclCommunicator
+from hf_bmtrain.comm.nccl import NcclCommunicator, abort_all
 
 NATIVE = [
     torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,
@@ -89,3 +92,24 @@ def every_dtype_between_ranks():
 
 def test_every_dtype_between_ranks(world):
     world(2)(every_dtype_between_ranks)
+
+
+class Abortable:
+    """A communicator whose abort takes until `ready` returns."""
+
+    def __init__(self, ready):
+        self._ready = ready
+
+    def close(self, abort):
+        assert abort
+        self._ready()
+
+
+def test_communicators_are_aborted_together():
+    """NCCL's abort waits for operations of the other communicators, which end with theirs."""
+    meeting = threading.Barrier(3)
+    assert abort_all([Abortable(lambda: meeting.wait(20)) for _ in range(3)])
+    never, end = threading.Event(), time.monotonic() + 10
+    assert not abort_all([Abortable(never.wait), Abortable(lambda: None)], seconds=0.2)
+    assert time.monotonic() < end
+    never.set()

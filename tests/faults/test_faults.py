@@ -51,6 +51,15 @@ def test_rank_cause_and_line_are_named(run, label):
     assert label in FULL or outcome.exits == EXITS[label]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gather", ["auto", "peer"])
+@pytest.mark.parametrize("label", ["raise_forward@1", "sigkill_step@0", "sigstop_step@1", "fewer_steps@1"])
+def test_ranks_on_gpus_are_named_and_end(server, tmp_path, label, gather):
+    settings = Settings(timeout=20, limit=60, delay=2, gather=gather, resumes=False, device="cuda")
+    outcome = Run(server, BY_LABEL[label], 2, "none", tmp_path, settings)()
+    assert outcome.outcome == "named" and not outcome.left, outcome.row()
+
+
 @pytest.mark.parametrize("label", RESUMED)
 def test_training_resumes(run, label):
     assert run(label, resumes=True).resumed == f"resumed {RESUMED[label]}"

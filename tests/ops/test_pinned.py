@@ -1,5 +1,6 @@
 """Page-locked memory: as much as asked for, given back when the last view is gone, refused with the numbers."""
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -29,6 +30,21 @@ def test_it_is_unlocked_after_the_last_view():
         unregister.assert_not_called()
         del view
         unregister.assert_called_once_with(pointer, GPU)
+
+
+def test_it_is_not_given_back_before_it_is_unlocked():
+    """Another thread that allocates meanwhile would get addresses that CUDA still holds locked."""
+    mapped = []
+
+    def look(pointer, device):
+        mapped.append(f"{pointer:x}-" in Path("/proc/self/maps").read_text())
+
+    with mock.patch.object(pinned, "register"), mock.patch.object(pinned, "unregister", look):
+        memory = pinned.pinned_bytes(40 << 20, GPU, "a test")
+        start = f"{memory.data_ptr():x}-"
+        assert start in Path("/proc/self/maps").read_text()
+        del memory
+        assert mapped == [True] and start not in Path("/proc/self/maps").read_text()
 
 
 def test_refusals_name_the_numbers():

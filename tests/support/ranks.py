@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import queue
@@ -109,14 +110,16 @@ def place_on_host(rank: int, size: int, devices: int) -> dict[str, str]:
     return {"LOCAL_RANK": str(rank % devices), "NCCL_HOSTID": f"rank {rank}"}
 
 
-class CpuGenerators(TorchFunctionMode):
-    """Draws what a generator of the CPU draws on the CPU, and moves it to the GPU."""
+class BothDevices(TorchFunctionMode):
+    """Draws what a generator of the CPU draws on the CPU, and moves it to the GPU; compares tensors of both devices."""
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
         generator = options.get("generator")
         if function in _DRAWING and generator is not None and generator.device.type == "cpu":
             return function(*arguments, **options, device="cpu").cuda()
+        if function is torch.equal:
+            arguments = [tensor.cpu() for tensor in arguments]
         return function(*arguments, **options)
 
 
@@ -124,8 +127,12 @@ _DRAWING = (torch.rand, torch.randn, torch.randint, torch.randperm)
 
 
 def with_tensors_on_gpu(function, *arguments) -> Any:
-    """Call a function that names no device for the tensors that it makes, so that they are on the GPU."""
-    with torch.device("cuda"), CpuGenerators():
+    """Call a function that names no device for the tensors that it makes, so that they are on the GPU.
+
+    What it compares may be on both devices: a state dict is on the CPU.
+    """
+    close = functools.partial(torch.testing.assert_close, check_device=False)
+    with torch.device("cuda"), BothDevices(), mock.patch.object(torch.testing, "assert_close", close):
         return function(*arguments)
 
 

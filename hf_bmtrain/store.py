@@ -56,7 +56,7 @@ class DistributedStateDictWrapper(Mapping):
         world = current_world()
         value = self._state_dict[key] if world.rank == 0 else None
         kind = world.control.broadcast_object(None if value is None else (value.shape, value.dtype))
-        values = value if value is not None else torch.empty(kind[0], dtype=kind[1])
+        values = value if value is not None else torch.empty(kind[0], dtype=kind[1], device="cpu")
         if world.size > 1 and values.numel():
             moved = values.detach().to(world.device).contiguous()
             world.gather.broadcast(as_bytes(moved), 0).wait()

@@ -195,7 +195,7 @@ def _write(
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
     """Copy one tensor, and return the pieces that were written."""
     stored = source.stored
-    values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
+    values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype, device="cpu")
     if not len(values):
         return []
     try:

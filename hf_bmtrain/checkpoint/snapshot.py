@@ -27,12 +27,12 @@ class HostMemory:
     """Host memory for the copies, kept from one checkpoint to the next: reserving it takes longer than copying."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return uint8 (nbytes,), which `device` can write. Raises RuntimeError if so much is not available."""
         if len(self._memory) < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old one first
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old one first
             self._memory = pinned_bytes(nbytes, device, "copies of what is being saved")
         return self._memory[:nbytes]
 

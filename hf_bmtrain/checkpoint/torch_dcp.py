@@ -125,7 +125,11 @@ def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return AdamOptimizer's state of a parameter that was never updated, laid out like it."""
     own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
     values = own.detach().to("cpu", torch.float32, copy=True)
-    state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(values), "exp_avg_sq": torch.zeros_like(values)}
+    state = {
+        "step": torch.tensor(0.0, device="cpu"),
+        "exp_avg": torch.zeros_like(values),
+        "exp_avg_sq": torch.zeros_like(values),
+    }
     return state if parameter.dtype == torch.float32 else {**state, "master": values}
 
 
@@ -178,14 +182,18 @@ def _pack(like: Any, values: Any) -> Any:
     no memory to the others. A tensor that is not sharded is copied as it is.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
-        whole = torch.empty(like.full_shape, dtype=like.dtype) if isinstance(like, DistributedParameter) else values
+        whole = (
+            torch.empty(like.full_shape, dtype=like.dtype, device="cpu")
+            if isinstance(like, DistributedParameter)
+            else values
+        )
         return whole.detach().to("cpu", copy=True)
     shape, piece = tuple(like.full_shape), like.placement.piece
     row = math.prod(shape[1:])
     first = piece.tensor_start // row
     rows = -(-piece.tensor_stop // row) - first if piece.length else 0
     own = values.part if hasattr(values, "part") else values
-    packed: Any = torch.empty((rows, *shape[1:]) if shape else (), dtype=own.dtype)
+    packed: Any = torch.empty((rows, *shape[1:]) if shape else (), dtype=own.dtype, device="cpu")
     packed.view(-1)[piece.tensor_start - first * row :][: piece.length] = own.detach().cpu()
     mine = list(boxes(shape, piece.tensor_start, piece.tensor_stop))
     packed.global_shape = shape

@@ -26,7 +26,7 @@ class Speedometer:
         self._input = getattr(model, "main_input_name", "input_ids")
         self._weights, self._attention = _flops_a_token(model)
         self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._counts = torch.zeros(3, dtype=torch.float64)
+        self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")
         self._since = time.perf_counter()
         self._paused: float | None = None
 
@@ -41,7 +41,7 @@ class Speedometer:
         inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
         tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
         flops = tokens * (self._weights + self._attention * inputs.shape[-1])
-        self._counts += torch.tensor([len(inputs), tokens, flops], dtype=torch.float64)
+        self._counts += torch.tensor([len(inputs), tokens, flops], dtype=torch.float64, device="cpu")
 
     def pause(self) -> None:
         """Stop the clock for an evaluation or a save, until `resume`."""

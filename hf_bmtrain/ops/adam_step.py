@@ -64,7 +64,7 @@ class KernelSteps:
             expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
             if expanded:
                 # Pinned memory of its own, which torch reuses only after the copy: a later call cannot overwrite it.
-                host = torch.tensor(expanded, dtype=torch.float64, pin_memory=self._hyper.is_cuda)
+                host = torch.tensor(expanded, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows
         coupled = [isinstance(l2, torch.Tensor) or bool(l2) for l2 in (group[_L2] for group in hyper)]

@@ -99,7 +99,7 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
         return torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
     if not flat.is_cuda:
         parts = [_sum_of_squares(flat[a:b]) for a, b in itertools.pairwise(segments.offsets)]
-        return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=flat.device)
     begins, lengths, firsts = segments.tables
     if begins.device != flat.device:
         raise ValueError(f"segments are on {begins.device}, the tensor is on {flat.device}")

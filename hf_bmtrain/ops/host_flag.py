@@ -10,7 +10,10 @@ class HostFlag:
 
     def __init__(self, flag: torch.Tensor) -> None:
         self.immediate = not flag.is_cuda
-        self._value = flag.clone() if self.immediate else torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        if self.immediate:
+            self._value = flag.clone()
+        else:
+            self._value = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
         self._event: torch.cuda.Event | None = None
         if flag.is_cuda:
             self._value.copy_(flag, non_blocking=True)

@@ -29,7 +29,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
     if device.type == "meta":
         return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=True)
     if nbytes == 0:
-        return torch.zeros(0, dtype=torch.uint8)
+        return torch.zeros(0, dtype=torch.uint8, device="cpu")
     available = available_bytes()
     if nbytes > available:
         raise RuntimeError(_shortage(nbytes, purpose, f"{available / 2**30:.1f} GiB of host memory are available"))

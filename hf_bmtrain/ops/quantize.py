@@ -196,7 +196,7 @@ def dynamic_values(device: torch.device) -> Tensor:
 def _tables(device: torch.device) -> Tensor:
     numbers = [0.0, 1.0]
     for power in range(7):
-        edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
         middles = 10.0 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)
         numbers += [*middles.tolist(), *(-middles).tolist()]
     return torch.tensor([*_NF4, *sorted(numbers)], dtype=torch.float32, device=device)

@@ -145,7 +145,7 @@ def explain(
     """
     watched = own is not None and own.has_seen
     found = {} if own is None else own.found()
-    mine = torch.zeros(len(parameters), 4, dtype=torch.int64)
+    mine = torch.zeros(len(parameters), 4, dtype=torch.int64, device="cpu")
     mine[:, :2], mine[:, 2:] = counts.cpu(), _UNKNOWN
     for row, parameter in zip(mine, parameters):
         if watched and isinstance(parameter, DistributedParameter):

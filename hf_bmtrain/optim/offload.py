@@ -63,7 +63,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             params, lr, betas, eps, weight_decay, hold_steps, decoupled=decoupled, exp_avg_dtype=exp_avg_dtype
         )
         expect_flag("record_delta", record_delta)
-        self._delta = torch.zeros(2, dtype=torch.float64) if record_delta else None
+        self._delta = torch.zeros(2, dtype=torch.float64, device="cpu") if record_delta else None
         self._early = _EarlyUpdates()
         self._places: dict[Run, Place] = {}
         self._chunks: list[Chunk] = []

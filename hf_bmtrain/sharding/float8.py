@@ -115,8 +115,8 @@ class Float8Buffer(ShardedBuffer):
         shapes, device = [whole.shape for whole in self.wholes], self.shard.device
         sides = [max(shape) for shape in shapes]
         self._scales = torch.empty(sum(sides), 1, dtype=torch.float32, device=device)
-        owners = torch.arange(len(sides)).repeat_interleave(torch.tensor(sides))
-        self._owners = owners.to(device)  # of the elements of `_scales`
+        owners = torch.arange(len(sides), device=device)
+        self._owners = owners.repeat_interleave(torch.tensor(sides, device=device))  # of the elements of `_scales`
         scales = [part.data for part in self._scales.split(sides)]
         self.factors = tuple(
             GatheredFactor(

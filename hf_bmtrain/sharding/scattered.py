@@ -123,6 +123,6 @@ def _allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
     In malloc's heap the short-lived whole tensors of the loading would leave holes between the shares.
     """
     if numel * dtype.itemsize < mmap.PAGESIZE:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype)

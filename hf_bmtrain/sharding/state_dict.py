@@ -29,7 +29,7 @@ class StateDict(OrderedDict):
     def copy_to_cpu(self, source: Hashable, value: torch.Tensor) -> torch.Tensor:
         """Return a new tensor with the values, one for each `source`, so that tied weights stay tied."""
         if source not in self.copies:
-            self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0)
+            self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0, device="cpu")
         return self.copies[source]
 
     def on_cpu(self) -> OrderedDict:

@@ -217,7 +217,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     expect_kind("group", group, (str, type(None)), "a str or None")
     expect_flag("requires_grad", requires_grad)
     schedule = current_world().schedule
-    if schedule.inspector is not None and not schedule.in_backward:  # in backward a recomputation repeats it
+    if schedule.inspector is not None and not schedule.repeats:
         schedule.inspector.add(x, name, group, requires_grad)
 
 

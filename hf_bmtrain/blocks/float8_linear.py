@@ -66,7 +66,7 @@ class Float8State:
     """What a Float8Linear knows of itself.
 
     transposed: its weight is (K, N), as that of transformers' Conv1D, and not (N, K). active: whether it computes in
-    float8. measures: whether the next training forward sets `powers`: the squares, summed, of the output without
+    float8. measures: whether the next forward sets `powers`: the squares, summed, of the output without
     rounding and of what rounding adds to it, (2,) float32. inputs: shared with other layers. buffer: which may gather
     the weight in float8, None if it is stored elsewhere. index: of the weight in it.
     """
@@ -104,7 +104,7 @@ class Float8Linear(torch.nn.Module):
         flat = input.to(dtype).reshape(-1, input.shape[-1])
         gathered = state.gathered(self.weight) or (None, None, None)
         y: Any = _Product.apply(flat, self.weight, *factors, *gathered, state.transposed)
-        if state.measures and torch.is_grad_enabled():
+        if state.measures:
             state.measures, state.powers = False, _powers(flat, self.weight, y, state.transposed)
         y = y.view(*input.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)

@@ -32,12 +32,12 @@ def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterator[Outputs]:
-    """Record, under `with`, what the modules return in forwards; not in recomputations during a backward."""
+    """Record, under `with`, what the modules return in forwards; not in those that repeat one (a recomputation)."""
     outputs: Outputs = {}
     calls = dict.fromkeys(modules, 0)
 
     def record(name: str, result: Any) -> None:
-        if schedule.in_backward:
+        if schedule.repeats:
             return
         calls[name] += 1
         key = name, name if calls[name] == 1 else f"{name} (call {calls[name]})"

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ..blocks.block import CheckpointBlock
-from ..recompute.attributes import Attributes
-from ..recompute.generators import Generators, generators_of
+from ..recompute.forward_state import ForwardState
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
 
@@ -22,13 +21,7 @@ class TrainingState:
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
         self._world = world
-        self._device = torch.get_device_module(world.device) if world.device.type != "cpu" else None
-        self._begin_draws(model)
-        self._attributes = Attributes(list(model.modules()))
-        self._buffers = [
-            (module._buffers, {name: (b, None if b is None else b.clone()) for name, b in module._buffers.items()})
-            for module in model.modules()
-        ]
+        self._forward = ForwardState(model, world.device)
         pieces = [p for p in model.parameters() if isinstance(p, DistributedParameter)]
         self._weights = [(piece, piece.part.clone()) for piece in pieces]
         self._others = [(p, p.grad) for p in model.parameters() if not isinstance(p, DistributedParameter)]
@@ -38,27 +31,9 @@ class TrainingState:
             state.policy = state.policy is not False
         self._gradients = [b.gradient.set_aside() for b in dict.fromkeys(piece.buffer for piece in pieces)]
 
-    def _begin_draws(self, model: torch.nn.Module) -> None:
-        self._generators = Generators(generators_of(model))
-        self._torch = torch.get_rng_state()
-        self._device_draws = None if self._device is None else self._device.get_rng_state(self._world.device)
-
-    @torch.no_grad()
     def rewind(self) -> None:
         """Put buffers, attributes and generators back, so that another forward begins as the first one did."""
-        self._generators.put_back()
-        torch.set_rng_state(self._torch)
-        if self._device is not None:
-            self._device.set_rng_state(self._device_draws, self._world.device)
-        for buffers, values in self._buffers:
-            for name in buffers.keys() - values.keys():
-                del buffers[name]
-            for name, (buffer, value) in values.items():
-                buffers[name] = buffer
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
-        if not self._attributes.is_present():
-            self._attributes.put_back()
+        self._forward.put_back()
 
     @torch.no_grad()
     def put_back(self, weights: bool) -> None:

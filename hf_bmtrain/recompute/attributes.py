@@ -12,7 +12,7 @@ import torch
 
 from .contents import Contents
 
-_STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "config", "forward"}
+_STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
 """Attributes that are no state of a forward: those of every module, ours, and a configuration, which is read only."""
 
 

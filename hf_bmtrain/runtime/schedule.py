@@ -166,6 +166,7 @@ class Schedule:
         self.on_shortage: Callable[[], str] | None = None
         self.inside = _Inside()
         self._pass: ForwardPass | None = None
+        self._calibrates = False
         self._members: dict[int, dict[Member, None]] = {}  # by graph task
         self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, those that its backward runs through
         self._left_whole: weakref.ref[Releasable] | None = None  # weak, so that a dropped model is freed
@@ -216,6 +217,11 @@ class Schedule:
         """True while autograd's engine runs."""
         return current_graph_task() != -1
 
+    @property
+    def repeats(self) -> bool:
+        """True while a forward runs another time: a recomputation in backward, or a calibration ahead of it."""
+        return self._calibrates or self.in_backward
+
     @contextmanager
     def forward(self) -> Iterator[ForwardPass]:
         """Open an outermost forward of a model."""
@@ -226,6 +232,19 @@ class Schedule:
                 yield self._pass
         finally:
             self._pass = outer
+
+    @contextmanager
+    def calibration(self) -> Iterator[None]:
+        """Open a forward without a backward ahead of the open one. What it alone reads is released at its end."""
+        outer = {} if self._pass is None else self._pass.readers
+        with self.forward() as own:
+            self._calibrates = True
+            try:
+                yield
+            finally:
+                self._calibrates = False
+                for reader in own.readers.keys() - outer.keys():
+                    reader.release()
 
     def add_reader(self, reader: Reader) -> None:
         """Note that the open forward pass reads a buffer outside blocks."""

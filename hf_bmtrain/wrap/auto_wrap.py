@@ -24,8 +24,9 @@ from .bitsandbytes import adopt_quantized, quantized_facts, refuse_quantized
 from .check import admit, admit_parameters, check_arguments, holds_additions
 from .fill import fill_from
 from .find import Chain, adapter_parameters, choose_chains
-from .float8 import UseFloat8, apply_float8, check_late_float8, choose_float8, is_measured
-from .float8_gather import choose_gathered, gather_float8, link_layers
+from .float8 import UseFloat8, apply_float8, check_late_float8, choose_float8
+from .float8_gather import choose_gathered, link_layers
+from .float8_guard import install_signal_guard
 from .keep_frozen import KeepFrozen, apply_keep_frozen, extend_keep_frozen
 from .outside import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
 from .patches import (
@@ -91,14 +92,14 @@ def auto_wrap(
     quantization, linears = _choose_precision(model, world, layers, outside, quantize_frozen, float8, keep)
     adopt_quantized(model, layers, outside, world.device)
     shared = shared_parameters(layers, outside)
-    apply_float8(model, linears, layers, world, bool(compile))
-    for block, sharded in _shard_layers(model, world, layers, shared, quantization, linears, bool(compile)):
+    for block, sharded in _shard_layers(model, world, layers, shared, quantization, linears):
         extend(block, sharded, world, use_checkpoint, level)
     shard_outside(world, places_outside(layers, outside, shared), outside)
     _connect(model, chains, lists, layers, compile)
     _finish(model, world, model.modules(), layers)
     follow_accelerator(model, world.device)
     install_guard(model, world)
+    install_signal_guard(model, linears, layers, world, bool(compile))  # behind hooks that refuse or change arguments
     apply_keep_frozen(model, world, keep_frozen)
     _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)
     return model
@@ -136,21 +137,19 @@ def _shard_layers(
     layers: Chain,
     shared: set[int],
     quantization: Quantization | None,
-    linears: dict[str, Any],
-    compiled: bool,
+    linears: dict[str, torch.nn.Module],
 ) -> Iterator[tuple[torch.nn.Module, tuple[list[ShardedBuffer], list[Slot]]]]:
     """Shard the parameters of `layers` but for the `shared` ones, and yield each layer with its buffers and slots.
 
     Adapters have buffers of their own, also frozen ones: an adapter that is made active later is reduced by itself. So
-    have the weights of the `linears`, which compute in float8. They are gathered so at once, unless they are measured.
+    have the weights of the `linears`, which compute in float8.
     """
+    apply_float8(linears)
     adapters, for_float8 = adapter_parameters(model), choose_gathered(model, linears.values(), world)
     for layer in layers:
         own = [place for place in find_places(layer.modules()) if id(place[2]) not in shared]
         yield layer, shard_places(world, own, world.schedule.blocks, adapters, quantization, for_float8)
     link_layers(linears.values())
-    if not is_measured(world, compiled):
-        gather_float8(world, {path: linear.float8_state for path, linear in linears.items()}, {})
 
 
 def _connect(

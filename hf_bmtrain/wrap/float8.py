@@ -7,23 +7,18 @@ fast as in bfloat16, with scales of 128 x 128 elements 1.4 to 1.7 times.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from ..blocks.float8_linear import Float8Inputs, Float8Linear, Float8State, extend_linear
+from ..blocks.float8_linear import Float8Inputs, Float8Linear, extend_linear
 from ..ops.float8 import ALIGNMENT, check_device
-from ..runtime.world import World
 from .find import Chain, adapter_parameters
-from .float8_gather import gather_float8
 
 _log = logging.getLogger("hf_bmtrain")
 UseFloat8 = bool | Literal["rows"]
-LEAST_DECIBELS = 20.0
-"""The signal-to-noise ratio of a layer's output below which it does not compute in float8: rounding adds 10 %."""
 _ROUTERS = ("router", "gate")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -64,23 +59,11 @@ def check_late_float8(model: torch.nn.Module, float8: UseFloat8) -> None:
         )
 
 
-def apply_float8(
-    model: torch.nn.Module, layers: dict[str, torch.nn.Module], blocks: Chain, world: World, compiled: bool
-) -> None:
-    """Make `layers` of `model`, by path, compute in float8, and measure them in its first training forward.
-
-    They are not measured if they are compiled, nor on the meta device. Then call `gather_float8` once they are sharded.
-    """
+def apply_float8(layers: dict[str, torch.nn.Module]) -> None:
+    """Make `layers` compute in float8. Call `install_signal_guard` once they are sharded."""
     inputs = Float8Inputs()
-    states = {path: extend_linear(layer, is_conv1d(layer), inputs) for path, layer in layers.items()}
-    if states and is_measured(world, compiled):
-        guard = SignalGuard(world, states, blocks)
-        guard.handle = model.register_forward_pre_hook(guard)
-
-
-def is_measured(world: World, compiled: bool) -> bool:
-    """Return whether float8 layers are measured in the first training forward."""
-    return not compiled and world.device.type != "meta"
+    for layer in layers.values():
+        extend_linear(layer, is_conv1d(layer), inputs)
 
 
 def is_conv1d(module: torch.nn.Module) -> bool:
@@ -161,76 +144,3 @@ def _grouped(left: dict[str, str]) -> list[str]:
 def _counted(paths: Iterable[str]) -> list[str]:
     counts = Counter(path.rpartition(".")[2] for path in paths)
     return [f"{count} x {name}" for name, count in counts.items()]
-
-
-class SignalGuard:
-    """A forward pre-hook of a model: measures its layers in the first training forward, and decides after the step.
-
-    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
-    every rank. The ranks exchange what they measured in a forward of the model before which each has made a backward,
-    and while none has a block whose backward is to come: it would be recomputed in another dtype. handle: removes the
-    hook.
-    """
-
-    handle: Any
-
-    def __init__(self, world: World, states: dict[str, Float8State], blocks: Sequence[Any]) -> None:
-        self._world, self._states, self._blocks = world, states, blocks
-        self._begun: int | None = None  # backwards before the measured forward
-
-    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
-        schedule = self._world.schedule
-        if not torch.is_grad_enabled() or schedule.in_backward:
-            return
-        if self._begun is None:
-            self._begun = schedule.backwards
-            for state in self._states.values():
-                state.measures = True
-        elif schedule.backwards > self._begun:
-            self._decide(model)
-
-    def _decide(self, model: torch.nn.Module) -> None:
-        """Compare the ranks' measurements, and leave out layers that are below the bound. Collective.
-
-        Weights are gathered in float8 from then on, but for those of layers that were left out, or that no rank called.
-        """
-        nothing = torch.zeros(2, device=self._world.device)
-        mine = torch.stack([nothing if state.powers is None else state.powers for state in self._states.values()])
-        pending = any(block._bmt.pending for block in self._blocks)
-        called = [state.powers is not None for state in self._states.values()]
-        found = self._world.control.gather((pending, called, mine.tolist()), "the measurement of float8's noise")
-        if any(pending for pending, *_ in found):
-            return
-        self.handle.remove()
-        ratios: dict[str, float] = {}
-        reasons = dict.fromkeys(self._states, "of a model with adapters") if adapter_parameters(model) else {}
-        for number, (path, state) in enumerate(self._states.items()):
-            state.measures, state.powers = False, None
-            signal, noise = (sum(powers[number][part] for *_, powers in found) for part in (0, 1))
-            ratios[path] = decibels(signal, noise)
-            state.active = ratios[path] >= LEAST_DECIBELS
-            if not state.active:
-                reasons[path] = "has left float8"
-            elif not any(called[number] for _, called, _ in found):
-                reasons[path] = "was not called"
-        if self._world.rank == 0:
-            _tell(ratios)
-        gather_float8(self._world, self._states, reasons)
-
-
-def _tell(ratios: dict[str, float]) -> None:
-    for path, ratio in ratios.items():
-        if ratio < LEAST_DECIBELS:
-            _log.warning(
-                "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f: from now on it computes in its own "
-                "dtype. keep=[%r] leaves such layers out from the start.",
-                path, ratio, LEAST_DECIBELS, path.rpartition(".")[2],
-            )  # fmt: skip
-    _log.info("float8: signal-to-noise in dB: %s", ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()))
-
-
-def decibels(signal: float, noise: float) -> float:
-    """Return the ratio of two sums of squares in decibels; inf without noise, or without a measurement."""
-    if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # an overflow, of which the loss scale takes care
-    return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

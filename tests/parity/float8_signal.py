@@ -16,7 +16,7 @@ from torch import nn
 
 from float8_models import FAMILIES, build, extend_all, rows
 from hf_bmtrain.blocks.float8_linear import Float8Linear
-from hf_bmtrain.wrap.float8 import decibels
+from hf_bmtrain.wrap.float8_guard import decibels
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

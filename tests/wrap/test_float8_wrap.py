@@ -13,7 +13,7 @@ from compile_checks import float8_gradients
 from float8_models import build, extend_all, rows
 from hf_bmtrain.blocks.float8_linear import Float8Inputs, Float8Linear, extend_linear
 from hf_bmtrain.ops.quantize import FORMATS
-from hf_bmtrain.wrap.float8 import LEAST_DECIBELS, SignalGuard, decibels
+from hf_bmtrain.wrap.float8_guard import LEAST_DECIBELS, SignalGuard, decibels
 from log_lines import log_lines
 from ranks import Ranks
 from twins import check_gradients

@@ -1,0 +1,160 @@
+"""Which float8 layers leave float8 for their noise, which is measured once: in the first training step, or before it.
+
+Compiled blocks are measured before it, in a forward that is not compiled, so that no graph contains the measurement, or
+is compiled anew for a layer that leaves float8.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..blocks.float8_linear import Float8State
+from ..recompute.forward_state import ForwardState
+from ..runtime.world import World
+from .find import adapter_parameters
+from .float8_gather import gather_float8
+
+_log = logging.getLogger("hf_bmtrain")
+LEAST_DECIBELS = 20.0
+"""The signal-to-noise ratio of a layer's output below which it does not compute in float8: rounding adds 10 %."""
+
+
+def install_signal_guard(
+    model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World, compiled: bool
+) -> None:
+    """Measure the float8 `layers` of `model`, by path, in its first training step, and gather their weights in float8.
+
+    On the meta device nothing is measured, and weights are gathered in float8 at once. compiled: `blocks` are.
+    """
+    states = {path: layer.float8_state for path, layer in layers.items()}
+    if states and world.device.type == "meta":
+        gather_float8(world, states, {})
+    elif states and not compiled:
+        guard = StepGuard(world, states, blocks)
+        guard.handle = model.register_forward_pre_hook(guard, with_kwargs=True)
+    elif states:
+        guard = CalibrationGuard(world, states, blocks)
+        hook: Any = torch.compiler.disable(guard)  # not traced where the model around the blocks is compiled too
+        guard.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class SignalGuard:
+    """A forward pre-hook of a model that decides which of its float8 layers have too much noise, and removes itself.
+
+    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
+    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes the hook.
+    """
+
+    handle: Any
+
+    def __init__(self, world: World, states: dict[str, Float8State], blocks: Sequence[Any]) -> None:
+        self._world, self._states, self._blocks = world, states, blocks
+
+    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _decide(self, model: torch.nn.Module) -> None:
+        """Compare the ranks' measurements, and leave out layers that are below the bound. Collective.
+
+        Weights are gathered in float8 from then on, but for those of layers that were left out, or that no rank called.
+        Does nothing while a rank has a block whose backward is to come: it would be recomputed in another dtype.
+        """
+        nothing = torch.zeros(2, device=self._world.device)
+        mine = torch.stack([nothing if state.powers is None else state.powers for state in self._states.values()])
+        pending = any(block._bmt.pending for block in self._blocks)
+        called = [state.powers is not None for state in self._states.values()]
+        found = self._world.control.gather((pending, called, mine.tolist()), "the measurement of float8's noise")
+        if any(pending for pending, *_ in found):
+            return
+        self.handle.remove()
+        ratios: dict[str, float] = {}
+        reasons = dict.fromkeys(self._states, "of a model with adapters") if adapter_parameters(model) else {}
+        for number, (path, state) in enumerate(self._states.items()):
+            state.measures, state.powers = False, None
+            signal, noise = (sum(powers[number][part] for *_, powers in found) for part in (0, 1))
+            ratios[path] = decibels(signal, noise)
+            state.active = ratios[path] >= LEAST_DECIBELS
+            if not state.active:
+                reasons[path] = "has left float8"
+            elif not any(called[number] for _, called, _ in found):
+                reasons[path] = "was not called"
+        if self._world.rank == 0:
+            _tell(ratios)
+        gather_float8(self._world, self._states, reasons)
+
+
+class StepGuard(SignalGuard):
+    """Measures layers in the first training forward itself, and decides in a later one, after each rank's backward."""
+
+    _begun: int | None = None  # backwards before the measured forward
+
+    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        schedule, training = self._world.schedule, torch.is_grad_enabled()
+        if schedule.in_backward:
+            return
+        for state in self._states.values():
+            state.measures = training and state.powers is None
+        if not training:
+            return
+        if self._begun is None:
+            self._begun = schedule.backwards
+        elif schedule.backwards > self._begun:
+            self._decide(model)
+
+
+class CalibrationGuard(SignalGuard):
+    """Measures layers in a forward of its own, ahead of the first training forward, and decides before that begins.
+
+    It runs on the same arguments, without gradients and not compiled, and leaves no trace: random generators, buffers,
+    attributes and containers are put back, also if it raises.
+    """
+
+    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._world.schedule.in_backward:
+            self._measure(model, args, kwargs)
+            self._decide(model)
+
+    @torch.no_grad()
+    def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        before = ForwardState(model, self._world.device, (*args, *kwargs.values()))
+        for state in self._states.values():
+            state.measures, state.powers = True, None
+        try:
+            with torch.compiler.set_stance("force_eager"), self._world.schedule.calibration():
+                model.forward(*map(_copy, args), **{name: _copy(value) for name, value in kwargs.items()})
+        except BaseException:
+            for state in self._states.values():
+                state.powers = None
+            raise
+        finally:
+            for state in self._states.values():
+                state.measures = False
+            before.put_back()
+
+
+def _copy(argument: Any) -> Any:
+    """Return a copy of a tensor, which the forward may modify in place, and anything else as it is."""
+    return argument.clone() if isinstance(argument, torch.Tensor) else argument
+
+
+def _tell(ratios: dict[str, float]) -> None:
+    for path, ratio in ratios.items():
+        if ratio < LEAST_DECIBELS:
+            _log.warning(
+                "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f: from now on it computes in its own "
+                "dtype. keep=[%r] leaves such layers out from the start.",
+                path, ratio, LEAST_DECIBELS, path.rpartition(".")[2],
+            )  # fmt: skip
+    _log.info("float8: signal-to-noise in dB: %s", ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return the ratio of two sums of squares in decibels; inf without noise, or without a measurement."""
+    if not math.isfinite(signal) or not math.isfinite(noise):
+        return math.inf  # an overflow, of which the loss scale takes care
+    return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

@@ -330,6 +330,11 @@ class _Call:
         like: Any = next((each for each in members if isinstance(each, Sliced)), None)
         if like is None:
             return members
+        for each in members:
+            if not isinstance(each, Sliced) or each.placement is not like.placement:
+                break
+        else:
+            return members
         operands = [
             each if each is like or not isinstance(each, torch.Tensor) else _operand(each, like) for each in members
         ]

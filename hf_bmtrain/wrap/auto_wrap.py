@@ -12,6 +12,7 @@ import torch
 
 from ..blocks.block import CheckpointBlock, enlarge, extend
 from ..blocks.block_list import TransformerBlockList
+from ..blocks.lora_linear import fuse_lora
 from ..blocks.module import DistributedModule
 from ..ops.expect import expect_module
 from ..recompute.policy import UseCheckpoint
@@ -251,6 +252,9 @@ def _outside(model: torch.nn.Module, blocks: Chain) -> Chain:
 
 def _finish(model: torch.nn.Module, world: World, fresh: Iterable[torch.nn.Module], blocks: list[Any]) -> None:
     """Place the module buffers, and patch the modules that were not wrapped before, `fresh`. Collective."""
+    fused = sum(fuse_lora(block.modules()) for block in blocks if not block._bmt.compiled)
+    if fused and world.rank == 0:
+        _log.info("%d LoRA layers add their adapter in the product of their frozen layer", fused)
     place_buffers(model, world)
     name_buffers(model, world)
     keep_cache_out(fresh, blocks)

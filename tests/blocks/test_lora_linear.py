@@ -1,0 +1,171 @@
+"""LoRA layers whose adapter is added in the product of the frozen layer, against PEFT's own forward."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_bmtrain.blocks import lora_linear
+from hf_bmtrain.blocks.lora_linear import FusedLoraLinear, fuse_lora
+
+peft = pytest.importorskip("peft")
+
+
+class Model(nn.Module):
+    def __init__(self, kind, bias):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = Conv1D(24, 16) if kind == "conv1d" else nn.Linear(16, 24, bias=bias)
+        self.second = nn.Linear(24, 12)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def build(kind="linear", bias=True, dtype=torch.float64, **options):
+    options = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, "fan_in_fan_out": kind == "conv1d"} | options
+    model = Model(kind, bias).to(dtype)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules=["first", "second"], **options)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+@contextlib.contextmanager
+def counted():
+    """The number of fused products that run under `with`, as a list's length."""
+    calls, apply = [], lora_linear.LoraProduct.apply
+
+    def counting(*arguments):
+        calls.append(arguments)
+        return apply(*arguments)
+
+    with mock.patch.object(lora_linear.LoraProduct, "apply", counting):
+        yield calls
+
+
+def run(model, x):
+    """Output and gradients of all that is trained, and of the input."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(3)  # of dropout
+    y = model(x)
+    y.float().square().sum().backward()
+    return [y, x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def compare(
+    prepare, fused, rtol=1e-12, shape=(3, 5, 16), dtype=torch.float64, around=contextlib.nullcontext, **options
+):
+    plain, model = build(dtype=dtype, **options), build(dtype=dtype, **options)
+    for each in (plain, model):
+        prepare(each)
+    assert fuse_lora(model.modules()) == 2 and fuse_lora(model.modules()) == 0
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with counted() as calls, around():
+        found = run(model, x)
+    assert len(calls) == fused
+    with around():
+        expected = run(plain, x)
+    assert any(each is not None for each in expected[2:])
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+
+
+def nothing(model):
+    pass
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 16), (16,), (0, 16)], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
+def test_is_pefts(kind, shape):
+    compare(nothing, 2, shape=shape, kind=kind, bias=kind != "no bias")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_other_dtypes(dtype):
+    compare(nothing, 2, rtol=1e-5 if dtype == torch.float32 else 0.05, dtype=dtype)
+
+
+@pytest.mark.parametrize("options", [{"use_rslora": True}, {"lora_dropout": 0.5}], ids=str)
+def test_evaluation(options):
+    compare(lambda model: model.eval(), 2, **options)
+
+
+def freeze_a(model):
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+
+
+def test_one_factor_is_frozen():
+    compare(freeze_a, 2)
+
+
+def two_adapters(model):
+    torch.manual_seed(4)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["first"], r=2, init_lora_weights=False))
+    model.double()
+    model.base_model.set_adapter(["default", "other"])
+
+
+def other_adapter(model):
+    two_adapters(model)
+    model.set_adapter("other")
+
+
+def hooked(model):
+    model.base_model.model.first.base_layer.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def train_the_base(model):
+    model.base_model.model.first.base_layer.requires_grad_(True)
+
+
+def merge(model):
+    model.merge_adapter()
+    model.base_model.model.first.base_layer.requires_grad_(True)
+
+
+def disable(model):
+    model.base_model.disable_adapter_layers()
+    model.base_model.model.first.base_layer.requires_grad_(True)
+
+
+PEFTS = [
+    (two_adapters, 1, {}), (other_adapter, 1, {}), (hooked, 1, {}), (train_the_base, 1, {}), (merge, 0, {}),
+    (disable, 0, {}), (nothing, 0, {"lora_dropout": 0.5}), (nothing, 0, {"use_dora": True}),
+    (nothing, 0, {"lora_bias": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prepare", "fused", "options"), PEFTS, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_what_is_not_one_plain_adapter_runs_pefts_forward(prepare, fused, options):
+    compare(prepare, fused, **options)
+
+
+def test_autocast():
+    compare(nothing, 0, rtol=0.05, dtype=torch.float32, around=lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+def test_a_second_derivative_is_refused():
+    model = build()
+    fuse_lora(model.modules())
+    x = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_the_class_is_still_pefts():
+    model = build()
+    fuse_lora(model.modules())
+    layer = model.base_model.model.first
+    assert isinstance(layer, FusedLoraLinear) and isinstance(layer, peft.tuners.lora.Linear)
+    assert type(layer).__name__ == "Linear" and repr(layer).startswith("lora.Linear")
+    merged = model.merge_and_unload()
+    assert type(merged.first) is nn.Linear

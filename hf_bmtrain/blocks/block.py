@@ -6,7 +6,8 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,12 +71,28 @@ class CheckpointBlock(ShardedModule):
         differ in nothing else share a graph. A forward that was set on the instance is compiled separately.
         """
         state = self._bmt
+        if not state.compiled:
+            state.eager_forward = state.own_forward
         if state.own_forward is not None:
             state.own_forward = torch.compile(state.own_forward, *args, **kwargs)
         else:
             compiled: Any = torch.compile(type(self)._extends.forward, *args, **kwargs)
             state.own_forward = weak_method(types.MethodType(compiled, self))
         state.compiled = True
+
+
+@contextmanager
+def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
+    """Run the blocks' own forwards under `with` as they are without `compile`."""
+    states = [block._bmt for block in blocks]
+    forwards = [state.own_forward for state in states]
+    for state in states:
+        state.own_forward = state.eager_forward
+    try:
+        yield
+    finally:
+        for state, forward in zip(states, forwards):
+            state.own_forward = forward
 
 
 def extend(

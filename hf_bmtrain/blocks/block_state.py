@@ -29,8 +29,9 @@ class BlockState:
     until another one opens, and its neighbour is prefetched.
 
     policy: True recomputes every forward, False none, and an AutoCheckpoint decides for each. own_forward: replaces
-    the forward of the layer's class (one set on the instance, or a compiled one). pending: the number of forwards whose
-    backward has not run yet, so that a block that is used several times is reduced once, when its gradient is complete.
+    the forward of the layer's class (one set on the instance, or a compiled one). eager_forward: what it was before it
+    was compiled. pending: the number of forwards whose backward has not run yet, so that a block that is used several
+    times is reduced once, when its gradient is complete.
 
     Whether a block is reduced follows from `pending` and `_entered` (backward has entered the block, and its gradient
     is not reduced yet), and not from the presence of gradients, because these are the same on every rank.
@@ -46,6 +47,7 @@ class BlockState:
     next: weakref.ref[BlockState] | None = None
     own_forward: Callable | None = None
     compiled: bool = False
+    eager_forward: Callable | None = None
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # the wholes are shown in the slots
     _entered: bool = field(default=False, init=False)

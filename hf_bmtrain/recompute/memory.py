@@ -33,11 +33,14 @@ class DeviceMemory:
     def usable(self) -> int:
         """Return the most bytes that tensors of this process can have.
 
-        They are the device's free bytes and those that the allocator holds, less a reserve of 5 % of the device or
-        2 GiB, whichever is more, for fragmentation, libraries that allocate outside torch, and differences of steps.
+        They are the device's free bytes and those that the allocator holds, or what
+        `torch.cuda.set_per_process_memory_fraction` leaves of the device, less a reserve of 5 % of the device or 2 GiB,
+        whichever is more, for fragmentation, libraries that allocate outside torch, and differences of steps.
         """
         free, total = self._module.mem_get_info(self._device)
-        return free + self._module.memory_reserved(self._device) - max(_SMALLEST_RESERVE, total // 20)
+        allowed = int(total * self._module.get_per_process_memory_fraction(self._device))
+        most = min(free + self._module.memory_reserved(self._device), allowed)
+        return most - max(_SMALLEST_RESERVE, total // 20)
 
 
 class SavedBytes:

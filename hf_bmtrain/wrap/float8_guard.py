@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..blocks.block import uncompiled
 from ..blocks.float8_linear import Float8State
 from ..recompute.forward_state import ForwardState
 from ..runtime.world import World
@@ -125,7 +126,7 @@ class CalibrationGuard(SignalGuard):
         for state in self._states.values():
             state.measures, state.powers = True, None
         try:
-            with torch.compiler.set_stance("force_eager"), self._world.schedule.calibration():
+            with uncompiled(self._blocks), self._world.schedule.calibration():
                 model.forward(*map(_copy, args), **{name: _copy(value) for name, value in kwargs.items()})
         except BaseException:
             for state in self._states.values():

@@ -1,6 +1,8 @@
 """What is counted as saved is what a forward that keeps its activations leaves behind."""
 
 import weakref
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hf_bmtrain.ops.torch_internals import top_saved_tensors_hooks
-from hf_bmtrain.recompute.memory import SavedBytes
+from hf_bmtrain.recompute.memory import DeviceMemory, SavedBytes
 from recomputed_models import Created
 from tiny_models import batch, build
 
@@ -92,3 +94,14 @@ def test_each_storage_once_and_nothing_kept_alive():
     alive = weakref.ref(z)
     del z, w
     assert alive() is None
+
+
+@pytest.mark.parametrize(("fraction", "usable"), [(1.0, 72), (0.5, 36), (0.01, -3.2)])
+def test_usable_memory_is_what_the_process_may_take(fraction, usable):
+    """Of 80 GB 70 are free and 6 are held by the allocator; a reserve of 4 is left."""
+    device = SimpleNamespace(
+        mem_get_info=lambda device: (70 * 10**9, 80 * 10**9), memory_reserved=lambda device: 6 * 10**9,
+        get_per_process_memory_fraction=lambda device: fraction,
+    )  # fmt: skip
+    with mock.patch.object(torch, "get_device_module", return_value=device):
+        assert DeviceMemory(torch.device("cuda", 0)).usable() == pytest.approx(usable * 10**9)

@@ -134,7 +134,7 @@ def wait_for(work: Any, journal: Journal, seconds: float) -> None:
 
 @contextlib.contextmanager
 def explained_by(journal: Journal) -> Iterator[None]:
-    """Replace an error of gloo by the journal's problem, if the watch finds one within seconds."""
+    """Replace an error of gloo or NCCL by the journal's problem, if the watch finds one within seconds."""
     try:
         yield
     except RuntimeError:

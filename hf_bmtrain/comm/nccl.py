@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .collectives import Communicator
+from .control import explained_by
 from .journal import Journal, code
 from .streams import Ticket
 
@@ -102,13 +103,14 @@ class NcclCommunicator:
     def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
         assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
-        except Exception as error:
-            raise RuntimeError(
-                f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on communicator '{self._name}' "
-                f"failed: {error}. NCCL_DEBUG=INFO tells more."
-            ) from error
+        with explained_by(self.journal):  # NCCL may find that a rank is gone before the watch has named it
+            try:
+                call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
+            except Exception as error:
+                raise RuntimeError(
+                    f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on communicator "
+                    f"'{self._name}' failed: {error}. NCCL_DEBUG=INFO tells more."
+                ) from error
         event = self._last = torch.cuda.Event()
         event.record(self._stream)
         return _CudaTicket(event, send, receive)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -113,3 +114,25 @@ def test_communicators_are_aborted_together():
     assert not abort_all([Abortable(never.wait), Abortable(lambda: None)], seconds=0.2)
     assert time.monotonic() < end
     never.set()
+
+
+class Failing(NcclCommunicator):
+    """A lane on which every operation fails, without a GPU."""
+
+    def __init__(self):
+        self._comm, self.journal = mock.Mock(), Journal("lane")
+        self._comm.allReduce.side_effect = OSError("remote process exited")
+        self._comm.allReduce.__name__ = "allReduce"
+        self._name, self.rank, self._device, self._stream = "lane", 0, torch.device("cpu"), mock.Mock()
+
+
+def test_an_error_of_nccl_names_the_rank_that_is_gone(monkeypatch):
+    """NCCL says at once that a process has exited, and not which; the watch says it within seconds."""
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    lane = Failing()
+    threading.Timer(0.4, lambda: setattr(lane.journal, "problem", "rank 1 was killed")).start()
+    with pytest.raises(RuntimeError, match="rank 1 was killed"):
+        lane.all_reduce(tensor(torch.float32))
+    monkeypatch.setattr(Journal, "check", lambda journal, seconds: None)
+    with pytest.raises(RuntimeError, match="rank 0: allReduce of 12 × torch.float32 .* remote process exited"):
+        Failing().all_reduce(tensor(torch.float32))

@@ -13,6 +13,8 @@ All but the element-wise ones are collective.
 from __future__ import annotations
 
 import inspect
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -103,6 +105,10 @@ class Sliced:
             return args[0].as_subclass(torch.Tensor).type()
         if cls.in_memory and not all(getattr(kind, "in_memory", True) for kind in types):
             return NotImplemented
+        if not kwargs and getattr(func, "__name__", "").startswith("_foreach_") and not torch.is_grad_enabled():
+            result = _on_alike(func, name, args)
+            if result is not NotImplemented:
+                return result
         return _Call(func, name, args, kwargs).run()
 
     @staticmethod
@@ -330,11 +336,6 @@ class _Call:
         like: Any = next((each for each in members if isinstance(each, Sliced)), None)
         if like is None:
             return members
-        for each in members:
-            if not isinstance(each, Sliced) or each.placement is not like.placement:
-                break
-        else:
-            return members
         operands = [
             each if each is like or not isinstance(each, torch.Tensor) else _operand(each, like) for each in members
         ]
@@ -463,6 +464,38 @@ def _data_ptr(tensor: Any) -> int:
                 f"{len(tensor)} of its elements there. Pass `tensor.part` to kernels that are element-wise."
             )
         return tensor.data_ptr()
+
+
+def _on_alike(func: Callable, name: str, args: tuple) -> Any:
+    """Apply an element-wise function on lists to the slices in them, if those at each position have one placement.
+
+    Most functions of an optimizer are such, with a position for each parameter, and are slow by the general rule.
+    Returns NotImplemented for any other.
+    """
+    if name.removesuffix("_") not in ELEMENT_WISE or is_tracing():
+        return NotImplemented
+    lists = [value for value in args if isinstance(value, (list, tuple)) and value]
+    lists = [value for value in lists if not isinstance(value[0], _NUMBERS)]
+    if not lists or any(isinstance(value, torch.Tensor) for value in args):
+        return NotImplemented
+    try:
+        placements, *others = [[*map(_PLACEMENT, value)] for value in lists]
+    except AttributeError:  # an ordinary tensor
+        return NotImplemented
+    if not all(map(operator.is_, placements * len(others), itertools.chain(*others))):
+        return NotImplemented
+    for each in itertools.chain(*lists):
+        if type(each) is not SliceTensor:
+            each.settle()
+    with WithoutTorchFunction():
+        result = func(*args)
+        if not isinstance(result, (list, tuple)):
+            return result
+        return args[0] if name.endswith("_") else [*map(SliceTensor.of, result, placements)]
+
+
+_NUMBERS = (int, float, complex)
+_PLACEMENT = operator.attrgetter("placement")
 
 
 def _on_meta(value: Any) -> Any:

@@ -2,8 +2,11 @@
 
 With s the scaling of the adapter, the forward computes u = x Aᵀ and y = x Wᵀ + b + s u Bᵀ, the backward du = s dy B,
 dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same with a tensor of the output's size for u Bᵀ, one
-for its multiple and one for the sum, and in backward two more; here cuBLAS adds to what is there (Hu et al., "LoRA:
-Low-Rank Adaptation of Large Language Models", 2021). Autograd keeps x and u, as for PEFT.
+for its multiple and one for the sum, and in backward two more; here cuBLAS adds to what is there. Under autocast PEFT
+converts x to the adapters' dtype, float32 by default, and autocast converts it back, which autograd keeps for each
+layer; here autograd keeps x.
+
+Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class FusedLoraLinear(torch.nn.Module):
     """A LoRA layer of PEFT's, extended in place.
 
-    Its own forward runs for what is not one plain adapter in the dtype of its frozen layer: with dropout, several
-    active adapters, DoRA and other variants, merged or disabled adapters, autocast, a layer that is trained, or hooks
-    on the modules inside; and in compiled code, where the compiler fuses.
+    Its own forward runs for what is not one plain adapter of a frozen layer: with dropout, several active adapters,
+    DoRA and other variants, merged or disabled adapters, hooks on the modules inside, or, without autocast, an adapter
+    of another dtype; and in compiled code, where the compiler fuses.
     """
 
     base_layer: Any
@@ -65,8 +68,8 @@ def _is_lora(module: Any) -> bool:
     return hasattr(module, "lora_variant") and (_is_plain(base) or type(base).__name__ == "Conv1D")
 
 
-def _adapter_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-    """Return A, B and the scaling of the adapter that is to be added, None if PEFT's own forward has to run."""
+def _adapter_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float, torch.dtype] | None:
+    """Return A, B, the scaling and the dtype to compute in, None if PEFT's own forward has to run."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(active) != 1 or layer.disable_adapters or layer.merged or active[0] in layer.lora_variant:
         return None
@@ -78,10 +81,15 @@ def _adapter_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
         return None
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return None
-    same = x.dtype == base.weight.dtype == a.weight.dtype == b.weight.dtype
-    if not same or a.bias is not None or b.bias is not None or torch.is_autocast_enabled(autocast_type(x.device)):
+    if a.bias is not None or b.bias is not None or not x.is_floating_point():
         return None
-    return a.weight, b.weight, layer.scaling[name]
+    kind, dtype = autocast_type(x.device), x.dtype
+    dtypes = {x.dtype, base.weight.dtype, a.weight.dtype, b.weight.dtype}
+    if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(kind)
+    elif len(dtypes) > 1:
+        return None
+    return a.weight, b.weight, layer.scaling[name], dtype
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
@@ -90,18 +98,20 @@ def _is_plain(module: torch.nn.Module) -> bool:
 
 
 class LoraProduct(torch.autograd.Function):
-    """y = x Wᵀ + b + s u Bᵀ with u = x Aᵀ. x: (..., K). A: (r, K). B: (N, r). W is frozen.
+    """y = x Wᵀ + b + s u Bᵀ with u = x Aᵀ, of `dtype`. x: (..., K). A: (r, K). B: (N, r). W and b are frozen.
 
     transposed: W is (K, N), as that of transformers' Conv1D, and not (N, K).
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scaling: float, transposed: bool):
-        ctx.scaling, ctx.transposed = scaling, transposed
-        flat = x.reshape(-1, x.shape[-1])
-        u = flat @ a.t()
-        y = linear(flat, weight.t() if transposed else weight, bias).addmm_(u, b.t(), alpha=scaling)
-        ctx.save_for_backward(x, weight, a, b, u)
+    def forward(ctx, x, weight, bias, a, b, scaling: float, dtype: torch.dtype, transposed: bool):
+        ctx.scaling, ctx.transposed, ctx.dtypes, ctx.shape = scaling, transposed, (x.dtype, a.dtype, b.dtype), x.shape
+        flat = x.to(dtype).reshape(-1, x.shape[-1])
+        whole = weight.to(dtype)
+        u = flat @ a.to(dtype).t()
+        y = linear(flat, whole.t() if transposed else whole, None if bias is None else bias.to(dtype))
+        y.addmm_(u, b.to(dtype).t(), alpha=scaling)
+        ctx.save_for_backward(flat, weight, a, b, u)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -109,13 +119,14 @@ class LoraProduct(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward()
         x, weight, a, b, u = ctx.saved_tensors
+        weight, a, b = (each.to(x.dtype) for each in (weight, a, b))
         needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
         dy, dx, da, db = dy.reshape(-1, dy.shape[-1]), None, None, None
         du = (dy @ b).mul_(ctx.scaling)
         if needs_b:
-            db = (dy.t() @ u).mul_(ctx.scaling)
+            db = (dy.t() @ u).mul_(ctx.scaling).to(ctx.dtypes[2])
         if needs_a:
-            da = du.t() @ x.reshape(-1, x.shape[-1])
+            da = (du.t() @ x).to(ctx.dtypes[1])
         if needs_x:
-            dx = (dy @ (weight.t() if ctx.transposed else weight)).addmm_(du, a).view(x.shape)
-        return dx, None, None, da, db, None, None
+            dx = (dy @ (weight.t() if ctx.transposed else weight)).addmm_(du, a).view(ctx.shape).to(ctx.dtypes[0])
+        return dx, None, None, da, db, None, None, None

@@ -149,8 +149,63 @@ def test_what_is_not_one_plain_adapter_runs_pefts_forward(prepare, fused, option
     compare(prepare, fused, **options)
 
 
-def test_autocast():
-    compare(nothing, 0, rtol=0.05, dtype=torch.float32, around=lambda: torch.autocast("cpu", torch.bfloat16))
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_autocast(dtype, adapters, kind):
+    """PEFT keeps adapters in float32 beside a model in bfloat16."""
+
+    def convert(model):
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.data = parameter.data.to(adapters)
+
+    compare(convert, 2, rtol=0.05, dtype=dtype, around=autocast, kind=kind)
+
+
+def float_adapters(model):
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data = parameter.data.float()
+
+
+def test_autocast_leaves_float64_alone():
+    compare(nothing, 2, around=autocast)
+
+
+def test_adapters_of_another_dtype_without_autocast():
+    compare(float_adapters, 0, rtol=0.05, dtype=torch.bfloat16)
+
+
+def saved_bytes(model, around):
+    """What autograd keeps of a forward, parameters and the input aside."""
+    x, storages = torch.randn(64, 16, dtype=torch.bfloat16), {}
+    known = {each.untyped_storage().data_ptr() for each in [x, *model.parameters()]}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with around(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    found = sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in known)
+    assert y.requires_grad
+    return found
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, autocast])
+def test_no_more_is_kept_than_by_peft(around):
+    plain, model = build(dtype=torch.bfloat16), build(dtype=torch.bfloat16)
+    if around is autocast:
+        float_adapters(plain)
+        float_adapters(model)
+    fuse_lora(model.modules())
+    mine, theirs = saved_bytes(model, around), saved_bytes(plain, around)
+    assert mine < theirs if around is autocast else mine <= theirs
 
 
 def test_a_second_derivative_is_refused():

@@ -31,7 +31,7 @@ class FusedLoraLinear(torch.nn.Module):
 
     Its own forward runs for what is not one plain adapter of a frozen layer: with dropout, several active adapters,
     DoRA and other variants, merged or disabled adapters, hooks on the modules inside, or, without autocast, an adapter
-    of another dtype; and in compiled code, where the compiler fuses.
+    of another dtype; in compiled code, where the compiler fuses; and in float32, so that it is rounded as by PEFT.
     """
 
     base_layer: Any
@@ -88,6 +88,8 @@ def _adapter_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float, torch.dty
     if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(kind)
     elif len(dtypes) > 1:
+        return None
+    if dtype == torch.float32:
         return None
     return a.weight, b.weight, layer.scaling[name], dtype
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..ops.autocast import autocast_type
+from ..ops.torch_internals import functorch_transforms_active, has_global_hooks
 from ..runtime.schedule import double_backward
 from .base import extend_class
 
@@ -30,8 +31,9 @@ class FusedLoraLinear(torch.nn.Module):
     """A LoRA layer of PEFT's, extended in place.
 
     Its own forward runs for what is not one plain adapter of a frozen layer: with dropout, several active adapters,
-    DoRA and other variants, merged or disabled adapters, hooks on the modules inside, or, without autocast, an adapter
-    of another dtype; in compiled code, where the compiler fuses; and in float32, so that it is rounded as by PEFT.
+    DoRA and other variants, merged or disabled adapters, a base layer in float8 or with a forward of its own, hooks on
+    the modules inside, or, without autocast, an adapter of another dtype; in compiled code, where the compiler fuses;
+    under transforms of torch.func; and in float32, so that it is rounded as by PEFT.
     """
 
     base_layer: Any
@@ -41,8 +43,9 @@ class FusedLoraLinear(torch.nn.Module):
         if adapter is None:
             return super().forward(x, *args, **kwargs)
         base = self.base_layer
-        y: Any = LoraProduct.apply(x, base.weight, base.bias, *adapter, not isinstance(base, torch.nn.Linear))
-        return y
+        flat = x.reshape(-1, x.shape[-1])
+        y: Any = LoraProduct.apply(flat, base.weight, base.bias, *adapter, not isinstance(base, torch.nn.Linear))
+        return y.view(*x.shape[:-1], y.shape[-1])  # outside: a view that a Function returns cannot be modified in place
 
 
 def fuse_lora(modules: Iterable[torch.nn.Module]) -> int:
@@ -64,8 +67,7 @@ def _is_lora(module: Any) -> bool:
     cls = type(module)
     if (cls.__module__, cls.__name__) != ("peft.tuners.lora.layer", "Linear") or isinstance(module, FusedLoraLinear):
         return False
-    base = module.base_layer
-    return hasattr(module, "lora_variant") and (_is_plain(base) or type(base).__name__ == "Conv1D")
+    return hasattr(module, "lora_variant") and _is_supported(module.base_layer)
 
 
 def _adapter_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float, torch.dtype] | None:
@@ -74,14 +76,16 @@ def _adapter_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float, torch.dty
     if len(active) != 1 or layer.disable_adapters or layer.merged or active[0] in layer.lora_variant:
         return None
     name, base = active[0], layer.base_layer
-    a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    if (dropout.training and getattr(dropout, "p", 0) > 0) or not (_is_plain(a) and _is_plain(b)):
+    a, b, dropout, scaling = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
+    if (dropout.training and getattr(dropout, "p", 0) > 0) or not isinstance(scaling, (int, float)):
         return None
-    if any(getattr(module, hooks) for module in (base, a, b, dropout) for hooks in _HOOKS):
+    if not (_is_plain(a) and _is_plain(b) and _is_supported(base)) or functorch_transforms_active():
+        return None
+    if has_global_hooks() or any(getattr(module, hooks) for module in (base, a, b, dropout) for hooks in _HOOKS):
         return None
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return None
-    if a.bias is not None or b.bias is not None or not x.is_floating_point():
+    if a.bias is not None or b.bias is not None or not x.is_floating_point() or x.is_nested:
         return None
     kind, dtype = autocast_type(x.device), x.dtype
     dtypes = {x.dtype, base.weight.dtype, a.weight.dtype, b.weight.dtype}
@@ -91,7 +95,7 @@ def _adapter_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float, torch.dty
         return None
     if dtype == torch.float32:
         return None
-    return a.weight, b.weight, layer.scaling[name], dtype
+    return a.weight, b.weight, scaling, dtype
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
@@ -99,36 +103,48 @@ def _is_plain(module: torch.nn.Module) -> bool:
     return type(module).forward is torch.nn.Linear.forward and "forward" not in vars(module)
 
 
+def _is_supported(base: torch.nn.Module) -> bool:
+    """Return whether `base` computes what torch.nn.Linear or transformers' Conv1D does, in the weight's own dtype."""
+    return _is_plain(base) or (
+        type(base).forward.__module__ == "transformers.pytorch_utils" and "forward" not in vars(base)
+    )
+
+
 class LoraProduct(torch.autograd.Function):
-    """y = x Wᵀ + b + s u Bᵀ with u = x Aᵀ, of `dtype`. x: (..., K). A: (r, K). B: (N, r). W and b are frozen.
+    """y = x Wᵀ + b + s u Bᵀ with u = x Aᵀ, of `dtype`. x: (rows, K). A: (r, K). B: (N, r). W and b are frozen.
 
     transposed: W is (K, N), as that of transformers' Conv1D, and not (N, K).
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scaling: float, dtype: torch.dtype, transposed: bool):
-        ctx.scaling, ctx.transposed, ctx.dtypes, ctx.shape = scaling, transposed, (x.dtype, a.dtype, b.dtype), x.shape
-        flat = x.to(dtype).reshape(-1, x.shape[-1])
-        whole = weight.to(dtype)
+        ctx.scaling, ctx.transposed, ctx.dtype, ctx.dtypes = scaling, transposed, dtype, (x.dtype, a.dtype, b.dtype)
+        flat, whole = x.to(dtype), weight.to(dtype)
         u = flat @ a.to(dtype).t()
         y = linear(flat, whole.t() if transposed else whole, None if bias is None else bias.to(dtype))
         y.addmm_(u, b.to(dtype).t(), alpha=scaling)
-        ctx.save_for_backward(flat, weight, a, b, u)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        _, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(flat if needs_a else None, weight, a, b, u if needs_b else None)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise double_backward()
         x, weight, a, b, u = ctx.saved_tensors
-        weight, a, b = (each.to(x.dtype) for each in (weight, a, b))
+        weight, a, b = (each.to(ctx.dtype) for each in (weight, a, b))
         needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
-        dy, dx, da, db = dy.reshape(-1, dy.shape[-1]), None, None, None
-        du = (dy @ b).mul_(ctx.scaling)
+        dx = da = db = None
+        du = _scaled_product(dy, b, ctx.scaling)
         if needs_b:
-            db = (dy.t() @ u).mul_(ctx.scaling).to(ctx.dtypes[2])
+            db = _scaled_product(dy.t(), u, ctx.scaling).to(ctx.dtypes[2])
         if needs_a:
             da = (du.t() @ x).to(ctx.dtypes[1])
         if needs_x:
-            dx = (dy @ (weight.t() if ctx.transposed else weight)).addmm_(du, a).view(ctx.shape).to(ctx.dtypes[0])
+            dx = (dy @ (weight.t() if ctx.transposed else weight)).addmm_(du, a).to(ctx.dtypes[0])
         return dx, None, None, da, db, None, None, None
+
+
+def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
+    """Return factor · one @ other, rounded once: in float16 the product alone may overflow."""
+    return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)

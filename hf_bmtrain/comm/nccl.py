@@ -122,13 +122,22 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
     One after the other they would wait for ever: NCCL frees memory in an abort, for which CUDA waits until the device
     is idle, and the operations of a communicator that is not aborted yet do not end.
     """
-    threads = [threading.Thread(target=each.close, args=(True,), daemon=True) for each in communicators]
-    for thread in threads:
-        thread.start()
+    aborted: list[Communicator] = []
+
+    def abort(communicator: Communicator) -> None:
+        communicator.close(abort=True)
+        aborted.append(communicator)
+
+    threads = [threading.Thread(target=abort, args=(each,), daemon=True) for each in communicators]
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError:  # some versions of Python 3.12 start no thread in an exit handler
+        return False
     end = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
+    return len(aborted) == len(communicators)
 
 
 def import_nccl() -> Any:

@@ -59,6 +59,14 @@ optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
 """Set whether TorchScript functions that are not optimized yet may be, in this thread. The public
 `torch.jit.optimized_execution` is a context, which ends."""
 
+# -- modules --------------------------------------------------------------------------------------------------------
+
+
+def has_global_hooks() -> bool:
+    """Return whether hooks of all modules are registered. The public functions register them only."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass

@@ -15,6 +15,7 @@ import torch
 
 from ..blocks.block import uncompiled
 from ..blocks.float8_linear import Float8State
+from ..ops.torch_internals import pytree
 from ..recompute.forward_state import ForwardState
 from ..runtime.world import World
 from .find import adapter_parameters
@@ -123,11 +124,13 @@ class CalibrationGuard(SignalGuard):
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         before = ForwardState(model, self._world.device, (*args, *kwargs.values()))
+        # The forward may modify tensors in place, also those inside of lists and dictionaries.
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
         for state in self._states.values():
             state.measures, state.powers = True, None
         try:
             with uncompiled(self._blocks), self._world.schedule.calibration():
-                model.forward(*map(_copy, args), **{name: _copy(value) for name, value in kwargs.items()})
+                model.forward(*args, **kwargs)
         except BaseException:
             for state in self._states.values():
                 state.powers = None
@@ -136,11 +139,6 @@ class CalibrationGuard(SignalGuard):
             for state in self._states.values():
                 state.measures = False
             before.put_back()
-
-
-def _copy(argument: Any) -> Any:
-    """Return a copy of a tensor, which the forward may modify in place, and anything else as it is."""
-    return argument.clone() if isinstance(argument, torch.Tensor) else argument
 
 
 def _tell(ratios: dict[str, float]) -> None:

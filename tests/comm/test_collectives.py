@@ -116,6 +116,20 @@ def test_communicators_are_aborted_together():
     never.set()
 
 
+def fails(*arguments):
+    raise RuntimeError("as asked")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_communicator_whose_abort_fails_is_not_aborted():
+    assert not abort_all([Abortable(fails), Abortable(lambda: None)])
+
+
+def test_nothing_is_aborted_where_no_thread_starts(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    assert not abort_all([Abortable(lambda: None)])
+
+
 class Failing(NcclCommunicator):
     """A lane on which every operation fails, without a GPU."""
 

@@ -195,6 +195,39 @@ def test_the_measurement_leaves_no_trace(world, size, options):
     world(size)(leaves_no_trace, options)
 
 
+class Written(nn.Module):
+    """Writes tensors inside of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(False) for _ in range(2)])
+
+    def forward(self, batch, scales=()):
+        x = batch["x"].mul_(2)
+        for layer, scale in zip(self.layers, scales):
+            x = layer(x) * scale.add_(1)
+        return x.square().mean()
+
+
+def writes_inside_of_arguments() -> None:
+    found = []
+    for guard in (True, False):
+        model = compiled(Written(), guard)
+        arguments: dict = {"batch": {"x": torch.ones(8, WIDTH)}, "scales": [torch.zeros(1) for _ in range(2)]}
+        torch.manual_seed(bmt.rank())
+        loss = model(**arguments)
+        found.append([loss, arguments["batch"]["x"], *arguments["scales"]])
+    assert found[0][1].eq(2).all() and all(scale == 1 for scale in found[0][2:])
+    same_bits = [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    assert all(same_bits), same_bits
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tensors_inside_of_arguments_are_written_once(world, size):
+    world(size)(writes_inside_of_arguments)
+
+
 FAMILIES = {
     "llama": {"zero_level": 2}, "gpt2": {"use_checkpoint": False}, "t5": {"use_checkpoint": "auto"}, "bert": {},
     "mixtral": {},

@@ -33,7 +33,7 @@ class FusedLoraLinear(torch.nn.Module):
     Its own forward runs for what is not one plain adapter of a frozen layer: with dropout, several active adapters,
     DoRA and other variants, merged or disabled adapters, a base layer in float8 or with a forward of its own, hooks on
     the modules inside, or, without autocast, an adapter of another dtype; in compiled code, where the compiler fuses;
-    under transforms of torch.func; and in float32, so that it is rounded as by PEFT.
+    under transforms of torch.func; with a scaling that is a tensor; and in float32, so that it is rounded as by PEFT.
     """
 
     base_layer: Any
@@ -135,13 +135,14 @@ class LoraProduct(torch.autograd.Function):
         weight, a, b = (each.to(ctx.dtype) for each in (weight, a, b))
         needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
         dx = da = db = None
-        du = _scaled_product(dy, b, ctx.scaling)
         if needs_b:
             db = _scaled_product(dy.t(), u, ctx.scaling).to(ctx.dtypes[2])
-        if needs_a:
-            da = (du.t() @ x).to(ctx.dtypes[1])
-        if needs_x:
-            dx = (dy @ (weight.t() if ctx.transposed else weight)).addmm_(du, a).to(ctx.dtypes[0])
+        if needs_a or needs_x:
+            du = _scaled_product(dy, b, ctx.scaling)
+            if needs_a:
+                da = (du.t() @ x).to(ctx.dtypes[1])
+            if needs_x:
+                dx = (dy @ (weight.t() if ctx.transposed else weight)).addmm_(du, a).to(ctx.dtypes[0])
         return dx, None, None, da, db, None, None, None
 
 

@@ -63,7 +63,7 @@ optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks of all modules are registered. The public functions register them only."""
+    """Return whether hooks of all modules are registered. The public functions only register them."""
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 

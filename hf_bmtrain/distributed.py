@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .base.expect import expect_number
 from .comm.collectives import as_bytes
-from .ops.expect import expect_number
 from .runtime.world import current_world
 
 _OPERATIONS = ("sum", "avg", "max", "min", "prod")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .ops.expect import expect_flag, expect_kind, expect_module
+from .base.expect import expect_flag, expect_kind, expect_module
 from .runtime.world import current_world
 from .sharding.parameter import DistributedParameter
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ops.autocast import autocast_type
+from .base.autocast import autocast_type
+from .base.expect import expect_number, expect_tensor
 from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
-from .ops.expect import expect_number, expect_tensor
 from .ops.wide_product import add_product
 from .runtime.world import current_world
 from .sharding.on_demand import OnDemandGather

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .base.expect import expect_flag, expect_tensor
 from .linear_loss import DTYPES, linear_cross_entropy
 from .ops.criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .ops.cross_entropy import rescale_
-from .ops.expect import expect_flag, expect_tensor
 from .runtime.world import refuse_parallelism
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .ops.expect import expect_kind, expect_number
+from .base.expect import expect_kind, expect_number
 
 __all__ = ["Cosine", "Exponential", "Linear", "NoDecay", "Noam", "WarmupLRScheduler"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .base.expect import expect_flag, expect_kind, expect_number
 from .blocks.module import DistributedModule, ParameterInitializer
-from .ops.expect import expect_flag, expect_kind, expect_number
 from .runtime.world import refuse_parallelism
 from .sharding.parameter import DistributedParameter
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from .base.expect import expect_kind, expect_number
 from .blocks.base import ShardedModule
 from .comm.collectives import as_bytes
-from .ops.expect import expect_kind, expect_number
 from .runtime.world import World, current_world
 from .sharding.state_dict import StateDict, copy_wholes
 from .sharding.store import load, save

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch
 
-from .ops.expect import expect_kind, expect_number, expect_tensor
+from .base.expect import expect_kind, expect_number, expect_tensor
 from .runtime.world import current_world, print_rank
 
 __all__ = [

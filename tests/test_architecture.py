@@ -15,13 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_bmtrain"
-ORDER = "ops comm watch runtime slices sharding recompute blocks wrap optim".split()
+ORDER = "base ops comm watch runtime slices sharding recompute blocks wrap optim".split()
 ORDER += "checkpoint diagnose (root) hf memory __init__".split()
 """A file imports only from folders to its left, or from its own folder without a circle; (root): the files at the
 root of the package."""
 
 DEVICE = re.compile(r"(cuda|cupy|cupyx|nccl|nvidia|pynvml)(:.*)?")
-DEVICE_HOMES = ("ops.*", "comm.*", "runtime.launcher", "runtime.backend", "runtime.world", "blocks.autograd")
+DEVICE_HOMES = ("base.*", "ops.*", "comm.*", "runtime.launcher", "runtime.backend", "runtime.world", "blocks.autograd")
 """Modules that may import a device's libraries or name the device, as an attribute (torch.cuda) or a string."""
 HUGGING_FACE = {"transformers", "accelerate", "peft", "trl", "datasets"}
 HUGGING_FACE_HOMES = ("hf.*",)
@@ -43,7 +43,7 @@ INNER_PLACES = {
 """Where tests look at what is private to the package: (file in tests, name), and why they must."""
 MOST_INNER_PLACES = 10
 TORCH_PRIVATE = set("_C _foreach_norm _modules _parameters _replicate_for_data_parallel _version".split())
-"""Names of torch's that the package defines too, on its subclasses or in ops.torch_internals."""
+"""Names of torch's that the package defines too, on its subclasses or in base.torch_internals."""
 NAMING_CALL = re.compile(r"(patch|object|multiple|[gs]etattr|hasattr|delattr)$")
 
 Sources = dict[str, str]
@@ -355,14 +355,14 @@ def test_planted_looks_inside_are_seen(source, found):
 
 NAMES = "__init__ comm.__init__ comm.layout comm.nccl comm.collectives comm.peer_gather runtime.world "
 NAMES += "runtime.launcher blocks.block blocks.module wrap.auto_wrap optim.__init__ optim.adam optim.manager "
-NAMES += "ops.__init__ ops.launch ops.adam loss hf.__init__ hf.callback"
+NAMES += "base.__init__ base.launch ops.__init__ ops.loss ops.adam loss hf.__init__ hf.callback"
 EMPTY = dict.fromkeys(NAMES.split(), "")
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("comm.collectives", "from .layout import Layout\nfrom ..ops import launch"),
+        ("comm.collectives", "from .layout import Layout\nfrom ..base import launch"),
         ("wrap.auto_wrap", "from ..blocks import block, module\nfrom ..comm.nccl import x"),
         ("wrap.auto_wrap", "def f():\n  from hf_bmtrain.runtime.world import rank"),
         ("loss", "from .ops.adam import a\nfrom .optim import manager"),
@@ -393,7 +393,7 @@ def test_what_is_allowed_passes(module, source):
         (check_order, "wrap.auto_wrap", "from ..optim import A", "wrap.auto_wrap:1: imports optim.__init__"),
         (check_order, "blocks.block", "import importlib as i\ni.import_module('hf_bmtrain.hf')", "blocks.block:2"),
         (check_order, "novelty.file", "", "novelty.file: the folder novelty has no place in ORDER"),
-        (check_devices, "blocks.block", "import cupy", "blocks.block:1: 'cupy' may be used only in ops.*"),
+        (check_devices, "blocks.block", "import cupy", "blocks.block:1: 'cupy' may be used only in base.*"),
         (check_devices, "wrap.auto_wrap", "def f():\n  from torch import cuda", "wrap.auto_wrap:2: 'cuda' may be used"),
         (check_devices, "optim.adam", "import nvidia.nvrtc", "optim.adam:1: 'nvidia'"),
         (check_devices, "blocks.block", "import torch\ntorch.cuda.synchronize()", "blocks.block:2: 'cuda' may be"),
@@ -418,7 +418,7 @@ def test_planted_violations_are_seen(check, module, source, message):
     ("circle", "path"),
     [
         ({"blocks.block": "from . import module", "blocks.module": "from .block import B"}, "blocks.block"),
-        ({"ops.launch": "from . import launch, adam", "ops.adam": "from ..ops.launch import L"}, "ops.adam"),
+        ({"ops.loss": "from . import loss, adam", "ops.adam": "from ..ops.loss import L"}, "ops.adam"),
         ({"optim.adam": "from ..optim import M", "optim.__init__": "from .adam import A"}, "optim.__init__"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..ops.torch_internals import functorch_transforms_active
+from ..base.torch_internals import functorch_transforms_active
 from ..recompute.contents import ATOMS, exchange, tensors_in
 from ..runtime.schedule import double_backward
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..ops.expect import expect_module
+from ..base.expect import expect_module
 from ..recompute.policy import UseCheckpoint, check_use_checkpoint, choose_policy
 from ..recompute.replay import Replay
 from ..runtime.world import World, check_zero_level, current_world

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ops.expect import expect_kind, expect_number
+from ..base.expect import expect_kind, expect_number
 from .block import CheckpointBlock
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..ops.autocast import autocast_type
+from ..base.autocast import autocast_type
 from ..ops.float8 import Float8, product, quantize_both, quantize_rows, quantize_transposed, quantize_whole
 from ..runtime.schedule import double_backward
 from ..sharding.float8 import Float8Buffer, GatheredFactor
@@ -66,14 +66,17 @@ class Float8State:
     """What a Float8Linear knows of itself.
 
     transposed: its weight is (K, N), as that of transformers' Conv1D, and not (N, K). active: whether it computes in
-    float8. measures: whether the next forward sets `powers`: the squares, summed, of the output without
-    rounding and of what rounding adds to it, (2,) float32. inputs: shared with other layers. buffer: which may gather
-    the weight in float8, None if it is stored elsewhere. index: of the weight in it.
+    float8. decided: whether that is final. reason: why its weight is gathered in its own dtype, then. measures: whether
+    the next forward sets `powers`: the squares, summed, of the output without rounding and of what rounding adds to it,
+    (2,) float32. inputs: shared with other layers. buffer: which may gather the weight in float8, None if it is stored
+    elsewhere. index: of the weight in it.
     """
 
     transposed: bool
     inputs: Float8Inputs
     active: bool = True
+    decided: bool = False
+    reason: str | None = None
     measures: bool = False
     powers: Tensor | None = None
     buffer: Float8Buffer | None = None

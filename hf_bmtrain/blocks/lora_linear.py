@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..ops.autocast import autocast_type
-from ..ops.torch_internals import functorch_transforms_active, has_global_hooks
+from ..base.autocast import autocast_type
+from ..base.torch_internals import functorch_transforms_active, has_global_hooks
 from ..runtime.schedule import double_backward
 from .base import extend_class
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..ops.expect import expect_callable, expect_module
-from ..ops.torch_internals import pytree
+from ..base.expect import expect_callable, expect_module
+from ..base.torch_internals import pytree
 from ..runtime.schedule import ForwardPass, Schedule
 from ..runtime.world import current_world
 from ..sharding.on_demand import OnDemandGather, watch

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..ops.expect import expect_kind, expect_module, expect_path
-from ..ops.torch_internals import WithoutTorchFunction
+from ..base.expect import expect_kind, expect_module, expect_path
+from ..base.torch_internals import WithoutTorchFunction
 from ..optim.adam import AdamOptimizer
 from ..optim.checkpoint import check_keys, divide_state
 from ..optim.manager import OptimManager
@@ -38,21 +39,27 @@ MODEL, TRAINED = "model", "trained"
 """The names of the files of a model, without their endings: of all its tensors, or of what is trained."""
 
 
-def model_entries(model: torch.nn.Module, trained_only: bool = False) -> list[Entry]:
+def model_entries(model: torch.nn.Module, trained_only: bool = False, and_named: Container[str] = ()) -> list[Entry]:
     """Return the entries of the state dict of `model`, a tied weight under the first of its names. Not collective.
 
-    trained_only: leave out parameters that do not require a gradient. Otherwise raises ValueError if one is quantized.
+    trained_only: leave out parameters that do not require a gradient and have never got one, but for those in
+    `and_named`. Otherwise raises ValueError if a parameter is quantized.
     """
     if not trained_only:
         refuse_quantized(model)
     entries = [
         _of_parameter(name, parameter, parameter)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad or not trained_only
+        if not trained_only or _is_trained(parameter) or name in and_named
     ]
     for name, buffer in named_persistent_buffers(model):
         entries.append(_whole(name, buffer))
     return entries
+
+
+def _is_trained(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter requires a gradient, or did when one came: PEFT freezes an adapter that is not active."""
+    return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
 
 def refuse_quantized(model: torch.nn.Module) -> None:
@@ -179,7 +186,7 @@ class LoadedState:
     """The state of an optimizer that is being loaded. Making one of AdamOptimizer discards the state that it has.
 
     parameters: as `named` returns them. names: (parameter, name) of the tensors that `target` is asked for. others:
-    all other state, by the parameter's name. groups: with the names of their parameters.
+    all other state, by the parameter's name. groups: as they were saved, for the optimizer's own in this order.
     """
 
     def __init__(
@@ -192,7 +199,12 @@ class LoadedState:
     ) -> None:
         numbers = {name: number for number, name in enumerate(parameters)}
         self._optimizer, self._parameters, self._numbers = optimizer, parameters, numbers
-        self._groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+        # Parameters may be in another order in a group than they were: state goes by their names.
+        counts = itertools.count()
+        self._groups = [
+            {**saved, "params": [next(counts) for _ in mine["params"]]}
+            for saved, mine in zip(groups, optimizer.param_groups)
+        ]
         self._state = {numbers[name]: dict(values) for name, values in others.items()}
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):

@@ -20,6 +20,7 @@ from .manifest import NAME, Manifest
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
 _LOCK = ".lock"
+_REPLACED = ".replaced-"
 _PREFIXES = ("checkpoint-", "checkpoint_")  # `save_state`'s and Accelerate's names
 
 
@@ -64,6 +65,11 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
     return False
 
 
+def is_reserved(name: str) -> bool:
+    """Whether a checkpoint of this name would not be found, or be deleted as what an interrupted save has left."""
+    return name.startswith((_STAGING, ".")) or _REPLACED in name
+
+
 def stage(root: Path, step: int, nbytes: int) -> Path:
     """Make an empty folder for `nbytes` of files, and remove what killed jobs have left. Needs the lock.
 
@@ -92,7 +98,7 @@ def publish(staging: Path, final: Path) -> None:
     flush(staging)
     if final.exists():  # until it is pruned it remains a checkpoint, of a lower number
         aside = 1
-        while (replaced := final.with_name(f"{final.name}.replaced-{aside}")).exists():
+        while (replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")).exists():
             aside += 1
         os.rename(final, replaced)
     os.rename(staging, final)
@@ -100,10 +106,13 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete replaced checkpoints and, unless `keep` is None, all but the newest `keep` that are whole."""
-    found, _ = find(root)
+    """Delete replaced checkpoints and, unless `keep` is None, all but the newest `keep` that are whole.
+
+    Links to checkpoints stay, and do not count.
+    """
+    found = [each for each in find(root)[0] if not each.folder.is_symlink()]
     for number, each in enumerate(found):
-        if ".replaced-" in each.folder.name or (keep is not None and number >= keep):
+        if _REPLACED in each.folder.name or (keep is not None and number >= keep):
             remove(each.folder)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ops.expect import expect_flag
+from ..base.expect import expect_flag
 from ..runtime.world import World, current_world, wait_loader
 from ..sharding.parameter import DistributedParameter
 from . import small_state
@@ -132,6 +132,7 @@ class _Loading:
         self._wanted: list[Wanted] = []
         self._wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[LoadedState] = []
+        self._trained: list[DistributedParameter] = []
 
     def open(self) -> None:
         """Read what is small, and find out what this rank needs of the rest. Changes nothing."""
@@ -158,14 +159,17 @@ class _Loading:
     def _want_model(self) -> None:
         trained_only = not any(name.startswith(MODEL) for name in self.manifest.files)
         tensors = find_tensors(self._folder, TRAINED if trained_only else MODEL)
-        entries = model_entries(self._model, trained_only)
+        entries = model_entries(self._model, trained_only, tensors)
         _check_names(entries, tensors)
         targets = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         for entry in entries:
             part, stored = entry.part, tensors[entry.spec.name]
+            target = targets[entry.spec.name]
+            if trained_only and isinstance(target, DistributedParameter):
+                self._trained.append(target)
             if not entry.sharded:
                 part = torch.empty_like(part)
-                self._wholes.append((targets[entry.spec.name], part))
+                self._wholes.append((target, part))
             self._wanted.append(Wanted(entry.spec.name, stored, entry.first, part))
 
     def _want_optimizers(self) -> None:
@@ -197,6 +201,8 @@ class _Loading:
         with torch.no_grad():
             for target, values in self._wholes:
                 target.copy_(values.view(target.shape))
+        for parameter in self._trained:  # it may be frozen now, and is part of the next checkpoint as well
+            parameter.trained = True
         for loaded in self._states:
             loaded.load()
         state, step = self._state, self.manifest.step

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..ops.expect import expect_callable, expect_flag, expect_kind, expect_number
+from ..base.expect import expect_callable, expect_flag, expect_kind, expect_number
 from ..runtime.world import World, current_world, wait_loader
 from ..sharding.store import flush
 from . import small_state
@@ -32,7 +32,7 @@ from .contents import (
     optimizer_entries,
     optimizers_of,
 )
-from .folder import find, lock, prune, publish, stage
+from .folder import find, is_reserved, lock, prune, publish, stage
 from .header import FilePlan, plan_files
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
@@ -65,8 +65,8 @@ def save_state(
 
     `model*.safetensors` there, with the config, is what Hugging Face's `from_pretrained` opens;
     `optimizer*.safetensors` has the optimizer's state in the parameters' shapes. Every rank writes its parts of these
-    files, so all must see `folder`. Nothing is gathered. Random generators of every rank, buffers, schedulers and the
-    loss scale are saved too.
+    files, so all must see `folder`. Nothing is gathered. Random generators of every rank, buffers, schedulers, the loss
+    scale and the names of the layers that have left float8 are saved too.
 
     The files are written to a folder of another name, flushed to disk, checksummed, and published by one rename: a
     kill at any moment leaves the earlier checkpoints or, in addition, this one. Older ones are deleted after that.
@@ -77,8 +77,8 @@ def save_state(
     strings, lists and dicts. step: None counts on from the newest checkpoint in `folder`. keep: the number of
     checkpoints that remain, this one included; None keeps all. While this process lives, no other job may save there.
 
-    trained_only: leave out frozen parameters, as adapters' users want; what is trained goes to `trained*.safetensors`,
-    and `load_state` needs a model that has the frozen ones already.
+    trained_only: leave out parameters that are frozen and have got no gradient, as adapters' users want; what is
+    trained goes to `trained*.safetensors`, and `load_state` needs a model that has the other ones already.
 
     non_blocking: return at once; a thread copies the values to host memory and writes them. The next step of an
     optimizer waits for the copies; write weights in other ways only after `wait` of what is returned. The first such
@@ -103,7 +103,7 @@ def save_state(
     parts = _parts(bases if not non_blocking else _copy_wholes(bases), files, world)
     wait_loader()
     if non_blocking:
-        keeper.saving = SavingState(world, job, Snapshot(parts, world.device), keeper.memory)
+        keeper.saving = SavingState(world, job, Snapshot(parts, world), keeper.memory)
         return keeper.saving
     _raise(job, job.finish(lambda: write_parts(job.staging, parts), _agreement(world)))
     return SavingState(world, job)
@@ -122,6 +122,11 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
         expect_kind("name", name, str, "the name of a folder (str), or None")
         if Path(name).name != name or name == "..":
             raise ValueError(f"name must be that of a folder in `folder`, without a slash, got {name!r}")
+        if is_reserved(name):
+            raise ValueError(
+                f"name must not begin with 'tmp-' or a dot, or contain '.replaced-', got {name!r}: such folders are no "
+                "checkpoints, and are deleted"
+            )
     if add is not None:
         expect_callable("add", add, "a function of the empty folder (a Path), or None")
 
@@ -375,7 +380,13 @@ def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -
 
 
 def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
-    """Write the configuration of a Hugging Face model, so that `from_pretrained` opens the folder."""
+    """Write the configuration of a Hugging Face model, so that `from_pretrained` opens the folder.
+
+    None for a model of PEFT, whose tensors have other names than its base's configuration describes.
+    """
+    if hasattr(model, "peft_config"):
+        _log.info("save_state: no config, since the tensors have PEFT's names; its save_pretrained writes adapters")
+        return {}
     before = set(os.listdir(folder))
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)

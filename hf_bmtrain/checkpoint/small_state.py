@@ -16,6 +16,7 @@ import torch
 from ..optim.manager import OptimManager
 from ..runtime.launcher import seed_everything
 from ..runtime.world import World
+from ..wrap.float8_guard import float8_decision, restore_decision
 from .contents import groups_of, named_persistent_buffers, optimizers_of, schedulers_of
 from .ranges import checksum
 
@@ -46,6 +47,7 @@ def collect(
         ],
         "manager": optimizer.own_state() if isinstance(optimizer, OptimManager) else None,
         "schedulers": [scheduler.state_dict() for scheduler in schedulers_of(schedulers)],
+        "float8": float8_decision(model),
         "modules": {name: module.get_extra_state() for name, module in _with_extra_state(model)},
     }
 
@@ -85,6 +87,8 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
         scheduler.load_state_dict(saved)
     for name, module in _with_extra_state(model):
         module.set_extra_state(state["modules"][name])
+    if state.get("float8") is not None:
+        restore_decision(model, state["float8"])
     ranks = state["ranks"]
     if len(ranks) != world.size:
         return ranks[0]["extra"]

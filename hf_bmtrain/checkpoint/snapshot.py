@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..base.pinned import pinned_bytes
 from ..comm.streams import work_stream
-from ..ops.pinned import pinned_bytes
+from ..runtime.world import World
 from .manifest import Checked
 from .ranges import Part, write_parts
 
@@ -40,14 +41,15 @@ class HostMemory:
 class Snapshot:
     """The values of `parts` at the time of the call, for a thread that writes them.
 
-    A forward and a backward only read them, and until they are copied the next step of any optimizer waits. Other
-    writes in the meantime are found by their versions. `device` must have finished its queued work.
+    A forward and a backward only read them, and until they are copied the next update of any optimizer waits. Other
+    writes in the meantime are found by their versions. The world's device must have finished its queued work.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        self._parts, self._device = parts, device
+    def __init__(self, parts: Sequence[Part], world: World) -> None:
+        self._parts, self._device, self._copying = parts, world.device, world.copying
         self._versions = [part.values._version for part in parts]
         self._taken = threading.Event()
+        self._copying.add(self._taken)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: Any) -> None:
@@ -56,6 +58,7 @@ class Snapshot:
     def close(self) -> None:
         """Let optimizers step without a look at this. For the thread that steps them, after `write`."""
         self._hook.remove()
+        self._copying.discard(self._taken)
 
     def write(self, folder: Path, memory: HostMemory) -> dict[str, list[Checked]]:
         """Copy the values to `memory` and write them into files that exist. Returns the pieces by file.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ops.expect import expect_kind, expect_module
+from ..base.expect import expect_kind, expect_module
 from ..optim.adam import AdamOptimizer
 from ..optim.checkpoint import divide_state, save_state
 from ..runtime.world import current_world

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ops.torch_internals import default_store
+from ..base.torch_internals import default_store
 from .journal import Journal, code
 
 _LATER = timedelta(seconds=60)  # for which gloo waits longer, so that the reason comes from here

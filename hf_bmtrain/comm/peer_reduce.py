@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import foreach_zero_
 from ..ops.grad_norm import add_squares
 from ..ops.peer_sum import peer_mean, serves
-from ..ops.torch_internals import foreach_zero_
 from .layout import Layout, Piece
 from .peer_memory import PeerMemory
 from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer, Reduction

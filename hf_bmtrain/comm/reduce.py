@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from ..ops.torch_internals import foreach_copy_, foreach_zero_
+from ..base.torch_internals import foreach_copy_, foreach_zero_
 from .collectives import Communicator
 from .layout import Layout
 from .storage import ResizableStorage

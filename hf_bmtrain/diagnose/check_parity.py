@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ops.pinned import available_bytes
+from ..base.pinned import available_bytes
 from ..recompute.memory import DeviceMemory
 from ..runtime.launcher import mixed_precision
 from ..runtime.world import World, current_world

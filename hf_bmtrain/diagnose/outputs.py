@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import pytree
 from ..blocks.block import CheckpointBlock
-from ..ops.torch_internals import pytree
 from ..runtime.schedule import Schedule
 
 Outputs = dict[tuple[str, str], list[torch.Tensor]]

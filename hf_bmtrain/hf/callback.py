@@ -11,8 +11,8 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
+from ..base.expect import expect_flag
 from ..blocks.block import CheckpointBlock
-from ..ops.expect import expect_flag
 from ..optim import AdamOptimizer
 from ..runtime.world import current_world
 from ..wrap.auto_wrap import auto_wrap

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..base.expect import expect_module
+from ..base.torch_internals import pytree
 from ..blocks.base import extend_class
 from ..loss import linear_cross_entropy
-from ..ops.expect import expect_module
-from ..ops.torch_internals import pytree
 from ..wrap.bitsandbytes import Linear4bit
 
 _log = logging.getLogger("hf_bmtrain")

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from ..ops.expect import expect_flag, expect_kind, expect_path
+from ..base.expect import expect_flag, expect_kind, expect_path
 from ..recompute.policy import UseCheckpoint, check_use_checkpoint
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.scattered import ScatteredParameter, divide_unless_mapped_everywhere

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..diagnose.plain import shown_plain
 from ..runtime.world import current_world
+from ..sharding.parameter import DistributedParameter
 from ..sharding.state_dict import gather_state_dict
 
 
@@ -69,7 +74,17 @@ class StagedWeights:
             if self._state is None:
                 return None
             options["state_dict"] = OrderedDict(self._state)  # save_pretrained empties what it is given
+            with shown_plain(self.model, self._wholes(self._state)):  # PEFT asks modules for their state dicts as well
+                return self._save_pretrained(self.model, **options)
         return self._save_pretrained(self.model, **options)
+
+    def _wholes(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
+        """Return the whole parameters, which share the memory of `state`."""
+        return {
+            piece: torch.nn.Parameter(state[name], requires_grad=False)
+            for name, piece in self.model.named_parameters()
+            if isinstance(piece, DistributedParameter)
+        }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Replace `state_dict` of a model without `save_pretrained`, which Trainer calls on rank 0 alone."""

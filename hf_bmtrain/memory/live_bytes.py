@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ops.torch_internals import TorchDispatchMode
+from ..base.torch_internals import TorchDispatchMode
 
 _aten = torch.ops.aten
 _ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims)

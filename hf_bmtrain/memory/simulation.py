@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import pytree
 from ..blocks.block import CheckpointBlock
-from ..ops.torch_internals import pytree
 from ..optim.manager import OptimManager
 from ..recompute.planner import Planner
 from ..recompute.policy import UseCheckpoint

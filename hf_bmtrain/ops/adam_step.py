@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..base.torch_internals import fused_adamw_
 from .adam import HYPER, RECORD, adam_prepare, adam_update
 from .residual import Master
-from .torch_internals import fused_adamw_
 
 _L2 = HYPER.index("l2")
 Hyper = Sequence[float | torch.Tensor]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base.expect import expect_number, expect_tensor
 from .cross_entropy import CrossEntropy
-from .expect import expect_number, expect_tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 NumItems = Tensor | float | None

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_bmtrain.ops.expect import expect, expect_number
-from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel, shared_memory_limit
+from hf_bmtrain.base.expect import expect, expect_number
+from hf_bmtrain.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
 SCRATCH = 640  # bytes of shared memory in addition to the staged row, as in the source
 SHARE = 72 << 10  # bytes of a row per block: three such blocks fit on an SM of 227 KiB

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autocast import autocast_type
-from .expect import expect
-from .launch import C_NAMES, Variant, kernel
-from .torch_internals import scaled_mm
+from ..base.autocast import autocast_type
+from ..base.expect import expect
+from ..base.launch import C_NAMES, Variant, kernel
+from ..base.torch_internals import scaled_mm
 
 MOST = 448.0
 """The largest value of float8_e4m3fn."""

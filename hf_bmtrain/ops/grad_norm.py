@@ -10,8 +10,8 @@ from functools import cache, cached_property
 
 import torch
 
-from hf_bmtrain.ops.expect import expect
-from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
+from hf_bmtrain.base.expect import expect
+from hf_bmtrain.base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
 BLOCKS = 528  # the same on all devices, so that the order of additions is

@@ -22,8 +22,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hf_bmtrain.ops.expect import expect
-from hf_bmtrain.ops.launch import C_NAMES, Variant, kernel
+from hf_bmtrain.base.expect import expect
+from hf_bmtrain.base.launch import C_NAMES, Variant, kernel
 
 CELL = 16384
 BLOCK = 64

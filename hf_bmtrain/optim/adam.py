@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ..base.expect import expect_callable, expect_flag, expect_kind, expect_number
+from ..base.torch_internals import WithoutTorchFunction
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
-from ..ops.expect import expect_callable, expect_flag, expect_kind, expect_number
 from ..ops.residual import Master
-from ..ops.torch_internals import WithoutTorchFunction
 from ..runtime.world import current_world
 from ..slices.tensor import Sliced
 from .checkpoint import check_state, load_state, own_part, save_state, whole_facts

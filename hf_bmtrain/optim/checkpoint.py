@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..ops.expect import expect_kind
+from ..base.expect import expect_kind
 from ..runtime.launcher import accelerator_is_running
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer

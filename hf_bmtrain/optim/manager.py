@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ..base.expect import expect_flag, expect_kind, expect_number, expect_tensor
+from ..base.host_flag import HostFlag
+from ..base.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
 from ..comm.collectives import Communicator
 from ..comm.journal import value_code
-from ..ops.expect import expect_flag, expect_kind, expect_number, expect_tensor
 from ..ops.grad_norm import accumulate_squared_norm, as_real
-from ..ops.host_flag import HostFlag
-from ..ops.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from ..watch.agreement import contents

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from ..base.expect import expect_flag
 from ..comm.streams import DONE, has_own_memory
 from ..ops.adam_step import Elements, Hyper, master_dtype
-from ..ops.expect import expect_flag
 from ..ops.residual import Master
+from ..runtime.world import current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
@@ -217,6 +218,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 "have been updated already. Accumulate outside of it: `with optimizer.update_in_backward():` belongs "
                 "around the last backward of a step alone, and step() after it."
             )
+        for copied in tuple(current_world().copying):
+            copied.wait()
         self._step_runs(numbers)
         self._early.parameters.update(gradient_versions(slices))
         self._early.settings = _snapshot(self._settings())

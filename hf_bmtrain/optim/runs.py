@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.torch_internals import WithoutTorchFunction
 from ..ops.residual import Master
-from ..ops.torch_internals import WithoutTorchFunction
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 

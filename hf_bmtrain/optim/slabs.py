@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ops.pinned import pinned_bytes
+from ..base.pinned import pinned_bytes
 from ..sharding.buffer import ShardedBuffer
 from .runs import Run, StateTensors
 

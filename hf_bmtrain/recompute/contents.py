@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..ops.torch_internals import pytree
+from ..base.torch_internals import pytree
 
 ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 """Types of values that hold no tensors."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ops.torch_internals import StorageWeakRef, top_saved_tensors_hooks
+from ..base.torch_internals import StorageWeakRef, top_saved_tensors_hooks
 
 _SMALLEST_RESERVE = 2 << 30
 

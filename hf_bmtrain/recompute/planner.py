@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..ops.torch_internals import pytree, top_saved_tensors_hooks
+from ..base.torch_internals import pytree, top_saved_tensors_hooks
 from ..runtime.world import World
 from ..sharding.buffer import ShardedBuffer
 from .memory import DeviceMemory, SavedBytes

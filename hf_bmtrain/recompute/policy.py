@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..ops.torch_internals import top_saved_tensors_hooks
+from ..base.torch_internals import top_saved_tensors_hooks
 from ..runtime.world import World
 from .memory import DeviceMemory
 from .planner import AutoCheckpoint, Block, Planner

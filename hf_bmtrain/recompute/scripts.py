@@ -7,7 +7,7 @@ recomputed layer on: each function stays what it is, optimized or not.
 
 from __future__ import annotations
 
-from ..ops.torch_internals import optimize_scripts
+from ..base.torch_internals import optimize_scripts
 
 
 def keep_scripts() -> None:

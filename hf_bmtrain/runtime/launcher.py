@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..ops.expect import expect_number
+from ..base.expect import expect_number
 
 
 def find_place() -> tuple[int, int, int]:

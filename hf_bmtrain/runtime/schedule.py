@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..base.torch_internals import call_after_backward, current_graph_task
 from ..comm.collectives import Communicator, Gather
 from ..comm.control import Control
 from ..comm.reduce import Reduction
-from ..ops.torch_internals import call_after_backward, current_graph_task
 
 _log = logging.getLogger("hf_bmtrain")
 

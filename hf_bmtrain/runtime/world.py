@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..base.expect import expect_number
 from ..comm.collectives import Communicator
 from ..comm.control import Control
 from ..comm.nccl import abort_all
-from ..ops.expect import expect_number
 from ..watch.agreement import agree
 from ..watch.watch import EXIT, Watch
 from .backend import check_addresses, open_backend
@@ -37,7 +38,8 @@ class World:
     rank: 0 ... size - 1. local_rank: on this host. device: where this rank computes and stores its shards. gather,
     reduce: communicators for flat tensors. schedule: what is open in the current forward and backward. control:
     agreement between the ranks' Python. watch: finds out that the ranks do different things. zero_level,
-    loss_scale_factor, loss_scale_steps: defaults. kept: by folder, what saves its checkpoints.
+    loss_scale_factor, loss_scale_steps: defaults. kept: by folder, what saves its checkpoints. copying: set once
+    the copies of weights that a checkpoint is made of are taken, for optimizers to wait.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class World:
     loss_scale_factor: float
     loss_scale_steps: int
     kept: dict[Path, Any] = field(default_factory=dict)
+    copying: set[threading.Event] = field(default_factory=set)
 
     def assemble(self, occasion: str, seconds: float | None = None) -> None:
         """Wait for every rank, at most `seconds`, by default the timeout of `init_distributed`.

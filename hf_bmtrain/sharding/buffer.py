@@ -10,12 +10,12 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from ..base.torch_internals import make_subclass
 from ..comm.journal import code
 from ..comm.layout import ALIGNMENT_BYTES, Layout
 from ..comm.reduce import Reduction
 from ..comm.storage import ResizableStorage, shares_storage
 from ..comm.streams import Ticket
-from ..ops.torch_internals import make_subclass
 from ..runtime.schedule import Schedule
 from ..slices.placement import Placement
 from .gradient import GradientBuffer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ops.expect import expect_flag, expect_kind
+from ..base.expect import expect_flag, expect_kind
 from ..runtime.world import World, current_world
 from .parameter import DistributedParameter
 from .quantized import QuantizedParameter

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ..base.torch_internals import WithoutTorchFunction
 from ..comm.journal import code
 from ..comm.reduce import Flight, Reducer
 from ..comm.streams import finish
 from ..ops.grad_norm import Segments, as_real
-from ..ops.torch_internals import WithoutTorchFunction
 from ..slices.norms import SegmentNorms
 from ..slices.placement import Placement
 from ..slices.tensor import SliceTensor
@@ -26,7 +27,8 @@ class GradientBuffer:
     they are made; a slice may be dropped with its module. A new accumulation begins if no slice has a `.grad`. While
     several backwards accumulate, half-precision gradients are summed in float32 and rounded once into `shard`. A
     parameter without a gradient on this rank counts as zero, and its slice's `.grad` stays None if no rank has one.
-    requires_grad: of each slice; the slices write it.
+    requires_grad: of each slice; the slices write it. trained: of each slice, whether it required a gradient when one
+    was reduced.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class GradientBuffer:
         self._indices = range(len(wholes))
         self._pieces = [placement.piece for placement in placements]
         self.requires_grad = [whole.requires_grad for whole in wholes]
+        self.trained = [False] * len(wholes)
         self._wholes_require_grad = list(self.requires_grad)
         self._noted_require_grad = list(self.requires_grad)
         self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
@@ -149,6 +152,7 @@ class GradientBuffer:
         if self.requires_grad != self._noted_require_grad:  # a rank where it is another would give zeros to the mean
             self._noted_require_grad = list(self.requires_grad)
             self._communicator.journal.note(code("change of requires_grad in", self._unused.number))
+        self.trained = [*map(operator.or_, self.trained, self.requires_grad)]
         self._communicator.journal.note(self._entry)
         self._unused.sent += 1
         lacking = [index for index, gradient in enumerate(gradients) if gradient is None]

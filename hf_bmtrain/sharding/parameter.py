@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..ops.expect import expect_callable, expect_flag, expect_kind, expect_tensor
+from ..base.expect import expect_callable, expect_flag, expect_kind, expect_tensor
 from ..runtime.schedule import double_backward
 from ..runtime.world import current_world
 from ..slices.tensor import Sliced, SliceTensor
@@ -101,6 +101,15 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
     def requires_grad_(self, requires_grad: bool = True) -> DistributedParameter:
         self.requires_grad = requires_grad
         return self
+
+    @property
+    def trained(self) -> bool:
+        """True if a gradient has been reduced while this required one, or a checkpoint of what is trained had it."""
+        return self.buffer.gradient.trained[self.index]
+
+    @trained.setter
+    def trained(self, trained: bool) -> None:
+        self.buffer.gradient.trained[self.index] = trained
 
     def detach_(self) -> DistributedParameter:
         return self.requires_grad_(False)

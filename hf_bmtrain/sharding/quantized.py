@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from ..base.torch_internals import WithoutTorchFunction, make_subclass
 from ..comm.reduce import Reduction
 from ..comm.storage import ResizableStorage, shares_storage
 from ..ops.quantize import CELL, Format
-from ..ops.torch_internals import WithoutTorchFunction, make_subclass
 from ..runtime.schedule import Schedule
-from ..slices.tensor import SliceTensor, find_tensors, replace_tensors
+from ..slices.nested import find_tensors, replace_tensors
+from ..slices.tensor import SliceTensor
 from .buffer import ShardedBuffer
 from .parameter import DistributedParameter
 from .scattered import ScatteredParameter

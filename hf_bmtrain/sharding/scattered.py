@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import make_subclass
 from ..comm.collectives import Communicator
-from ..ops.torch_internals import make_subclass
 from ..runtime.world import World
 from ..watch.agreement import fingerprint
 

@@ -23,7 +23,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..ops.expect import expect_flag, expect_module, expect_path
+from ..base.expect import expect_flag, expect_module, expect_path
 from ..runtime.world import current_world
 from .state_dict import gather_state_dict
 

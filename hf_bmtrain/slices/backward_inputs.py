@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..ops.torch_internals import WithoutTorchFunction
+from ..base.torch_internals import WithoutTorchFunction
 
 
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:

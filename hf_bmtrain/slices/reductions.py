@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..ops.torch_internals import amp_found_inf_and_unscale_, foreach_norm
+from ..base.torch_internals import amp_found_inf_and_unscale_, foreach_norm
 from .norms import measure, note_clipping
 
 

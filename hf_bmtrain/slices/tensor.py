@@ -15,16 +15,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from ..base.torch_internals import WithoutTorchFunction, is_tracing, schema_of
 from ..comm.storage import shares_storage
-from ..ops.torch_internals import WithoutTorchFunction, is_tracing, schema_of
 from ..runtime.world import current_world
 from .backward_inputs import backward_to, refuse_grad
 from .functions import CONVERSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, SHAPES, VIEWS, name_of
+from .nested import find_tensors, is_array, replace_tensors
 from .norms import SegmentNorms
 from .placement import Placement
 from .reductions import REDUCTIONS
@@ -183,7 +184,7 @@ class WholeCopy(torch.Tensor):
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor]) -> Any:
     """Return a view of one of `copies` as a WholeCopy, and other tensors as they are."""
-    if _is_array(value):
+    if is_array(value):
         value.setflags(write=False)
     elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):
         return value.as_subclass(WholeCopy)
@@ -535,32 +536,3 @@ def _refuse_whole_target(name: str, target: torch.Tensor, like: Any) -> None:
         f"{tuple(like.full_shape)} to an ordinary tensor of shape {tuple(target.shape)}. Use parameter.gather() for "
         "the whole values, or keep such tensors as slices: parameter.detach().clone()."
     )
-
-
-def find_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list, dict)):
-            yield from find_tensors(value)
-
-
-def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
-    """Return nested tuples, lists and dicts with every tensor and NumPy array in them replaced by `function` of it."""
-    if isinstance(values, torch.Tensor) or _is_array(values):
-        return function(values)
-    if type(values) in (tuple, list, torch.Size):
-        return type(values)([replace_tensors(function, each) for each in values])
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*[replace_tensors(function, each) for each in values])
-    if isinstance(values, tuple):  # torch.return_types, of a function of one tensor
-        return type(values)([replace_tensors(function, each) for each in values])
-    if isinstance(values, dict):
-        return {key: replace_tensors(function, each) for key, each in values.items()}
-    return values
-
-
-def _is_array(value: Any) -> bool:
-    """Whether `value` is a NumPy array, which torch works without."""
-    return type(value).__name__ == "ndarray"

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ..base.expect import expect_module
 from ..blocks.block import CheckpointBlock, enlarge, extend
 from ..blocks.block_list import TransformerBlockList
 from ..blocks.lora_linear import fuse_lora
 from ..blocks.module import DistributedModule
-from ..ops.expect import expect_module
 from ..recompute.policy import UseCheckpoint
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..base.expect import expect_flag, expect_kind, expect_module, expect_path
 from ..blocks.block import CheckpointBlock
 from ..blocks.module import DistributedModule
-from ..ops.expect import expect_flag, expect_kind, expect_module, expect_path
 from ..recompute.policy import check_use_checkpoint
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter

@@ -44,11 +44,11 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
             state.buffer, state.index = buffer, piece.index
 
 
-def gather_float8(world: World, states: Mapping[str, Float8State], reasons: Mapping[str, str]) -> None:
+def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
     """Gather the weights of float8 layers in float8 from now on, and log of how many buffers. Collective.
 
-    states: of all float8 layers, by path, in the same order on every rank. reasons: why a layer's weight is needed in
-    its own dtype, by path; its buffer stays as it is.
+    states: of all float8 layers, by path, in the same order on every rank. The buffer of one with a `reason` stays as
+    it is.
     """
     layers: dict[Float8Buffer, list[str]] = {}
     for path, state in states.items():
@@ -56,7 +56,7 @@ def gather_float8(world: World, states: Mapping[str, Float8State], reasons: Mapp
             layers.setdefault(state.buffer, []).append(path)
     left: Counter[str] = Counter()
     for buffer, paths in layers.items():
-        found = [f"{path.rpartition('.')[2]} {reasons[path]}" for path in paths if path in reasons]
+        found = [f"{path.rpartition('.')[2]} {states[path].reason}" for path in paths if states[path].reason]
         if found:
             left[found[0]] += 1
         else:

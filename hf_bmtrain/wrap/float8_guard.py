@@ -6,6 +6,7 @@ is compiled anew for a layer that leaves float8.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import pytree
 from ..blocks.block import uncompiled
-from ..blocks.float8_linear import Float8State
-from ..ops.torch_internals import pytree
+from ..blocks.float8_linear import Float8Linear, Float8State
 from ..recompute.forward_state import ForwardState
 from ..runtime.world import World
 from .find import adapter_parameters
@@ -35,7 +36,7 @@ def install_signal_guard(
     """
     states = {path: layer.float8_state for path, layer in layers.items()}
     if states and world.device.type == "meta":
-        gather_float8(world, states, {})
+        gather_float8(world, states)
     elif states and not compiled:
         guard = StepGuard(world, states, blocks)
         guard.handle = model.register_forward_pre_hook(guard, with_kwargs=True)
@@ -73,21 +74,28 @@ class SignalGuard:
         found = self._world.control.gather((pending, called, mine.tolist()), "the measurement of float8's noise")
         if any(pending for pending, *_ in found):
             return
-        self.handle.remove()
         ratios: dict[str, float] = {}
-        reasons = dict.fromkeys(self._states, "of a model with adapters") if adapter_parameters(model) else {}
+        adapters = bool(adapter_parameters(model))
         for number, (path, state) in enumerate(self._states.items()):
-            state.measures, state.powers = False, None
             signal, noise = (sum(powers[number][part] for *_, powers in found) for part in (0, 1))
             ratios[path] = decibels(signal, noise)
             state.active = ratios[path] >= LEAST_DECIBELS
             if not state.active:
-                reasons[path] = "has left float8"
+                state.reason = "has left float8"
             elif not any(called[number] for _, called, _ in found):
-                reasons[path] = "was not called"
+                state.reason = "was not called"
+            elif adapters:
+                state.reason = "of a model with adapters"
         if self._world.rank == 0:
             _tell(ratios)
-        gather_float8(self._world, self._states, reasons)
+        self.finish()
+
+    def finish(self) -> None:
+        """Remove the hook, and gather the layers' weights as their states say. Collective."""
+        self.handle.remove()
+        for state in self._states.values():
+            state.measures, state.powers, state.decided = False, None, True
+        gather_float8(self._world, self._states)
 
 
 class StepGuard(SignalGuard):
@@ -139,6 +147,47 @@ class CalibrationGuard(SignalGuard):
             for state in self._states.values():
                 state.measures = False
             before.put_back()
+
+
+Decision = dict[str, tuple[bool, str | None]]
+"""Of each float8 layer, by its path: whether it computes in float8, and why its weight is gathered in its own dtype."""
+
+
+def float8_decision(model: torch.nn.Module) -> Decision | None:
+    """Return what was decided of the float8 layers of `model`; None if it has none, or before that."""
+    states = _states_of(model)
+    if not states or not all(state.decided for state in states.values()):
+        return None
+    return {path: (state.active, state.reason) for path, state in states.items()}
+
+
+def restore_decision(model: torch.nn.Module, decision: Decision) -> None:
+    """Let the float8 layers of `model` compute as was decided when it was saved, without a measurement. Collective.
+
+    If it has other float8 layers, or has decided already, it stays as it is, with a warning if that differs.
+    """
+    states, before = _states_of(model), float8_decision(model)
+    guards = [
+        guard
+        for module in model.modules()
+        for guard in map(inspect.unwrap, module._forward_pre_hooks.values())
+        if isinstance(guard, SignalGuard)
+    ]
+    if before is not None or states.keys() != decision.keys():
+        if before != decision and states:
+            _log.warning(
+                "float8: the checkpoint is of a model with other layers in float8: this one's %d are not changed, so "
+                "training does not go on with the same bits.", len(states),
+            )  # fmt: skip
+        return
+    for path, (active, reason) in decision.items():
+        states[path].active, states[path].reason = active, reason
+    for guard in guards:
+        guard.finish()
+
+
+def _states_of(model: torch.nn.Module) -> dict[str, Float8State]:
+    return {path: module.float8_state for path, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 
 def _tell(ratios: dict[str, float]) -> None:

@@ -14,16 +14,16 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..blocks.base import RefuseDataParallel, moved
-from ..blocks.block import CheckpointBlock, weak_method
-from ..blocks.block_state import BlockState
-from ..ops.torch_internals import (
+from ..base.torch_internals import (
     differentiates_by_functorch,
     functorch_transforms_active,
     is_exporting,
     preserve_version,
     pytree,
 )
+from ..blocks.base import RefuseDataParallel, moved
+from ..blocks.block import CheckpointBlock, weak_method
+from ..blocks.block_state import BlockState
 from ..runtime.launcher import check_accelerator, mixed_precision
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter

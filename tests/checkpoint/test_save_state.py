@@ -1,12 +1,14 @@
 """save_state and load_state: bit by bit what was saved, on any number of ranks, and the newest that is whole."""
 
+from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
 import transformers
 
 import hf_bmtrain as bmt
-from resumable import Training, damage, interrupted, three_checkpoints, undisturbed
+from resumable import OPTIMIZERS, Training, damage, interrupted, three_checkpoints, undisturbed
 from state_dicts import check_equal
 from tiny_models import build
 
@@ -92,6 +94,84 @@ def resumed_step(folder):
 def test_keep(world, tmp_path):
     world(2)(three_checkpoints, str(tmp_path), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint-2", "checkpoint-3"]
+
+
+def linked(folder, target):
+    """Training that links to its newest checkpoint after each save."""
+    training = Training()
+    for step in range(1, 5):
+        training.train(step)
+        training.save(folder, keep=2)
+        if bmt.rank() == 0:
+            link = Path(folder) / "latest"
+            link.unlink(missing_ok=True)
+            link.symlink_to(target or f"checkpoint-{step}")
+    resumed = training.load(f"{folder}/latest")
+    return resumed.step, training.load(folder).step
+
+
+@pytest.mark.parametrize("target", [None, "elsewhere"])
+def test_links_do_not_count(world, tmp_path, target):
+    world(1)(three_checkpoints, str(tmp_path / "other"))
+    folder = tmp_path / "run"
+    if target is not None:
+        target = str(tmp_path / "other" / "checkpoint-3")
+    assert world(2)(linked, str(folder), target) == [(3 if target else 4, 4)] * 2
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "checkpoint-3", "checkpoint-4", "latest"]
+    assert (tmp_path / "other" / "checkpoint-3" / "model.safetensors").exists()
+
+
+def saved_under(folder, names):
+    model = bmt.auto_wrap(torch.nn.Linear(2, 2))
+    for name in names:
+        with pytest.raises(ValueError, match="must not begin with 'tmp-' or a dot, or contain"):
+            bmt.save_state(folder, model, name=name)
+
+
+def test_names_that_would_be_deleted(world, tmp_path):
+    names = ["tmp-1", "tmp-checkpoint-best", ".hidden", "best.replaced-1"]
+    world(2)(saved_under, str(tmp_path), names)
+    assert not list(tmp_path.iterdir())
+
+
+def resumed_in_another_order(folder, kind, order):
+    """The last loss, with and without a stop after which a group has its parameters in `order`."""
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = (model(inputs) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    def make(names):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 3)]
+        model = bmt.auto_wrap(torch.nn.Sequential(*layers))
+        parameters = dict(model.named_parameters())
+        groups = [{"params": [parameters[name] for name in names]}, {"params": [parameters["2.bias"]], "lr": 0.02}]
+        return model, OPTIMIZERS[kind](groups)
+
+    names = ["0.weight", "1.weight", "2.weight"]
+    model, optimizer = make(names)
+    train(model, optimizer, range(3))
+    bmt.save_state(folder, model, optimizer, step=3)
+    expected = train(model, optimizer, range(3, 7))
+    model, optimizer = make([names[number] for number in order])
+    bmt.load_state(folder, model, optimizer)
+    return expected, train(model, optimizer, range(3, 7))
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_state_goes_by_names(world, tmp_path, size, kind):
+    """Two of the parameters have one shape: by position their state would be exchanged, and nothing would fail."""
+    for order in ([1, 0, 2], [2, 1, 0]):
+        folder = str(tmp_path / str(order[0]))
+        for expected, resumed in world(size)(resumed_in_another_order, folder, kind, order):
+            assert resumed == expected
 
 
 def test_nothing_to_resume(world, tmp_path):

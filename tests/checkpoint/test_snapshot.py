@@ -13,6 +13,7 @@ import hf_bmtrain as bmt
 from hf_bmtrain.checkpoint import snapshot
 from resumable import OPTIMIZERS, Training
 from state_dicts import check_equal
+from tiny_models import batch, build
 
 
 def slowly(function):
@@ -45,6 +46,37 @@ def trained_beside(folder, optimizer):
 @pytest.mark.parametrize("size", [1, 2])
 def test_optimizers_wait_for_the_copies(world, tmp_path, size, optimizer):
     for values, loaded in world(size)(trained_beside, str(tmp_path), optimizer):
+        check_equal(loaded, values)
+
+
+def updated_beside(folder):
+    """Weights are written in the backward, before `step`."""
+    model = bmt.auto_wrap(build("llama", seed=0).train())
+    optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=0.1)
+
+    def train(step):
+        loss = model(**batch("llama", 10 * step + bmt.rank())).loss
+        optimizer.zero_grad()
+        with optimizer.update_in_backward():
+            loss.backward()
+        assert optimizer.updated_in_backward == (step > 0)
+        optimizer.step()
+
+    train(0)
+    train(1)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with mock.patch.object(**LATE_COPIES):
+        saving = bmt.save_state(folder, model, optimizer, step=2, non_blocking=True)
+        train(2)
+        saving.wait()
+    other = bmt.auto_wrap(build("llama", seed=1))
+    bmt.load_state(folder, other)
+    return values, other.state_dict()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_updates_in_the_backward_wait_for_the_copies(world, tmp_path, size):
+    for values, loaded in world(size)(updated_beside, str(tmp_path)):
         check_equal(loaded, values)
 
 
@@ -94,7 +126,7 @@ def without_memory(folder):
     values = {name: value.clone() for name, value in training.whole().items()}
     lines = []
     with (
-        mock.patch("hf_bmtrain.ops.pinned.available_bytes", return_value=1000),
+        mock.patch("hf_bmtrain.base.pinned.available_bytes", return_value=1000),
         mock.patch.object(snapshot, "write_parts", slowly(snapshot.write_parts)),
         mock.patch.object(logging.getLogger("hf_bmtrain"), "warning", lambda text, *rest: lines.append(text % rest)),
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.ops.host_flag import HostFlag
+from hf_bmtrain.base.host_flag import HostFlag
 from twins import Layer, Tower, ids
 
 

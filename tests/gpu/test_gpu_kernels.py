@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kernel_checks as checks
-from hf_bmtrain.ops import adam, cross_entropy, grad_norm, launch
+from hf_bmtrain.base import launch
+from hf_bmtrain.ops import adam, cross_entropy, grad_norm
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("launched")]

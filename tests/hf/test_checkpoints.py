@@ -306,6 +306,36 @@ def test_a_save_on_demand(world, tmp_path, size):
         check_opens(tmp_path / "halved", {name: value / 2 for name, value in state.items()})
 
 
+def saved_modules(folder):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = bmt.auto_wrap(peft.get_peft_model(build("llama"), config))
+    rows = jobs.Rows()
+    trainer = transformers.Trainer(
+        model=model, train_dataset=rows, eval_dataset=rows, optimizers=(jobs.sgd(model), None),
+        callbacks=[bmt.hf.BMTrainCallback()],
+        args=jobs.arguments(
+            folder, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+            load_best_model_at_end=True,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+    return peft.get_peft_model_state_dict(model), trainer.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_modules_to_save_of_adapters(world, tmp_path, size):
+    """Rank 0 saves alone, and PEFT asks the modules themselves for the names of their weights."""
+    from safetensors.torch import load_file
+
+    for expected, best in world(size)(saved_modules, str(tmp_path)):
+        saved = load_file(Path(best) / "adapter_model.safetensors")
+        assert saved.keys() == expected.keys() and any("lm_head" in name for name in saved)
+        for name, value in saved.items():
+            assert torch.equal(value, expected[name]), name
+
+
 class Plain(torch.nn.Module):
     """A model that is no PreTrainedModel."""
 

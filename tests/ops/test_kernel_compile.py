@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import kernel_shim
-from hf_bmtrain.ops import adam, cross_entropy, float8, grad_norm, launch, peer_sum, quantize
+from hf_bmtrain.base import launch
+from hf_bmtrain.ops import adam, cross_entropy, float8, grad_norm, peer_sum, quantize
 from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
 
 nvrtc = pytest.importorskip("cupy", reason="no CuPy: install the extra 'ci'", exc_type=ImportError).cuda.nvrtc

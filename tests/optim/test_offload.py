@@ -13,7 +13,7 @@ import torch
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
-from hf_bmtrain.ops import pinned
+from hf_bmtrain.base import pinned
 from hf_bmtrain.sharding.pending_update import PendingUpdate
 from inner import chunks_of, run_of
 from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, the_same

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hf_bmtrain.ops.torch_internals import top_saved_tensors_hooks
+from hf_bmtrain.base.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.recompute.memory import DeviceMemory, SavedBytes
 from recomputed_models import Created
 from tiny_models import batch, build

@@ -4,6 +4,7 @@ import copy
 import tempfile
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -274,6 +275,62 @@ def checkpoint(name):
 )
 def test_checkpoint(world, name):
     world(2)(checkpoint, name)
+
+
+def trained_in_turn(folder, thawed):
+    """Two adapters, and if `thawed` a layer of the base, are trained one after another, saved, and saved once more."""
+
+    def build():
+        model = plain("llama")
+        model.add_adapter("second", lora(["v_proj"], lora_dropout=0.0))
+        return bmt.auto_wrap(model)
+
+    def train(model, name, base, steps):
+        model.set_adapter(name)
+        model.base_model.model.lm_head.weight.requires_grad_(base)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        for step in steps:
+            optimizer.zero_grad()
+            compute_loss(FAMILIES["llama"], model, step).backward()
+            optimizer.step()
+        return optimizer
+
+    def values(model):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    model = build()
+    train(model, "default", thawed, range(2))
+    optimizer = train(model, "second", False, range(2, 4))
+    expected = values(model)
+    bmt.save_state(folder, model, optimizer, step=4, trained_only=True)
+    for active in ("default", "second"):  # which one is active does not matter, and the next save has both as well
+        model = build()
+        model.set_adapter(active)
+        bmt.load_state(folder, model)
+        bmt.save_state(folder, model, trained_only=True)
+        for name, value in values(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_was_trained_before_is_saved(world, tmp_path, size, thawed):
+    world(size)(trained_in_turn, str(tmp_path), thawed)
+    names = set(safetensors.torch.load_file(tmp_path / "checkpoint-4" / "trained.safetensors"))
+    assert any(".default." in name for name in names) and any(".second." in name for name in names)
+    assert ("base_model.model.lm_head.weight" in names) == thawed
+    assert not any("base_layer" in name for name in names)
+
+
+def saved_whole(folder):
+    bmt.save_state(folder, bmt.auto_wrap(plain("llama")), step=1)
+
+
+def test_no_configuration_is_saved(world, tmp_path):
+    """The tensors have PEFT's names, so the base's configuration would open the folder with other weights."""
+    world(1)(saved_whole, str(tmp_path))
+    assert not (tmp_path / "checkpoint-1" / "config.json").exists()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
 
 
 def freezing():

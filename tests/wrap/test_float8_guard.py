@@ -79,7 +79,7 @@ def bits(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def without_guard(model, layers, blocks, world, compiled) -> None:
     """Gather in float8 at once, and measure nothing."""
-    gather_float8(world, {path: layer.float8_state for path, layer in layers.items()}, {})
+    gather_float8(world, {path: layer.float8_state for path, layer in layers.items()})
 
 
 def guarded(on: bool):

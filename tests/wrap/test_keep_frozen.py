@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from hf_bmtrain.base.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.comm.journal import code
 from hf_bmtrain.memory.prediction import predict
 from hf_bmtrain.memory.simulation import on_meta
-from hf_bmtrain.ops.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.recompute.planner import Planner
 from inner import state_of
 from log_lines import log_lines

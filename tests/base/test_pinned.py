@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_bmtrain.ops import pinned
+from hf_bmtrain.base import pinned
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

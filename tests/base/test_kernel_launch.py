@@ -8,9 +8,10 @@ import numpy
 import pytest
 import torch
 
-from hf_bmtrain.ops import float8, grad_norm, launch
+from hf_bmtrain.base import launch
+from hf_bmtrain.base.launch import Argument, Variant
+from hf_bmtrain.ops import float8, grad_norm
 from hf_bmtrain.ops.adam import variant as adam_variant
-from hf_bmtrain.ops.launch import Argument, Variant
 from processes import environment
 
 CPU = torch.device("cpu")
@@ -117,7 +118,7 @@ def test_headers_are_part_of_the_content() -> None:
 def test_processes_of_a_host_compile_once(cupy, tmp_path: Path) -> None:
     code = (
         "import logging, torch; logging.basicConfig(level='INFO'); "
-        "from hf_bmtrain.ops import grad_norm, launch; "
+        "from hf_bmtrain.base import launch; from hf_bmtrain.ops import grad_norm; "
         "launch.cached_cubin(grad_norm.variant(torch.float32), 80)"
     )
     command, variables = [sys.executable, "-c", code], environment(HF_BMTRAIN_KERNEL_CACHE=str(tmp_path))

@@ -4,7 +4,9 @@
 // Moves, for each element of x:
 //     quantize_rows                                       1 read, 1 byte written
 //     absmax_both, round_both                             2 reads, 2 bytes written
-//     absmax_whole, round_whole or round_transposed       2 reads, 1 byte written; round_piece for round_whole
+//     absmax_whole, round_whole or round_transposed       2 reads, 1 byte written
+//     absmax_pieces, round_pieces                         the same, of parts of several matrices
+//     transpose_codes                                     1 byte read, 1 byte written
 // A row that is longer than what the registers of a block keep is read again, from the caches; the second of two reads
 // begins where the first has ended, so that it finds in L2 what that holds.
 //
@@ -135,29 +137,62 @@ extern "C" __global__ __launch_bounds__(256) void quantize_rows(const ELEMENT* x
 
 // ---- two passes ------------------------------------------------------------------------------------------
 
-// most[0] becomes the bits of the largest magnitude; 0 before.
-extern "C" __global__ __launch_bounds__(256) void absmax_whole(const ELEMENT* x, long long n, int* most) {
-    long long first = ((long long)blockIdx.x * KEPT * THREADS + threadIdx.x) * COUNT;
+// A block has KEPT THREADS COUNT elements of a flat x, a thread those from `first` on in steps of THREADS COUNT. They end
+// at `stop`.
+__device__ __forceinline__ void load_span(const ELEMENT* x, long long first, long long stop, float (&y)[KEPT][COUNT]) {
+#pragma unroll
+    for (int u = 0; u < KEPT; u++) load_part(x + first + u * THREADS * COUNT, stop - first - u * THREADS * COUNT, y[u]);
+}
+__device__ __forceinline__ void find_most(const ELEMENT* x, long long first, long long stop, int* most) {
     float y[KEPT][COUNT];
     int found = 0;
-#pragma unroll
-    for (int u = 0; u < KEPT; u++) load_part(x + first + u * THREADS * COUNT, n - first - u * THREADS * COUNT, y[u]);
+    load_span(x, first, stop, y);
 #pragma unroll
     for (int u = 0; u < KEPT; u++) found = part_max(y[u], found);
     found = block_max(found);
     if (threadIdx.x == 0) atomicMax(most, found);
 }
 
-// values[0 .. n) of x[0 .. n), under the scale of most[0].
-extern "C" __global__ __launch_bounds__(256) void round_piece(const ELEMENT* x, long long n, const int* most,
-                                                              e4m3* values) {
-    long long first = ((long long)blockIdx.x * KEPT * THREADS + threadIdx.x) * COUNT;
-    float y[KEPT][COUNT], factor = Scale(most[0]).factor;
-#pragma unroll
-    for (int u = 0; u < KEPT; u++) load_part(x + first + u * THREADS * COUNT, n - first - u * THREADS * COUNT, y[u]);
+// most[0] becomes the bits of the largest magnitude; 0 before.
+extern "C" __global__ __launch_bounds__(256) void absmax_whole(const ELEMENT* x, long long n, int* most) {
+    find_most(x, ((long long)blockIdx.x * KEPT * THREADS + threadIdx.x) * COUNT, n, most);
+}
+
+// Piece p of x begins at pieces[p], ends at pieces[count + p], and has the blocks from pieces[2 count + p] on, up to the
+// next piece's first; none if it is empty.
+struct Piece {
+    int number;
+    long long first, stop;  // of this thread's elements
+    __device__ __forceinline__ Piece(const long long* pieces, int count) {
+        const long long* blocks = pieces + 2 * count;
+        number = 0;
+        for (int above = count; above - number > 1;) {
+            int middle = (number + above) / 2;
+            if (blocks[middle] <= (long long)blockIdx.x) number = middle;
+            else above = middle;
+        }
+        long long block = blockIdx.x - blocks[number];
+        first = pieces[number] + (block * KEPT * THREADS + threadIdx.x) * COUNT, stop = pieces[count + number];
+    }
+};
+
+// most[p] becomes the bits of the largest magnitude of piece p; 0 before.
+extern "C" __global__ __launch_bounds__(256) void absmax_pieces(const ELEMENT* x, const long long* pieces, int count,
+                                                                int* most) {
+    Piece piece(pieces, count);
+    find_most(x, piece.first, piece.stop, most + piece.number);
+}
+
+// values of the elements of all pieces, under the scale of most[p].
+extern "C" __global__ __launch_bounds__(256) void round_pieces(const ELEMENT* x, const long long* pieces, int count,
+                                                               const int* most, e4m3* values) {
+    Piece piece(pieces, count);
+    float y[KEPT][COUNT], factor = Scale(most[piece.number]).factor;
+    load_span(x, piece.first, piece.stop, y);
 #pragma unroll
     for (int u = 0; u < KEPT; u++)
-        store_part(values + first + u * THREADS * COUNT, n - first - u * THREADS * COUNT, y[u], factor);
+        store_part(values + piece.first + u * THREADS * COUNT, piece.stop - piece.first - u * THREADS * COUNT, y[u],
+                   factor);
 }
 
 // The largest magnitudes of each row and column. A block has a tile of SIDE rows and 32 COUNT columns; a warp reads
@@ -262,4 +297,38 @@ extern "C" __global__ __launch_bounds__(256) void round_whole(const ELEMENT* x, 
 extern "C" __global__ __launch_bounds__(256) void round_transposed(const ELEMENT* x, int height, int width,
                                                                    const int* most, e4m3* values, float* scales) {
     round_tile<false, true, 0>(x, height, width, nullptr, nullptr, nullptr, most, values, scales, height);
+}
+
+// ---- codes -----------------------------------------------------------------------------------------------
+
+// y (width, height) is the transpose of x (height, width), both multiples of 16. A block has SIDE rows and 256 columns,
+// a thread 16 columns of four rows, so that it makes words of four codes of y. Of no ELEMENT.
+extern "C" __global__ __launch_bounds__(256) void transpose_codes(const e4m3* x, int height, int width, e4m3* y) {
+    constexpr int ACROSS = 256, STRIDE = SIDE / 4 + 1;
+    __shared__ unsigned words[ACROSS * STRIDE];
+    int tiles = (width + ACROSS - 1) / ACROSS, top = blockIdx.x / tiles * SIDE, left = blockIdx.x % tiles * ACROSS;
+    int vector = threadIdx.x % 16, group = threadIdx.x / 16, row = top + 4 * group, column = left + 16 * vector;
+    uint4 parts[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+        parts[r] = row < height && column < width ? load_cached((const uint4*)(x + (long long)(row + r) * width + column))
+                                                  : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int k = 0; k < 16; k++) {
+        unsigned word = 0;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            unsigned four = k < 4 ? parts[r].x : k < 8 ? parts[r].y : k < 12 ? parts[r].z : parts[r].w;
+            word |= (four >> 8 * (k % 4) & 0xffu) << 8 * r;
+        }
+        words[(k * 16 + vector) * STRIDE + group] = word;
+    }
+    __syncthreads();
+    int part = threadIdx.x % 4, from = top + 16 * part;  // 16 rows of a column of x
+    for (int slot = threadIdx.x / 4; slot < ACROSS; slot += THREADS / 4) {
+        int at = left + slot % 16 * 16 + slot / 16;
+        const unsigned* four = words + slot * STRIDE + 4 * part;
+        if (at < width && from < height)
+            store_cached((uint4*)(y + (long long)at * height + from), make_uint4(four[0], four[1], four[2], four[3]));
+    }
 }

@@ -21,7 +21,8 @@ WORDS = 1 + _RING
 UNKNOWN = "an exchange between the ranks"
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_BUFFERS = (
-    "gather of", "gather without gradients of", "reduction of the gradient of", "change of requires_grad in",
+    "gather of", "gather without gradients of", "rounding to float8 of", "reduction of the gradient of",
+    "change of requires_grad in",
 )  # fmt: skip
 _OF_VALUES = (
     "step with learning rate", "step with weight_decay", "step with momentum", "step with betas",

@@ -8,14 +8,16 @@ A product is computed from the values, with sums in float32, and multiplied by b
 have the summed dimension last. A GPU's product takes scales that are the same for all summed elements, so a matrix that
 is used in both directions is rounded twice: `quantize_both` rounds it by its rows and, transposed, by its columns. A
 weight has one scale for all its elements, and is rounded once for both; so its pieces on different ranks can be rounded
-apart (`measure_piece`, `round_piece`) once the ranks know its largest magnitude. On a GPU kernels/float8.cu rounds; its
-bits are those of the reference, but for the sign of NaN.
+apart (`measure_pieces`, `round_pieces`) once the ranks know its largest magnitude. On a GPU kernels/float8.cu rounds;
+its bits are those of the reference, but for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -115,39 +117,76 @@ def quantize_transposed(weight: Tensor) -> Float8:
     return _launch_whole("round_transposed", weight, _empty(weight, *weight.shape[::-1]))
 
 
-def measure_piece(x: Tensor, bits: Tensor) -> None:
-    """Set `bits` (1,) int32, 0 before, to the bits of the largest magnitude of x (n,), as float32.
+class Pieces:
+    """Ranges of a flat tensor, each a part of a weight. Make it once for a layout: its table stays on the device.
 
-    As integers the bits are in the order of the magnitudes, and those of NaN are the largest.
+    ranges   (start, stop) of each piece, one behind the other, perhaps with gaps; a piece may be empty
+    dtype    of the tensor
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device):
+        self.ranges = tuple(ranges)
+        self.aligned = all(bound % ALIGNMENT == 0 for piece in ranges if piece[0] < piece[1] for bound in piece)
+        firsts = [0, *itertools.accumulate(_blocks(stop - start, dtype.itemsize) for start, stop in ranges)]
+        self.blocks = firsts.pop()  # of a kernel
+        starts, stops = zip(*ranges)
+        self.table = torch.tensor([starts, stops, firsts], dtype=torch.int64, device=device)
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+
+def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
+    """Set `bits` (k,) int32, 0 before, to those of the largest magnitude of each piece of x (n,), as float32.
+
+    As integers the bits are in the order of the magnitudes, and those of NaN are the largest. Those of an empty piece
+    stay 0.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
-    if not len(x):
-        return
+    expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
     if _by_kernels(x):
-        _launch("absmax_whole", _blocks(x), x, len(x), bits, aligned=len(x) % ALIGNMENT == 0)
-    else:
-        bits.copy_(x.abs().float().view(torch.int32).amax())
+        _launch_pieces("absmax_pieces", x, pieces, bits, aligned=pieces.aligned)
+        return
+    for found, (start, stop) in zip(bits.split(1), pieces.ranges):
+        if start < stop:
+            found.copy_(x[start:stop].abs().float().view(torch.int32).amax())
 
 
-def round_piece(x: Tensor, bits: Tensor, out: Tensor) -> None:
-    """Write x (n,), a piece of a weight, into `out` (n,) uint8 as `quantize_whole` of the weight rounds it.
+def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
+    """Write the pieces of x (n,) into `out` (n,) uint8, each as `quantize_whole` of its weight rounds it.
 
-    bits: (1,) int32, the largest of those that `measure_piece` finds in the weight's pieces.
+    bits: (k,) int32, of each weight the largest that `measure_pieces` finds in its pieces. The rest of `out` stays.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
-    if not len(x):
-        return
+    expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
+    expect("out", out, (torch.uint8,), (len(x),), x.device)
     if _by_kernels(x):
-        aligned = len(x) % ALIGNMENT == 0 and out.data_ptr() % 16 == 0
-        _launch("round_piece", _blocks(x), x, len(x), bits, out.view(torch.float8_e4m3fn), aligned=aligned)
-    else:
-        out.copy_(_rounded(x, bits.view(torch.float32)).values.view(torch.uint8))
+        aligned = pieces.aligned and out.data_ptr() % 16 == 0
+        _launch_pieces("round_pieces", x, pieces, bits, out.view(torch.float8_e4m3fn), aligned=aligned)
+        return
+    for most, (start, stop) in zip(bits.split(1), pieces.ranges):
+        if start < stop:
+            out[start:stop] = _rounded(x[start:stop], most.view(torch.float32)).values.view(torch.uint8)
 
 
 def scales_of(bits: Tensor) -> Tensor:
     """Return the scales (n,) float32 of weights whose largest magnitudes have the `bits` (n,) int32."""
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
     return absmax / torch.full_like(absmax, MOST)  # a GPU would multiply by the rounded 1 / MOST
+
+
+def transpose(values: Tensor) -> Tensor:
+    """Return the transpose of values (R, C) float8_e4m3fn, contiguous, in new memory."""
+    if torch.compiler.is_compiling():
+        return torch.ops.hf_bmtrain.transpose_codes(values)
+    rows, width = values.shape
+    expect("values", values, (torch.float8_e4m3fn,), (rows, width), values.device)
+    if not values.is_cuda or rows % ALIGNMENT or width % ALIGNMENT or values.data_ptr() % 16:
+        return values.t().clone(memory_format=torch.contiguous_format)
+    out = torch.empty(width, rows, dtype=values.dtype, device=values.device)
+    grid = -(-rows // _TILE) * -(-width // _THREADS)
+    kernel(variant(torch.bfloat16, True), "transpose_codes", values.device)(grid, _THREADS, values, rows, width, out)
+    return out
 
 
 def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -203,17 +242,23 @@ def _tiles(x: Tensor, parts: int) -> int:
     return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
 
 
-def _blocks(x: Tensor) -> int:
-    """Return the number of blocks whose threads keep _PARTS times 16 bytes each that cover x."""
-    return -(-x.numel() * x.element_size() // (_THREADS * _PARTS * 16))
+def _blocks(numel: int, itemsize: int) -> int:
+    """Return the number of blocks whose threads keep _PARTS times 16 bytes each that cover `numel` elements."""
+    return -(-numel * itemsize // (_THREADS * _PARTS * 16))
 
 
 def _launch_whole(name: str, weight: Tensor, out: Float8) -> Float8:
     aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
     most = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    _launch("absmax_whole", _blocks(weight), weight, weight.numel(), most, aligned=aligned)
+    blocks = _blocks(weight.numel(), weight.element_size())
+    _launch("absmax_whole", blocks, weight, weight.numel(), most, aligned=aligned)
     _launch(name, _tiles(weight, 16), weight, *weight.shape, most, *out, aligned=aligned)
     return out
+
+
+def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligned: bool) -> None:
+    if pieces.blocks:
+        _launch(name, pieces.blocks, x, pieces.table, len(pieces), *values, aligned=aligned)
 
 
 def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
@@ -238,9 +283,12 @@ def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
     return tuple(tensor for factor in factors for tensor in factor)
 
 
-# In compiled code `quantize_both` is this operator.
+# In compiled code `quantize_both` and `transpose` are these operators.
 _library = torch.library.Library("hf_bmtrain", "DEF")
 _library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
+_library.define("transpose_codes(Tensor values) -> Tensor", tags=torch.Tag.needs_fixed_stride_order)
 for _key in ("CPU", "CUDA"):
     _library.impl("quantize_both", lambda x: _flat(quantize_both(x)), _key)
+    _library.impl("transpose_codes", transpose, _key)
 torch.library.register_fake("hf_bmtrain::quantize_both", lambda x: _flat(_empty_both(x)), lib=_library)
+torch.library.register_fake("hf_bmtrain::transpose_codes", lambda x: x.new_empty(x.shape[1], x.shape[0]), lib=_library)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
+from ..comm.collectives import Communicator
+from ..comm.journal import code
 from ..comm.layout import ALIGNMENT_BYTES
 from ..comm.storage import ResizableStorage
-from ..ops.float8 import Float8, measure_piece, quantize_whole, round_piece, scales_of
+from ..ops.float8 import Float8, Pieces, measure_pieces, quantize_whole, round_pieces, scales_of, transpose
 from .buffer import ShardedBuffer
 
 
@@ -27,17 +30,47 @@ class GatheredFactor(NamedTuple):
     def factor(self, turned: bool) -> Float8:
         """Return the weight as a factor, or its transpose in new memory."""
         if turned:
-            return Float8(self.values.t().contiguous(), self.column_scales)
+            return Float8(transpose(self.values), self.column_scales)
         return Float8(self.values, self.row_scales)
+
+
+class Rounding:
+    """Rounds the shards of the Float8Buffers that have changed, with one exchange of their largest magnitudes.
+
+    What an optimizer updates alongside the computation is rounded buffer by buffer instead, each behind its own update.
+    It refers to the buffers weakly.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._buffers: list[weakref.ref[Float8Buffer]] = []
+
+    def add(self, buffer: Float8Buffer) -> None:
+        self._buffers.append(weakref.ref(buffer))
+
+    @torch.no_grad()
+    def round(self, gathered: Float8Buffer) -> None:
+        """Round what has changed, `gathered` among it. Collective."""
+        living = [buffer for reference in self._buffers if (buffer := reference()) is not None]
+        changed = [each for each in living if each.is_stale and (each is gathered or not each.update.alongside)]
+        counts = [len(buffer.pieces) for buffer in changed]
+        bits = torch.zeros(sum(counts), dtype=torch.int32, device=gathered.shard.device)
+        parts = bits.split(counts)
+        for buffer, part in zip(changed, parts):
+            self._communicator.journal.note(code("rounding to float8 of", buffer.number))
+            buffer.measure(part)
+        self._communicator.all_reduce(bits, maximum=True).wait()
+        for buffer, part, scales in zip(changed, parts, scales_of(bits)[:, None].split(counts)):
+            buffer.round(part, scales)
 
 
 class Float8Buffer(ShardedBuffer):
     """Weights (matrices) of float8 layers, which are gathered in their own dtype at first, and then in float8.
 
-    `use_float8` switches. From then on `gather` rounds this rank's pieces, if the shard has changed since, and gathers
-    them: the bits are those of `ops.float8.quantize_whole` of the whole weights. The layers compute with `factors`. The
-    wholes have no memory then, and NaN in every element, so that whatever reads them sees it; in `whole_now` they have
-    the values of the shards, in their own dtype.
+    `use_float8` switches. From then on `gather` has this rank's pieces rounded, if the shard has changed since, and
+    gathers them: the bits are those of `ops.float8.quantize_whole` of the whole weights. The layers compute with
+    `factors`. The wholes have no memory then, and NaN in every element, so that whatever reads them sees it; in
+    `whole_now` they have the values of the shards, in their own dtype.
 
     in_float8: whether `gather` gathers float8. factors: by index, a GatheredFactor of each weight; none before.
     """
@@ -70,9 +103,10 @@ class Float8Buffer(ShardedBuffer):
     # -- the switch ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def use_float8(self) -> None:
+    def use_float8(self, rounding: Rounding) -> None:
         """Gather float8 from now on. No backward may be to come for a forward before. Collective.
 
+        rounding: rounds this buffer together with others.
         What is kept whole is gathered anew: where only some ranks run a frozen block, no later gather of it may be a
         collective. Raises RuntimeError if what is gathered has other bits than the rounded whole weights.
         """
@@ -85,13 +119,15 @@ class Float8Buffer(ShardedBuffer):
         self._target = self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
         self._cut = [(0, layout.shard_numel)]
         self._journal = self._communicator.journal if self._gather.is_collective(self._rounded) else None
-        self._own = [self.shard.data[piece.shard_start : piece.shard_stop] for piece in self.pieces]
-        self._own_rounded = [self._rounded[piece.shard_start : piece.shard_stop] for piece in self.pieces]
+        ranges = [(piece.shard_start, piece.shard_stop) for piece in self.pieces]
+        self._own = Pieces(ranges, self.shard.dtype, device)
         self._make_factors()
         self._arrived.free()
         self._rounded_version = -1
         self._filled_version = -1
         self.in_float8 = True
+        self._rounding = rounding
+        rounding.add(self)
         self._show()
         self.gather()
         self.wait()
@@ -136,21 +172,23 @@ class Float8Buffer(ShardedBuffer):
     def gather(self) -> None:
         if self.in_float8:
             self.update.wait()
-            if self._rounded_version != self.shard._version:
-                self._round()
+            if self.is_stale:
+                self._rounding.round(self)
         super().gather()
 
-    @torch.no_grad()
-    def _round(self) -> None:
-        """Round this rank's pieces under the scales of the whole weights. Collective."""
-        bits = torch.zeros(len(self.pieces), dtype=torch.int32, device=self.shard.device)
-        each = bits.split(1)
-        for piece, found in zip(self._own, each):
-            measure_piece(piece, found)
-        self._communicator.all_reduce(bits, maximum=True).wait()
-        for piece, found, rounded in zip(self._own, each, self._own_rounded):
-            round_piece(piece, found, rounded)
-        torch.index_select(scales_of(bits)[:, None], 0, self._owners, out=self._scales)
+    @property
+    def is_stale(self) -> bool:
+        """True if the shard has changed since it was rounded. The same on every rank."""
+        return self._rounded_version != self.shard._version
+
+    def measure(self, bits: torch.Tensor) -> None:
+        """Write the bits of the largest magnitude of each of this rank's pieces to `bits` (k,) int32, 0 before."""
+        measure_pieces(self.shard.data, self._own, bits)
+
+    def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
+        """Round this rank's pieces under the `scales` (k, 1) of the whole weights, which follow from their `bits`."""
+        round_pieces(self.shard.data, self._own, bits, self._rounded)
+        torch.index_select(scales, 0, self._owners, out=self._scales)
         torch.autograd.graph.increment_version(self._rounded)  # also where this rank has none
         self._rounded_version = self.shard._version
 

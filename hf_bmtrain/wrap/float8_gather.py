@@ -15,7 +15,7 @@ import torch
 
 from ..blocks.float8_linear import Float8State
 from ..runtime.world import World
-from ..sharding.float8 import Float8Buffer
+from ..sharding.float8 import Float8Buffer, Rounding
 from ..sharding.slots import find_places
 from .find import adapter_parameters
 
@@ -55,12 +55,13 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
         if state.buffer is not None:
             layers.setdefault(state.buffer, []).append(path)
     left: Counter[str] = Counter()
+    rounding = Rounding(world.schedule.shards.communicator)
     for buffer, paths in layers.items():
         found = [f"{path.rpartition('.')[2]} {states[path].reason}" for path in paths if states[path].reason]
         if found:
             left[found[0]] += 1
         else:
-            buffer.use_float8()
+            buffer.use_float8(rounding)
     if world.rank == 0 and layers:
         count = sum(left.values())
         told = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""

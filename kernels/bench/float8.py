@@ -15,12 +15,24 @@ def eager_rows(x: torch.Tensor) -> torch.Tensor:
 
 def bench_shape(shape: tuple[int, int]) -> list[Line]:
     x = torch.randn(shape, device="cuda").bfloat16()
-    size = x.numel()
+    size, codes = x.numel(), x.to(torch.float8_e4m3fn)
+    half = size // 256 * 128
+    pieces = float8.Pieces([(0, half), (half, size)], x.dtype, x.device)
+    rounded = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def by_pieces(flat: torch.Tensor) -> None:
+        bits = torch.zeros(len(pieces), dtype=torch.int32, device="cuda")
+        float8.measure_pieces(flat, pieces, bits)
+        float8.round_pieces(flat, pieces, bits, rounded)
+
     return [
         Line(f"float8 {shape[0]}x{shape[1]} bf16, by rows", measure(lambda: float8.quantize_rows(x)), 3 * size),
         Line("  by rows and columns", measure(lambda: float8.quantize_both(x)), 6 * size),
         Line("  whole", measure(lambda: float8.quantize_whole(x)), 5 * size),
         Line("  whole, transposed", measure(lambda: float8.quantize_transposed(x)), 5 * size),
+        Line("  a shard's pieces", measure(lambda: by_pieces(x.view(-1))), 5 * size),
+        Line("  codes transposed", measure(lambda: float8.transpose(codes)), 2 * size),
+        Line("  eager torch, codes transposed", measure(lambda: codes.t().contiguous()), 2 * size),
         Line("  eager torch, by rows", measure(lambda: eager_rows(x)), 3 * size),
     ]
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import kernel_checks as checks
+from float8_training import same_bits
 from hf_bmtrain.ops import float8
+from lagging import lagging
+from ranks import with_tensors_on_gpu
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -13,7 +16,7 @@ NAMES = {
     "both": {"absmax_both", "round_both"},
     "whole": {"absmax_whole", "round_whole"},
     "transposed": {"absmax_whole", "round_transposed"},
-    "pieces": {"absmax_whole", "round_piece"},
+    "pieces": {"absmax_pieces", "round_pieces"},
 }
 
 
@@ -31,6 +34,23 @@ def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 def test_float8(name: str, dtype: torch.dtype, shape: tuple[int, int], offset: int, launched) -> None:
     checks.check_float8(on_gpu, name, dtype, shape, offset)
     assert set(launched) == NAMES[name]
+
+
+# of several blocks, with gaps, aligned and not
+PIECES = [[(0, 4096), (4224, 4224), (4224, 1 << 22), ((1 << 22) + 128, (1 << 22) + 144)], [(3, 9000), (9001, 100_003)]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranges", PIECES, ids=["aligned", "not"])
+def test_float8_pieces(dtype: torch.dtype, ranges: list[tuple[int, int]], launched) -> None:
+    checks.check_float8_pieces(on_gpu, dtype, ranges)
+    assert set(launched) == NAMES["pieces"]
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (1008, 5120), (14336, 4096)], ids=str)
+def test_transpose(shape: tuple[int, int], launched) -> None:
+    checks.check_transpose(on_gpu, shape)
+    assert launched == ["transpose_codes"]
 
 
 @pytest.mark.parametrize("shape", [(1003, 1008), (16, 1001)], ids=str)
@@ -66,3 +86,14 @@ def test_product(fast: bool, dtype: torch.dtype, launched) -> None:
         assert found.is_cuda and found.dtype == expected.dtype == dtype
         # a GPU rounds to bfloat16, and adds in 14 bits or more
         torch.testing.assert_close(found.cpu(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-9)
+
+
+def lagging_updates(seed: int) -> None:
+    with lagging(seed):
+        same_bits("llama", {"offload": True, "accumulate": 2})
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_shards_are_rounded_behind_their_updates(gpus, seed: int) -> None:
+    gpus(with_tensors_on_gpu, lagging_updates, seed)

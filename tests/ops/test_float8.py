@@ -50,6 +50,22 @@ def test_compilers_know_what_rounding_both_ways_returns(shape):
     torch.library.opcheck(torch.ops.hf_bmtrain.quantize_both.default, (matrix(*shape, torch.bfloat16),))
 
 
+@pytest.mark.parametrize("shape", [(21, 32), (32, 16), (0, 48), (1, 48)])
+def test_compilers_know_what_transposing_returns(shape):
+    values = torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    checked = (
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )  # one knows no float8
+    torch.library.opcheck(torch.ops.hf_bmtrain.transpose_codes.default, (values,), test_utils=checked)
+
+
+@pytest.mark.parametrize("shape", [(21, 32), (32, 16), (1, 48)])
+def test_transposing(shape):
+    checks.check_transpose(lambda x: x, shape)
+
+
 def test_a_weight_has_one_scale_in_both_directions():
     weight = matrix(24, 16)
     factor = quantize_whole(weight)

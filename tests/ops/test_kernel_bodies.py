@@ -83,6 +83,21 @@ def test_float8_codes(place: checks.Place, dtype: torch.dtype) -> None:
     checks.check_float8_codes(place, dtype)
 
 
+# gaps before, between and after pieces that are empty, of one element, and of several blocks; aligned, and not
+PIECES = [[(16, 48), (64, 64), (64, 16448), (16512, 16528)], [(3, 3), (3, 4), (9, 9000), (9001, 9001)], [(0, 9000)]]
+
+
+@pytest.mark.parametrize("ranges", PIECES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_float8_pieces(place: checks.Place, dtype: torch.dtype, ranges: list[tuple[int, int]]) -> None:
+    checks.check_float8_pieces(place, dtype, ranges)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (64, 256), (80, 272), (144, 528)], ids=str)
+def test_transpose(place: checks.Place, shape: tuple[int, int]) -> None:
+    checks.check_transpose(place, shape)
+
+
 @pytest.mark.parametrize("flag", [0.0, 1.0])
 def test_adam_prepare(place: checks.Place, flag: float) -> None:
     checks.check_prepare(place, flag)

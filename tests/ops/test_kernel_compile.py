@@ -56,6 +56,12 @@ def ask_for_everything() -> None:
                 float8.quantize_rows, float8.quantize_both, float8.quantize_whole, float8.quantize_transposed,
             ):  # fmt: skip
                 attempt(function, place(torch.ones(shape, dtype=dtype)))
+        for ranges in ([(0, 32), (48, n)], [(0, 3), (5, n)]):
+            pieces = float8.Pieces(ranges, dtype, torch.device("cpu"))
+            bits, codes = (place(torch.zeros(k, dtype=kind)) for k, kind in ((2, torch.int32), (n, torch.uint8)))
+            attempt(float8.measure_pieces, flat, pieces, bits)
+            attempt(float8.round_pieces, flat, pieces, bits, codes)
+    attempt(float8.transpose, place(torch.zeros(16, 32, dtype=torch.float8_e4m3fn)))
     kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None), (False, True))
     for grad, master, exp_avg, weight, coupled in kinds:
         tensors = [place(torch.ones(n, dtype=d)) for d in (grad, master, exp_avg, torch.float32)]

@@ -118,6 +118,24 @@ def test_float8_of_meta_tensors(function) -> None:
             assert a.is_meta and (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
+def test_float8_pieces_refuse() -> None:
+    pieces = float8.Pieces([(0, 3), (4, 8)], torch.float32, torch.device("cpu"))
+    x, bits, out = torch.ones(8), torch.zeros(2, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)
+    for values, message in (
+        ((x.double(), pieces, bits), "x must be contiguous float32 or float16 or bfloat16"),
+        ((x, pieces, bits[:1]), r"bits must be contiguous int32 of shape \(2,\)"),
+        ((x, pieces, bits.float()), "bits must be contiguous int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            float8.measure_pieces(*values)
+        with pytest.raises(ValueError, match=message):
+            float8.round_pieces(*values, out)
+    with pytest.raises(ValueError, match=r"out must be contiguous uint8 of shape \(8,\)"):
+        float8.round_pieces(x, pieces, bits, out[:4])
+    with pytest.raises(ValueError, match="values must be contiguous float8_e4m3fn"):
+        float8.transpose(torch.ones(4, 4))
+
+
 TARGETS = torch.zeros(3, dtype=torch.int64)
 
 

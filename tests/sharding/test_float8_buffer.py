@@ -4,12 +4,17 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from hf_bmtrain.comm.streams import DONE
 from hf_bmtrain.ops.float8 import quantize_transposed, quantize_whole
-from hf_bmtrain.sharding.float8 import Float8Buffer
+from hf_bmtrain.sharding.float8 import Float8Buffer, Rounding
 from hf_bmtrain.sharding.parameter import DistributedParameter
 from kernel_checks import same_factors
 
 SHAPES = [(48, 16), (3, 5), (1, 1), (16, 176), (7, 33), (2, 2), (4, 300)]
+
+
+def rounding():
+    return Rounding(bmt.current_world().schedule.shards.communicator)
 
 
 def make(dtype=torch.float32, requires_grad=True):
@@ -57,7 +62,7 @@ def rounds_and_gathers(dtype):
     buffer.wait()
     assert not buffer.in_float8 and buffer.whole_nbytes == buffer.layout.numel * dtype.itemsize
     assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters))
-    buffer.use_float8()
+    buffer.use_float8(rounding())
     assert buffer.in_float8 and not buffer.is_whole and buffer.whole_nbytes == buffer.layout.numel
     check_factors(buffer, parameters)
     check_masters(buffer, parameters)  # beside the float8 copy, which stays
@@ -94,7 +99,7 @@ def stays():
     parameters, buffer, slices = make(requires_grad=False)
     buffer.stays_whole = True
     buffer.gather()
-    buffer.use_float8()
+    buffer.use_float8(rounding())
     assert buffer.is_whole, "what was kept whole is gathered at the switch"
     buffer.release()
     assert buffer.is_whole
@@ -113,3 +118,30 @@ def stays():
 
 def test_frozen_weights_stay_whole(world):
     world(2)(stays)
+
+
+def rounds_together():
+    """Two buffers are updated during the step, two alongside the computation."""
+    common = rounding()
+    made = [make() for _ in range(4)]
+    buffers = [buffer for _, buffer, _ in made]
+    for buffer in buffers:
+        buffer.use_float8(common)
+    for buffer in buffers[2:]:
+        buffer.update.begin(DONE, ())
+    assert not any(buffer.is_stale for buffer in buffers)
+    with torch.no_grad():
+        for parameters, _, slices in made:
+            for tensor in (*parameters, *slices):
+                tensor.mul_(2)
+    stale = []
+    for parameters, buffer, _ in made[::-1]:
+        check_factors(buffer, parameters)
+        stale.append([each.is_stale for each in buffers])
+    return stale
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_updated_alongside_is_rounded_by_itself(world, size):
+    for stale in world(size)(rounds_together):
+        assert stale == [[False, False, True, False], *[[False] * 4] * 3]

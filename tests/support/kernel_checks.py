@@ -420,15 +420,43 @@ def check_unpack(place: Place, dtype: torch.dtype, name: str, numel: int) -> Non
 def _by_pieces(x: torch.Tensor) -> list[float8.Float8]:
     """x rounded in three pieces, of which the second is empty, with the largest of their magnitudes."""
     flat, values = x.reshape(-1), torch.full((x.numel(),), 77, dtype=torch.uint8, device=x.device)
-    bounds = [0, x.numel() // 32 * 16, x.numel() // 32 * 16, x.numel()]
+    half = x.numel() // 32 * 16
+    pieces = float8.Pieces([(0, half), (half, half), (half, x.numel())], x.dtype, x.device)
     bits = torch.zeros(3, dtype=torch.int32, device=x.device)
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:])):
-        float8.measure_piece(flat[begin:end], bits[i : i + 1])
+    float8.measure_pieces(flat, pieces, bits)
+    assert not bits[1]
     most = bits.amax(0, keepdim=True)
-    for begin, end in zip(bounds, bounds[1:]):
-        float8.round_piece(flat[begin:end], most, values[begin:end])
+    float8.round_pieces(flat, pieces, most.repeat(3), values)
     scales = float8.scales_of(most).expand(len(x), 1)
     return [float8.Float8(values.view(torch.float8_e4m3fn).view(x.shape), scales)]
+
+
+def check_float8_pieces(place: Place, dtype: torch.dtype, ranges: list[tuple[int, int]]) -> None:
+    """The bits of each piece by itself; what is between the pieces is neither read nor written."""
+    torch.manual_seed(0)
+    flat = torch.full((ranges[-1][1] + 40,), torch.nan)
+    for number, (start, stop) in enumerate(ranges):
+        flat[start:stop] = torch.randn(stop - start) * 10.0**number
+    x = flat.to(dtype)
+    pieces = float8.Pieces(ranges, dtype, place(x).device)
+    bits = place(torch.zeros(len(ranges), dtype=torch.int32))
+    values = place(torch.full((len(x),), 77, dtype=torch.uint8))
+    float8.measure_pieces(place(x), pieces, bits)
+    float8.round_pieces(place(x), pieces, bits, values)
+    scales, found, gaps = _plain(float8.scales_of(bits)), _plain(values), torch.ones(len(x), dtype=torch.bool)
+    for (start, stop), scale in zip(ranges, scales):
+        gaps[start:stop] = False
+        if start < stop:
+            part = float8.Float8(found[start:stop].view(torch.float8_e4m3fn)[None], scale.view(1, 1))
+            assert same_factors([part], [float8.quantize_whole(x[None, start:stop])])
+    assert (found[gaps] == 77).all() and gaps.any()
+
+
+def check_transpose(place: Place, shape: tuple[int, int]) -> None:
+    values = torch.randint(0, 256, shape, dtype=torch.uint8)
+    found = float8.transpose(place(values.view(torch.float8_e4m3fn)))
+    assert found.is_contiguous()
+    assert torch.equal(_plain(found).view(torch.uint8), values.t())
 
 
 FLOAT8 = {

@@ -1,6 +1,7 @@
 """Weights gathered in float8: training has the bits of training with weights that are gathered in their own dtype."""
 
 import logging
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -9,61 +10,17 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from float8_models import build, rows
+from float8_training import float8_buffers, same_bits, seen, train
 from hf_bmtrain.blocks.float8_linear import Float8Linear
 from hf_bmtrain.diagnose.plain import gather_wholes, shown_plain
-from hf_bmtrain.sharding.float8 import Float8Buffer
-from hf_bmtrain.sharding.slots import buffers_of
+from hf_bmtrain.sharding.float8 import Float8Buffer, Rounding
 from log_lines import log_lines
+from offloaded import as_on_a_gpu
 
 
 def freeze_half(model):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("s.0." not in name and ".0." not in name and "up_proj" not in name)
-
-
-def float8_buffers(model):
-    return [buffer for buffer in buffers_of(model) if isinstance(buffer, Float8Buffer)]
-
-
-def seen(tensor):
-    """The bits of a tensor, as what compares NaN too."""
-    return None if tensor is None else tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
-
-
-def train(family, in_float8, between=None, prepare=None, offload=False, accumulate=1, dtype=torch.float32, **wrap):
-    """Return all that four steps show: losses, gradients, weights. between: called with the model after each step."""
-    torch._dynamo.reset()
-    model = build(family).to(dtype)
-    if prepare is not None:
-        prepare(model)
-    shown, switch = [], Float8Buffer.use_float8 if in_float8 else lambda buffer: None
-    with mock.patch.object(Float8Buffer, "use_float8", switch):
-        bmt.auto_wrap(model, float8=True, **wrap)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = (bmt.optim.AdamOffloadOptimizer if offload else bmt.optim.AdamOptimizer)(trained, lr=1e-2)
-        manager = bmt.optim.OptimManager()
-        manager.add_optimizer(optimizer)
-        for step in range(4):
-            manager.zero_grad()
-            for part in range(accumulate):
-                loss = model(**rows(accumulate * step + part, bmt.rank())).loss
-                manager.backward(loss)
-                shown.append(seen(loss))
-            shown += [seen(parameter.gather_gradient()) for parameter in trained]
-            manager.clip_grad_norm(optimizer.param_groups, 1.0)
-            manager.step()
-            if between is not None:
-                shown += between(model, step)
-    buffers = float8_buffers(model)
-    assert buffers and all(buffer.in_float8 == in_float8 for buffer in buffers)
-    return shown + [seen(value) for value in model.state_dict().values()]
-
-
-def same_bits(family, options):
-    found, expected = (train(family, flag, **options) for flag in (True, False))
-    assert len(found) == len(expected) > 20 and any(each is not None for each in found)
-    for mine, other in zip(found, expected):
-        assert (mine is None) == (other is None) and (mine is None or torch.equal(mine, other))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -98,6 +55,42 @@ def test_same_bits_with_other_options(world, options):
 )
 def test_same_bits_where_weights_are_pulled(peers, options):
     peers(2)(same_bits, "llama", options)
+
+
+def roundings(offload):
+    """How many exchanges of magnitudes each step makes, and the number of buffers."""
+    counts, calls = [], []
+    original = Rounding.round
+
+    def counted(self, gathered):
+        calls.append(gathered)
+        original(self, gathered)
+
+    def count(model, step):
+        counts.append(len(calls))
+        calls.clear()
+        return [len(float8_buffers(model))]
+
+    with mock.patch.object(Rounding, "round", counted), as_on_a_gpu(0) if offload else nullcontext():
+        shown = train("llama", True, between=count, offload=offload)
+    return counts, next(each for each in shown if isinstance(each, int))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_shards_are_rounded_together_unless_they_are_updated_alongside(world, offload):
+    for counts, buffers in world(2)(roundings, offload):
+        assert counts == [0, buffers] + [buffers if offload else 1] * 2 and buffers > 1  # the second step switches
+
+
+def updated_alongside(seed):
+    with as_on_a_gpu(seed):
+        same_bits("llama", {"offload": True, "accumulate": 2})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shards_are_rounded_behind_their_updates(world, peers, seed):
+    world(2)(updated_alongside, seed)
+    peers(2)(updated_alongside, seed)
 
 
 def read_and_write(model, step):

@@ -36,9 +36,9 @@ class Layout:
     grain: in elements. Every tensor begins on a multiple of it, counted from the start of the buffer, and so does every
     shard. So a tensor is cut at multiples of the grain from its own start alone: what has a meaning only whole (64
     elements with one scale, rows of a matrix) is never divided between ranks. `offsets` do not depend on the number
-    of shards. Padding is less than one grain after each tensor, and less than `world_size` + 1 grains at the end: the
-    last ranks may store less than the others, perhaps nothing. A grain as large as the largest tensor gives whole
-    tensors to ranks.
+    of shards. Padding is less than one grain after each tensor (but for what `build` leaves free), and less than
+    `world_size` + 1 grains at the end: the last ranks may store less than the others, perhaps nothing. A grain as large
+    as the largest tensor gives whole tensors to ranks.
     """
 
     numels: tuple[int, ...]
@@ -47,11 +47,16 @@ class Layout:
     world_size: int
 
     @classmethod
-    def build(cls, numels: Sequence[int], world_size: int, grain: int) -> Layout:
-        """Lay out tensors of `numels` elements."""
+    def build(cls, numels: Sequence[int], world_size: int, grain: int, spread: tuple[int, int] = (0, 1)) -> Layout:
+        """Lay out tensors of `numels` elements. spread: (n, times) gives the first n together so many times their room.
+
+        What is more than they need is free behind the last of them.
+        """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end = [], 0
-        for numel in numels:
+        for index, numel in enumerate(numels):
+            if index == spread[0]:
+                end *= spread[1]
             offsets.append(end)
             end = _round_up(end + numel, grain)
         shard_numel = _round_up(-(-end // world_size), grain)

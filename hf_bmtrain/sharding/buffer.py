@@ -56,7 +56,7 @@ class ShardedBuffer:
         assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
         self._gather, self._communicator = schedule.shards, schedule.shards.communicator
         self.rank, size = self._communicator.rank, self._communicator.size
-        self.layout = Layout.build([p.numel() for p in parameters], size, self._grain(dtype))
+        self.layout = self._lay_out([p.numel() for p in parameters], size, dtype)
         self.placements = [Placement(self.layout, i, p.shape, schedule.reduce) for i, p in enumerate(parameters)]
         self.pieces = [placement.piece for placement in self.placements]
         self._cut = self.layout.cut_ranges(self.rank)
@@ -82,6 +82,9 @@ class ShardedBuffer:
         self._fill(parameters)
 
     # -- construction -------------------------------------------------------------------------------------------
+
+    def _lay_out(self, numels: Sequence[int], size: int, dtype: torch.dtype) -> Layout:
+        return Layout.build(numels, size, self._grain(dtype))
 
     def _grain(self, dtype: torch.dtype) -> int:
         """Return the elements of which shards hold multiples, see `Layout`."""

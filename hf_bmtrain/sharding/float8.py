@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,10 +11,15 @@ import torch
 
 from ..comm.collectives import Communicator
 from ..comm.journal import code
-from ..comm.layout import ALIGNMENT_BYTES
+from ..comm.layout import ALIGNMENT_BYTES, Layout
+from ..comm.reduce import Reduction
 from ..comm.storage import ResizableStorage
 from ..ops.float8 import Float8, Pieces, measure_pieces, quantize_whole, round_pieces, scales_of, transpose
+from ..runtime.schedule import Schedule
 from .buffer import ShardedBuffer
+
+_FEW = 32
+"""Companions are at most this part of a buffer's weights: their room is `itemsize` times theirs."""
 
 
 class GatheredFactor(NamedTuple):
@@ -53,7 +58,7 @@ class Rounding:
         """Round what has changed, `gathered` among it. Collective."""
         living = [buffer for reference in self._buffers if (buffer := reference()) is not None]
         changed = [each for each in living if each.is_stale and (each is gathered or not each.update.alongside)]
-        counts = [len(buffer.pieces) for buffer in changed]
+        counts = [buffer.count for buffer in changed]
         bits = torch.zeros(sum(counts), dtype=torch.int32, device=gathered.shard.device)
         parts = bits.split(counts)
         for buffer, part in zip(changed, parts):
@@ -72,18 +77,45 @@ class Float8Buffer(ShardedBuffer):
     `factors`. The wholes have no memory then, and NaN in every element, so that whatever reads them sees it; in
     `whole_now` they have the values of the shards, in their own dtype.
 
-    in_float8: whether `gather` gathers float8. factors: by index, a GatheredFactor of each weight; none before.
+    companions: the number of other parameters of the block (norms, biases), which come first. They are few, stored on
+    the first rank, and gathered as they are, as bytes between those of the weights: with a buffer of their own every
+    gather and every reduction would be two. So these elements take as much room as their bytes will.
+
+    in_float8: whether `gather` gathers float8. factors: by index, a GatheredFactor of each weight, None for a
+    companion; none before.
     """
 
     in_float8 = False
-    factors: tuple[GatheredFactor, ...] = ()
+    factors: tuple[GatheredFactor | None, ...] = ()
 
-    def _grain(self, dtype: torch.dtype) -> int:
-        return ALIGNMENT_BYTES  # so that the rounded copy is aligned as well, of one byte an element
+    def __init__(
+        self,
+        schedule: Schedule,
+        parameters: Sequence[torch.nn.Parameter],
+        device: torch.device,
+        reduction: Reduction,
+        companions: int = 0,
+    ) -> None:
+        self._companions = companions
+        self._shown: list[torch.Tensor] = []  # the wholes of companions as they are gathered
+        super().__init__(schedule, parameters, device, reduction)
+
+    @staticmethod
+    def takes(companions: Sequence[torch.nn.Parameter], weights: Sequence[torch.nn.Parameter], size: int) -> bool:
+        """Return whether they are few enough: a part of `weights` that costs no memory, all on one of `size` ranks."""
+        numels = [parameter.numel() for parameter in (*companions, *weights)]
+        layout = _layout(numels, size, len(companions), weights[0].dtype)
+        few = _FEW * sum(numels[: len(companions)]) <= sum(numels[len(companions) :])
+        return few and layout.offsets[len(companions)] <= layout.shard_numel
+
+    def _lay_out(self, numels: Sequence[int], size: int, dtype: torch.dtype) -> Layout:
+        return _layout(numels, size, self._companions, dtype)
 
     def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
         if self._memory.allocated:
             return super()._view(index, shape)
+        if index < self._companions:
+            return self._shown[index]
         return torch.full((1,), float("nan"), dtype=self.shard.dtype, device=self.shard.device).expand(shape)
 
     @property
@@ -94,7 +126,11 @@ class Float8Buffer(ShardedBuffer):
 
     @property
     def gathered_views(self) -> list[torch.Tensor]:
-        return [*super().gathered_views, *(factor.values for factor in self.factors)]
+        return [*super().gathered_views, *(factor.values for factor in self._weights)]
+
+    @property
+    def _weights(self) -> list[GatheredFactor]:
+        return [factor for factor in self.factors if factor is not None]
 
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -106,9 +142,9 @@ class Float8Buffer(ShardedBuffer):
     def use_float8(self, rounding: Rounding) -> None:
         """Gather float8 from now on. No backward may be to come for a forward before. Collective.
 
-        rounding: rounds this buffer together with others.
-        What is kept whole is gathered anew: where only some ranks run a frozen block, no later gather of it may be a
-        collective. Raises RuntimeError if what is gathered has other bits than the rounded whole weights.
+        rounding: rounds this buffer together with others. What is kept whole is gathered anew: where only some ranks
+        run a frozen block, no later gather of it may be a collective. Raises RuntimeError if what is gathered has other
+        bits than the rounded whole weights.
         """
         kept = self.is_whole and self.is_kept
         self.wait()
@@ -119,9 +155,12 @@ class Float8Buffer(ShardedBuffer):
         self._target = self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
         self._cut = [(0, layout.shard_numel)]
         self._journal = self._communicator.journal if self._gather.is_collective(self._rounded) else None
-        ranges = [(piece.shard_start, piece.shard_stop) for piece in self.pieces]
+        ranges = [(piece.shard_start, piece.shard_stop) for piece in self.pieces[self._companions :]]
         self._own = Pieces(ranges, self.shard.dtype, device)
+        # The elements of the companions' room on the rank that stores them, the first; and as many bytes.
+        self._plain = layout.offsets[self._companions] // self.shard.itemsize if self.rank == 0 else 0
         self._make_factors()
+        self._shown = [self._show_companion(index) for index in range(self._companions)]
         self._arrived.free()
         self._rounded_version = -1
         self._filled_version = -1
@@ -138,7 +177,7 @@ class Float8Buffer(ShardedBuffer):
 
     def _check(self) -> None:
         with self.whole_now():
-            for whole, found in zip(self.wholes, self.factors):
+            for whole, found in zip(self.wholes[self._companions :], self._weights):
                 values, scales = quantize_whole(whole.detach())
                 same = torch.equal(_codes(values), _codes(found.values))
                 if not (same and torch.equal(scales.nan_to_num(-1.0), found.row_scales.nan_to_num(-1.0))):
@@ -148,19 +187,29 @@ class Float8Buffer(ShardedBuffer):
                     )
 
     def _make_factors(self) -> None:
-        shapes, device = [whole.shape for whole in self.wholes], self.shard.device
+        first, device = self._companions, self.shard.device
+        shapes = [whole.shape for whole in self.wholes[first:]]
         sides = [max(shape) for shape in shapes]
         self._scales = torch.empty(sum(sides), 1, dtype=torch.float32, device=device)
         owners = torch.arange(len(sides), device=device)
         self._owners = owners.repeat_interleave(torch.tensor(sides, device=device))  # of the elements of `_scales`
         scales = [part.data for part in self._scales.split(sides)]
-        self.factors = tuple(
+        weights = [
             GatheredFactor(
                 self._arrived.view(offset, shape).view(torch.float8_e4m3fn).data,
                 one[: shape[0]].data, one[: shape[1]].data,
             )
-            for offset, shape, one in zip(self.layout.offsets, shapes, scales)
-        )  # fmt: skip
+            for offset, shape, one in zip(self.layout.offsets[first:], shapes, scales)
+        ]  # fmt: skip
+        self.factors = (*[None] * first, *weights)
+
+    def _show_companion(self, index: int) -> torch.Tensor:
+        """Return a companion as it is gathered; where it is stored, as it is stored."""
+        whole, dtype, offset = self.wholes[index], self.shard.dtype, self.layout.offsets[index]
+        if self.rank == 0:
+            return super()._view(index, whole.shape)
+        nbytes = torch.Size([whole.numel() * dtype.itemsize])
+        return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(whole.shape).data
 
     def _show(self) -> None:
         """Make the wholes views of the memory that there is."""
@@ -177,17 +226,25 @@ class Float8Buffer(ShardedBuffer):
         super().gather()
 
     @property
+    def count(self) -> int:
+        """The number of weights."""
+        return len(self.wholes) - self._companions
+
+    @property
     def is_stale(self) -> bool:
         """True if the shard has changed since it was rounded. The same on every rank."""
         return self._rounded_version != self.shard._version
 
     def measure(self, bits: torch.Tensor) -> None:
-        """Write the bits of the largest magnitude of each of this rank's pieces to `bits` (k,) int32, 0 before."""
+        """Write the bits of the largest magnitude of each weight's piece to `bits` (k,) int32, 0 before."""
         measure_pieces(self.shard.data, self._own, bits)
 
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
         """Round this rank's pieces under the `scales` (k, 1) of the whole weights, which follow from their `bits`."""
         round_pieces(self.shard.data, self._own, bits, self._rounded)
+        if self._plain:
+            plain = self.shard.data[: self._plain].view(torch.uint8)
+            self._rounded[: len(plain)].copy_(plain)
         torch.index_select(scales, 0, self._owners, out=self._scales)
         torch.autograd.graph.increment_version(self._rounded)  # also where this rank has none
         self._rounded_version = self.shard._version
@@ -217,6 +274,11 @@ class Float8Buffer(ShardedBuffer):
                 self._memory.free()
                 self._show()
             self._gather.quiesce()
+
+
+def _layout(numels: Sequence[int], size: int, companions: int, dtype: torch.dtype) -> Layout:
+    grain = ALIGNMENT_BYTES  # so that the rounded copy is aligned as well, of one byte an element
+    return Layout.build(numels, size, grain, spread=(companions, dtype.itemsize))
 
 
 def _codes(values: torch.Tensor) -> torch.Tensor:

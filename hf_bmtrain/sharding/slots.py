@@ -90,8 +90,9 @@ def shard_places(
 
     apart: ids of parameters that share no buffer with others. quantization: the parameters that are packed here. A
     PackedParameter is packed already. for_float8: ids of weights that may be gathered in float8, but for packed ones.
+    They have a buffer of their own, or with the others of their group if those are few, see `Float8Buffer`.
     """
-    groups: dict[tuple[torch.dtype, bool, bool, Format | None, bool], dict[int, torch.nn.Parameter]] = {}
+    groups: dict[_Kind, dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
         form = parameter.form if isinstance(parameter, PackedParameter) else None
         if quantization is not None and id(parameter) in quantization.names:
@@ -99,12 +100,15 @@ def shard_places(
         float8 = form is None and id(parameter) in for_float8
         key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, form, float8
         groups.setdefault(key, {})[id(parameter)] = parameter
+    companions = {key: _join_companions(groups, key, world.size) for key in [*groups] if key[-1]}
     slices: dict[int, DistributedParameter] = {}
-    for (*_, form, float8), parameters in groups.items():
-        wholes = [_whole(parameter) for parameter in parameters.values()]
-        if form is None:
-            kind, cls = Float8Buffer if float8 else ShardedBuffer, DistributedParameter
-            buffer = kind(world.schedule, wholes, world.device, reduction)
+    for key, parameters in groups.items():
+        *_, form, float8 = key
+        wholes, cls = [_whole(parameter) for parameter in parameters.values()], DistributedParameter
+        if float8:
+            buffer = Float8Buffer(world.schedule, wholes, world.device, reduction, companions[key])
+        elif form is None:
+            buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction)
         else:
             names = {} if quantization is None else quantization.names
             packing = Quantization(form, names)
@@ -120,6 +124,19 @@ def shard_places(
         piece = module._parameters[name] = slices[id(parameter)]
         slots.append(Slot(module._parameters, name, piece.buffer.wholes[piece.index], piece))
     return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
+
+
+_Kind = tuple[torch.dtype, bool, bool, Format | None, bool]
+"""What the parameters of a buffer have in common: dtype, requires_grad, apart, the form of packed ones, float8."""
+
+
+def _join_companions(groups: dict[_Kind, dict[int, torch.nn.Parameter]], key: _Kind, size: int) -> int:
+    """Put the other parameters of a group of weights for float8 before these if they are few. Return their number."""
+    others = groups.get((*key[:-1], False), {})
+    if not others or not Float8Buffer.takes([*others.values()], [*groups[key].values()], size):
+        return 0
+    groups[key] = groups.pop((*key[:-1], False)) | groups[key]
+    return len(others)
 
 
 def _whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -12,7 +12,7 @@ import torch
 KINDS = (
     ("GEMM", r"^triton_tem_"),  # Triton's own products
     ("element-wise", r"^triton_"),  # named after what they fuse, which may be an attention's neighbour
-    ("rounding", r"^(quantize_rows|absmax_\w+|round_\w+)"),  # to float8
+    ("rounding", r"^(quantize_rows|absmax_\w+|round_\w+|transpose_codes)"),  # to float8
     ("gather", r"AllGather|Broadcast"),
     ("reduce", r"ReduceScatter|AllReduce"),
     ("optimizer", r"[Aa]dam|squared_norm|piece_squares|segment_squares|lpnorm|LpNorm"),

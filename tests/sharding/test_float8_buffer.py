@@ -17,17 +17,24 @@ def rounding():
     return Rounding(bmt.current_world().schedule.shards.communicator)
 
 
-def make(dtype=torch.float32, requires_grad=True):
-    """Return weights, a buffer of them, and its slices."""
+def make(dtype=torch.float32, requires_grad=True, companions=()):
+    """Return parameters, a buffer of them, and its slices. companions: the shapes of those, which come first."""
     generator = torch.Generator().manual_seed(0)
+    beside = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype), requires_grad) for shape in companions
+    ]
     wholes = [torch.randn(shape, generator=generator) * 10.0 ** (3 - i) for i, shape in enumerate(SHAPES)]
     wholes[0][0, 0] = wholes[0][-1, -1] = 6e4  # the largest, on the first and on the last rank
     wholes[4][0, 1], wholes[4][6, 32], wholes[6][3, 299] = torch.nan, torch.inf, -torch.inf
     wholes[5].zero_()
-    parameters = [torch.nn.Parameter(whole.to(dtype), requires_grad) for whole in wholes]
-    schedule = bmt.current_world().schedule
-    buffer = Float8Buffer(schedule, parameters, bmt.current_world().device, schedule.blocks)
+    parameters = [torch.nn.Parameter(whole.to(dtype), requires_grad) for whole in (*beside, *wholes)]
+    schedule, count = bmt.current_world().schedule, len(companions)
+    assert Float8Buffer.takes(parameters[:count], parameters[count:], bmt.world_size())
+    buffer = Float8Buffer(schedule, parameters, bmt.current_world().device, schedule.blocks, count)
     return parameters, buffer, buffer.make_slices(DistributedParameter, parameters)
+
+
+COMPANIONS = [(5,), (2, 3), (7,)]
 
 
 def bits(tensor):
@@ -37,14 +44,18 @@ def bits(tensor):
 def check_factors(buffer, parameters):
     buffer.gather()
     buffer.wait()
-    for gathered, parameter in zip(buffer.factors, parameters, strict=True):
+    for gathered, parameter, whole in zip(buffer.factors, parameters, buffer.wholes, strict=True):
+        if gathered is None:
+            assert torch.equal(bits(whole), bits(parameter))
+            continue
         for turned, quantize in ((False, quantize_whole), (True, quantize_transposed)):
             found = gathered.factor(turned)
             assert same_factors([found], [quantize(parameter.detach())])
             assert found.values.is_contiguous() and found.scales.is_contiguous()
-    padding = torch.empty(0, dtype=torch.uint8).set_(buffer.factors[0].values.untyped_storage()).clone()
-    for offset, numel in zip(buffer.layout.offsets, buffer.layout.numels):
-        padding[offset : offset + numel] = 0
+    padding = torch.empty(0, dtype=torch.uint8).set_(buffer.factors[-1].values.untyped_storage()).clone()
+    for gathered, offset, numel in zip(buffer.factors, buffer.layout.offsets, buffer.layout.numels):
+        itemsize = 1 if gathered is not None else parameters[0].itemsize
+        padding[offset * itemsize : (offset + numel) * itemsize] = 0
     assert not padding.any()
 
 
@@ -53,11 +64,13 @@ def check_masters(buffer, parameters):
     with buffer.whole_now(), buffer.whole_now():
         assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters, strict=True))
     assert buffer.is_whole == whole
-    assert all(mine.isnan().all() and mine.shape == other.shape for mine, other in zip(buffer.wholes, parameters))
+    for found, mine, other in zip(buffer.factors, buffer.wholes, parameters, strict=True):
+        assert mine.shape == other.shape and mine.dtype == other.dtype
+        assert found is None or mine.isnan().all()
 
 
-def rounds_and_gathers(dtype):
-    parameters, buffer, slices = make(dtype)
+def rounds_and_gathers(dtype, companions=()):
+    parameters, buffer, slices = make(dtype, companions=companions)
     buffer.gather()
     buffer.wait()
     assert not buffer.in_float8 and buffer.whole_nbytes == buffer.layout.numel * dtype.itemsize
@@ -78,25 +91,38 @@ def rounds_and_gathers(dtype):
     check_factors(buffer, parameters)
     check_masters(buffer, parameters)
     assert all(torch.equal(bits(slice_.gather()), bits(other)) for slice_, other in zip(slices, parameters))
-    before = [bits(gathered.values).clone() for gathered in buffer.factors]
+    weights = [gathered for gathered in buffer.factors if gathered is not None]
+    before = [bits(gathered.values).clone() for gathered in weights]
     buffer.release()
     buffer.gather()
     buffer.wait()
-    assert all(torch.equal(bits(gathered.values), one) for gathered, one in zip(buffer.factors, before))
+    assert all(torch.equal(bits(gathered.values), one) for gathered, one in zip(weights, before))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("companions", [(), COMPANIONS], ids=["alone", "companions"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_gathered_is_the_rounded_whole(world, size, dtype):
-    world(size)(rounds_and_gathers, dtype)
+def test_what_is_gathered_is_the_rounded_whole(world, size, dtype, companions):
+    world(size)(rounds_and_gathers, dtype, companions)
 
 
-def test_it_is_pulled(peers):
-    peers(2)(rounds_and_gathers, torch.float32)
+@pytest.mark.parametrize("companions", [(), COMPANIONS], ids=["alone", "companions"])
+def test_it_is_pulled(peers, companions):
+    peers(2)(rounds_and_gathers, torch.float32, companions)
+
+
+def test_only_few_are_companions():
+    def takes(numel, rows, size, dtype=torch.float32):
+        made = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in ((numel,), (rows, 128))]
+        return Float8Buffer.takes(made[:1], made[1:], size)
+
+    assert takes(128, 32, 2) and not takes(129, 32, 2)  # one in 32
+    assert takes(128, 32, 11) and not takes(128, 32, 12)  # 512 bytes of 4608 are more than a shard
+    assert takes(128, 32, 33, torch.bfloat16) and not takes(128, 32, 34, torch.bfloat16)
 
 
 def stays():
-    parameters, buffer, slices = make(requires_grad=False)
+    parameters, buffer, slices = make(requires_grad=False, companions=COMPANIONS)
     buffer.stays_whole = True
     buffer.gather()
     buffer.use_float8(rounding())
@@ -123,7 +149,7 @@ def test_frozen_weights_stay_whole(world):
 def rounds_together():
     """Two buffers are updated during the step, two alongside the computation."""
     common = rounding()
-    made = [make() for _ in range(4)]
+    made = [make(companions=COMPANIONS) for _ in range(4)]
     buffers = [buffer for _, buffer, _ in made]
     for buffer in buffers:
         buffer.use_float8(common)

@@ -13,7 +13,7 @@ from ..comm.collectives import Communicator
 from ..comm.journal import code
 from ..comm.layout import ALIGNMENT_BYTES, Layout
 from ..comm.reduce import Reduction
-from ..comm.storage import ResizableStorage
+from ..comm.storage import ResizableStorage, shares_storage
 from ..ops.float8 import Float8, Pieces, measure_pieces, quantize_whole, round_pieces, scales_of, transpose
 from ..runtime.schedule import Schedule
 from .buffer import ShardedBuffer
@@ -23,7 +23,7 @@ _FEW = 32
 
 
 class GatheredFactor(NamedTuple):
-    """A weight (R, C) in float8 with one scale, readable while its buffer is whole.
+    """A weight (R, C) in float8 with one scale, to be read while its buffer is whole.
 
     values: (R, C) float8_e4m3fn, contiguous. row_scales: (R, 1) float32, all the same. column_scales: (C, 1), as well.
     """
@@ -153,7 +153,6 @@ class Float8Buffer(ShardedBuffer):
         self._rounded = self._gather.allocate(layout.shard_numel, torch.uint8, device, self.update.wait)
         self._source = self._rounded  # zeros, which padding stays
         self._target = self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
-        self._cut = [(0, layout.shard_numel)]
         self._journal = self._communicator.journal if self._gather.is_collective(self._rounded) else None
         ranges = [(piece.shard_start, piece.shard_stop) for piece in self.pieces[self._companions :]]
         self._own = Pieces(ranges, self.shard.dtype, device)
@@ -179,7 +178,7 @@ class Float8Buffer(ShardedBuffer):
         with self.whole_now():
             for whole, found in zip(self.wholes[self._companions :], self._weights):
                 values, scales = quantize_whole(whole.detach())
-                same = torch.equal(_codes(values), _codes(found.values))
+                same = torch.equal(_bits(values), _bits(found.values))
                 if not (same and torch.equal(scales.nan_to_num(-1.0), found.row_scales.nan_to_num(-1.0))):
                     raise RuntimeError(
                         f"rank {self.rank}: a weight of shape {tuple(whole.shape)} that was gathered in float8 is not "
@@ -194,14 +193,19 @@ class Float8Buffer(ShardedBuffer):
         owners = torch.arange(len(sides), device=device)
         self._owners = owners.repeat_interleave(torch.tensor(sides, device=device))  # of the elements of `_scales`
         scales = [part.data for part in self._scales.split(sides)]
+        codes = [self._codes(index).view(torch.float8_e4m3fn) for index in range(first, len(self.wholes))]
         weights = [
-            GatheredFactor(
-                self._arrived.view(offset, shape).view(torch.float8_e4m3fn).data,
-                one[: shape[0]].data, one[: shape[1]].data,
-            )
-            for offset, shape, one in zip(self.layout.offsets[first:], shapes, scales)
-        ]  # fmt: skip
+            GatheredFactor(values.data, one[: shape[0]].data, one[: shape[1]].data)
+            for values, shape, one in zip(codes, shapes, scales)
+        ]
         self.factors = (*[None] * first, *weights)
+
+    def _codes(self, index: int) -> torch.Tensor:
+        """Return the rounded weight: in what is gathered, or in this rank's shard, if that has all of it."""
+        piece, shape = self.pieces[index], self.wholes[index].shape
+        if piece.length < shape.numel():
+            return self._arrived.view(self.layout.offsets[index], shape)
+        return self._rounded.data[piece.shard_start : piece.shard_stop].view(shape)
 
     def _show_companion(self, index: int) -> torch.Tensor:
         """Return a companion as it is gathered; where it is stored, as it is stored."""
@@ -254,7 +258,9 @@ class Float8Buffer(ShardedBuffer):
         return self.layout.numel if self.in_float8 else super().whole_nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return super().holds(tensor) or (self.in_float8 and self._arrived.holds(tensor))
+        if super().holds(tensor):
+            return True
+        return self.in_float8 and (self._arrived.holds(tensor) or shares_storage(tensor, self._rounded))
 
     @contextmanager
     def whole_now(self) -> Iterator[None]:
@@ -281,7 +287,7 @@ def _layout(numels: Sequence[int], size: int, companions: int, dtype: torch.dtyp
     return Layout.build(numels, size, grain, spread=(companions, dtype.itemsize))
 
 
-def _codes(values: torch.Tensor) -> torch.Tensor:
+def _bits(values: torch.Tensor) -> torch.Tensor:
     """Return the bits of float8 values, of which NaN has two."""
     codes = values.view(torch.uint8)
     return torch.where(codes & 0x7F == 0x7F, 0x7F, codes)

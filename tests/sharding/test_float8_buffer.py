@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from hf_bmtrain.comm.collectives import CollectiveGather
 from hf_bmtrain.comm.streams import DONE
 from hf_bmtrain.ops.float8 import quantize_transposed, quantize_whole
 from hf_bmtrain.sharding.float8 import Float8Buffer, Rounding
@@ -52,7 +53,11 @@ def check_factors(buffer, parameters):
             found = gathered.factor(turned)
             assert same_factors([found], [quantize(parameter.detach())])
             assert found.values.is_contiguous() and found.scales.is_contiguous()
-    padding = torch.empty(0, dtype=torch.uint8).set_(buffer.factors[-1].values.untyped_storage()).clone()
+    if not isinstance(bmt.current_world().schedule.shards, CollectiveGather):
+        return
+    storages = [each.values.untyped_storage() for each in buffer.factors if each is not None]
+    padding = torch.empty(0, dtype=torch.uint8).set_(max(storages, key=len)).clone()  # the others are shards
+    assert len(padding) == buffer.layout.numel
     for gathered, offset, numel in zip(buffer.factors, buffer.layout.offsets, buffer.layout.numels):
         itemsize = 1 if gathered is not None else parameters[0].itemsize
         padding[offset * itemsize : (offset + numel) * itemsize] = 0

@@ -14,6 +14,7 @@ from float8_training import float8_buffers, same_bits, seen, train
 from hf_bmtrain.blocks.float8_linear import Float8Linear
 from hf_bmtrain.diagnose.plain import gather_wholes, shown_plain
 from hf_bmtrain.sharding.float8 import Float8Buffer, Rounding
+from hf_bmtrain.sharding.slots import buffers_of
 from log_lines import log_lines
 from offloaded import as_on_a_gpu
 
@@ -21,6 +22,23 @@ from offloaded import as_on_a_gpu
 def freeze_half(model):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("s.0." not in name and ".0." not in name and "up_proj" not in name)
+
+
+def buffers_a_block(family, width):
+    model = build(family, width=width)
+    bmt.auto_wrap(model, float8=True)
+    blocks = [each for each in model.modules() if isinstance(each, bmt.CheckpointBlock)]
+    return [[isinstance(buffer, Float8Buffer) for buffer in buffers_of(block)] for block in blocks]
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "expected"),
+    [("llama", 32, [True]), ("gpt2", 64, [True]), ("gpt2", 32, [True, False])],
+    ids=["few", "few biases", "many"],
+)
+def test_norms_and_biases_are_gathered_with_the_weights_if_they_are_few(world, family, width, expected):
+    for found in world(2)(buffers_a_block, family, width):
+        assert [sorted(each, reverse=True) for each in found] == [expected] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -19,7 +19,7 @@ from ..runtime.schedule import Schedule
 from .buffer import ShardedBuffer
 
 _FEW = 32
-"""Companions are at most this part of a buffer's weights: their room is `itemsize` times theirs."""
+"""Weights have at least so many times the elements of their companions, which take `itemsize` times their own room."""
 
 
 class GatheredFactor(NamedTuple):
@@ -77,9 +77,9 @@ class Float8Buffer(ShardedBuffer):
     `factors`. The wholes have no memory then, and NaN in every element, so that whatever reads them sees it; in
     `whole_now` they have the values of the shards, in their own dtype.
 
-    companions: the number of other parameters of the block (norms, biases), which come first. They are few, stored on
-    the first rank, and gathered as they are, as bytes between those of the weights: with a buffer of their own every
-    gather and every reduction would be two. So these elements take as much room as their bytes will.
+    companions: the number of other parameters of the block (norms, biases), which come first. They are few, all stored
+    on the first rank, and gathered as they are, as bytes before the codes: with a buffer of their own every gather and
+    every reduction would be two. So the layout leaves them as many elements as they have bytes.
 
     in_float8: whether `gather` gathers float8. factors: by index, a GatheredFactor of each weight, None for a
     companion; none before.
@@ -102,7 +102,7 @@ class Float8Buffer(ShardedBuffer):
 
     @staticmethod
     def takes(companions: Sequence[torch.nn.Parameter], weights: Sequence[torch.nn.Parameter], size: int) -> bool:
-        """Return whether they are few enough: a part of `weights` that costs no memory, all on one of `size` ranks."""
+        """Return whether `companions` are few beside `weights`, and fit into the shard of the first of `size` ranks."""
         numels = [parameter.numel() for parameter in (*companions, *weights)]
         layout = _layout(numels, size, len(companions), weights[0].dtype)
         few = _FEW * sum(numels[: len(companions)]) <= sum(numels[len(companions) :])

@@ -137,8 +137,8 @@ extern "C" __global__ __launch_bounds__(256) void quantize_rows(const ELEMENT* x
 
 // ---- two passes ------------------------------------------------------------------------------------------
 
-// A block has KEPT THREADS COUNT elements of a flat x, a thread those from `first` on in steps of THREADS COUNT. They end
-// at `stop`.
+// A block has KEPT THREADS COUNT elements of a flat x, a thread those from `first` on in steps of THREADS COUNT, up to
+// `stop`.
 __device__ __forceinline__ void load_span(const ELEMENT* x, long long first, long long stop, float (&y)[KEPT][COUNT]) {
 #pragma unroll
     for (int u = 0; u < KEPT; u++) load_part(x + first + u * THREADS * COUNT, stop - first - u * THREADS * COUNT, y[u]);
@@ -158,8 +158,8 @@ extern "C" __global__ __launch_bounds__(256) void absmax_whole(const ELEMENT* x,
     find_most(x, ((long long)blockIdx.x * KEPT * THREADS + threadIdx.x) * COUNT, n, most);
 }
 
-// Piece p of x begins at pieces[p], ends at pieces[count + p], and has the blocks from pieces[2 count + p] on, up to the
-// next piece's first; none if it is empty.
+// Piece p of x begins at pieces[p], ends at pieces[count + p], and has the blocks from pieces[2 count + p] on, up to
+// the next piece's first; none if it is empty.
 struct Piece {
     int number;
     long long first, stop;  // of this thread's elements
@@ -302,17 +302,19 @@ extern "C" __global__ __launch_bounds__(256) void round_transposed(const ELEMENT
 // ---- codes -----------------------------------------------------------------------------------------------
 
 // y (width, height) is the transpose of x (height, width), both multiples of 16. A block has SIDE rows and 256 columns,
-// a thread 16 columns of four rows, so that it makes words of four codes of y. Of no ELEMENT.
+// a thread 16 columns of four rows, so that it makes words of four codes of y. Does not depend on ELEMENT.
 extern "C" __global__ __launch_bounds__(256) void transpose_codes(const e4m3* x, int height, int width, e4m3* y) {
     constexpr int ACROSS = 256, STRIDE = SIDE / 4 + 1;
     __shared__ unsigned words[ACROSS * STRIDE];
     int tiles = (width + ACROSS - 1) / ACROSS, top = blockIdx.x / tiles * SIDE, left = blockIdx.x % tiles * ACROSS;
     int vector = threadIdx.x % 16, group = threadIdx.x / 16, row = top + 4 * group, column = left + 16 * vector;
+    bool inside = row < height && column < width;
     uint4 parts[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++)
-        parts[r] = row < height && column < width ? load_cached((const uint4*)(x + (long long)(row + r) * width + column))
-                                                  : make_uint4(0, 0, 0, 0);
+    for (int r = 0; r < 4; r++) {
+        const e4m3* p = x + (long long)(row + r) * width + column;
+        parts[r] = inside ? load_cached((const uint4*)p) : make_uint4(0, 0, 0, 0);
+    }
 #pragma unroll
     for (int k = 0; k < 16; k++) {
         unsigned word = 0;

@@ -66,16 +66,17 @@ class Float8State:
     """What a Float8Linear knows of itself.
 
     transposed: its weight is (K, N), as that of transformers' Conv1D, and not (N, K). active: whether it computes in
-    float8. decided: whether that is final. reason: why its weight is gathered in its own dtype, then. measures: whether
-    the next forward sets `powers`: the squares, summed, of the output without rounding and of what rounding adds to it,
-    (2,) float32. inputs: shared with other layers. buffer: which may gather the weight in float8, None if it is stored
-    elsewhere. index: of the weight in it.
+    float8. guard: what will decide that, None once it is final. reason: why the weight is gathered in its own dtype,
+    None if it is gathered in float8; known once it is decided. measures: whether the next forward sets `powers`: the
+    squares, summed, of the output without rounding and of what rounding adds to it, (2,) float32. inputs: shared with
+    other layers. buffer: which may gather the weight in float8, None if it is stored elsewhere. index: of the weight in
+    it.
     """
 
     transposed: bool
     inputs: Float8Inputs
     active: bool = True
-    decided: bool = False
+    guard: weakref.ref[Any] | None = None
     reason: str | None = None
     measures: bool = False
     powers: Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,26 +39,26 @@ MODEL, TRAINED = "model", "trained"
 """The names of the files of a model, without their endings: of all its tensors, or of what is trained."""
 
 
-def model_entries(model: torch.nn.Module, trained_only: bool = False, and_named: Container[str] = ()) -> list[Entry]:
+def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
     """Return the entries of the state dict of `model`, a tied weight under the first of its names. Not collective.
 
-    trained_only: leave out parameters that do not require a gradient and have never got one, but for those in
-    `and_named`. Otherwise raises ValueError if a parameter is quantized.
+    chosen: which parameters to take, by name and parameter, beside all buffers. None takes all, and raises ValueError
+    if one is quantized.
     """
-    if not trained_only:
+    if chosen is None:
         refuse_quantized(model)
     entries = [
         _of_parameter(name, parameter, parameter)
         for name, parameter in model.named_parameters()
-        if not trained_only or _is_trained(parameter) or name in and_named
+        if chosen is None or chosen(name, parameter)
     ]
     for name, buffer in named_persistent_buffers(model):
         entries.append(_whole(name, buffer))
     return entries
 
 
-def _is_trained(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter requires a gradient, or did when one came: PEFT freezes an adapter that is not active."""
+def was_trained(name: str, parameter: Any) -> bool:
+    """Return whether a parameter is trained, or was: PEFT freezes an adapter that is not active."""
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
 
@@ -149,6 +149,17 @@ def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
 
+def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError unless parameter groups, with the names of their parameters, have the same ones."""
+    theirs, own = ([sorted(group["params"]) for group in groups] for groups in (saved, mine))
+    if theirs != own:
+        counts = [", ".join(str(len(names)) for names in groups) for groups in (theirs, own)]
+        raise ValueError(
+            f"its {kind} has parameter groups of {counts[0]} parameters, this one of {counts[1]}, or of others: make "
+            "the optimizer with the same groups"
+        )
+
+
 def optimizer_entries(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, world: World
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
@@ -201,10 +212,13 @@ class LoadedState:
         self._optimizer, self._parameters, self._numbers = optimizer, parameters, numbers
         # Parameters may be in another order in a group than they were: state goes by their names.
         counts = itertools.count()
-        self._groups = [
-            {**saved, "params": [next(counts) for _ in mine["params"]]}
-            for saved, mine in zip(groups, optimizer.param_groups)
-        ]
+        self._groups = []
+        for saved, mine in zip(groups, optimizer.param_groups):
+            own = {"params": [next(counts) for _ in mine["params"]]}
+            if "param_names" in mine:  # torch's, in the order of its parameters
+                own["param_names"] = mine["param_names"]
+            settings = {key: value for key, value in saved.items() if key != "param_names"}
+            self._groups.append({**settings, **own})
         self._state = {numbers[name]: dict(values) for name, values in others.items()}
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):

@@ -96,9 +96,9 @@ def check_space(folder: Path, nbytes: int) -> None:
 def publish(staging: Path, final: Path) -> None:
     """Rename a complete staging folder to its final name. The files are on disk already."""
     flush(staging)
-    if final.exists():  # until it is pruned it remains a checkpoint, of a lower number
+    if os.path.lexists(final):  # until it is pruned it remains a checkpoint, of a lower number
         aside = 1
-        while (replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")).exists():
+        while os.path.lexists(replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")):
             aside += 1
         os.rename(final, replaced)
     os.rename(staging, final)
@@ -108,8 +108,11 @@ def publish(staging: Path, final: Path) -> None:
 def prune(root: Path, keep: int | None) -> None:
     """Delete replaced checkpoints and, unless `keep` is None, all but the newest `keep` that are whole.
 
-    Links to checkpoints stay, and do not count.
+    Links to checkpoints stay, unless they were replaced, and do not count.
     """
+    for link in root.glob(f"*{_REPLACED}*"):
+        if link.is_symlink():
+            link.unlink()
     found = [each for each in find(root)[0] if not each.folder.is_symlink()]
     for number, each in enumerate(found):
         if _REPLACED in each.folder.name or (keep is not None and number >= keep):

@@ -12,6 +12,7 @@ import torch
 from ..base.expect import expect_flag
 from ..runtime.world import World, current_world, wait_loader
 from ..sharding.parameter import DistributedParameter
+from ..sharding.quantized import QuantizedParameter
 from . import small_state
 from .contents import (
     MODEL,
@@ -23,6 +24,7 @@ from .contents import (
     model_entries,
     named,
     optimizers_of,
+    was_trained,
 )
 from .folder import Found, find
 from .header import Damaged, StoredTensor, find_tensors
@@ -63,12 +65,13 @@ def load_state(
     check_arguments(folder, model, optimizer, scheduler)
     expect_flag("weights", weights)
     expect_flag("random", random)
-    world, root = current_world(), Path(folder).resolve()
+    world, given = current_world(), Path(folder)
+    root = given.resolve()
     world.agree("load_state", {"folder": os.fspath(folder)})
     for saved in (root, root.parent):
         if saved in world.kept:
             world.kept[saved].finish(world)
-    found, damaged = _find(world, root, () if weights else (MODEL, TRAINED))
+    found, damaged = _find(world, given, () if weights else (MODEL, TRAINED))
     passed_over = [f"{each}: {reason}" for each, reason in damaged]
     if not found and not passed_over:
         return None
@@ -87,17 +90,19 @@ def load_state(
     raise RuntimeError(f"load_state: no checkpoint in {root} is whole. {'; '.join(passed_over)}")
 
 
-def _find(world: World, root: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
+def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
     """Return what rank 0 finds, on all ranks. Raises RuntimeError on all if it cannot read the folder."""
-    found = problem = None
+    found, problem, root = None, None, given.resolve()
     if world.rank == 0:
         try:
             if root.is_file():
                 raise NotADirectoryError("it is a file: name a checkpoint's folder, or the folder that holds several")
+            if given.is_symlink() and not root.exists():
+                raise FileNotFoundError(f"it is a link to {root}, which does not exist (deleted, or moved?)")
             found = find(root, without)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"load_state: {root} cannot be read", problem)
+    world.raise_everywhere(f"load_state: {given} cannot be read", problem)
     return world.control.broadcast_object(found)
 
 
@@ -159,9 +164,15 @@ class _Loading:
     def _want_model(self) -> None:
         trained_only = not any(name.startswith(MODEL) for name in self.manifest.files)
         tensors = find_tensors(self._folder, TRAINED if trained_only else MODEL)
-        entries = model_entries(self._model, trained_only, tensors)
+        parameters = dict(self._model.named_parameters())
+        if trained_only:
+            _refuse_packed(parameters, tensors)
+            self._note_left(parameters, tensors)
+        entries = model_entries(
+            self._model, (lambda name, parameter: parameter.requires_grad or name in tensors) if trained_only else None
+        )
         _check_names(entries, tensors)
-        targets = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+        targets = parameters | dict(self._model.named_buffers())
         for entry in entries:
             part, stored = entry.part, tensors[entry.spec.name]
             target = targets[entry.spec.name]
@@ -171,6 +182,15 @@ class _Loading:
                 part = torch.empty_like(part)
                 self._wholes.append((target, part))
             self._wanted.append(Wanted(entry.spec.name, stored, entry.first, part))
+
+    def _note_left(self, parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
+        left = [name for name, p in parameters.items() if was_trained(name, p) and not p.requires_grad]
+        left = [name for name in left if name not in tensors]
+        if left and self._world.rank == 0:
+            _log.warning(
+                "load_state: %d frozen parameters that were trained are not in %s, and stay as they are: %s",
+                len(left), self._folder, ", ".join(left[:5]),
+            )  # fmt: skip
 
     def _want_optimizers(self) -> None:
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
@@ -210,6 +230,16 @@ class _Loading:
         if random:
             small_state.restore_random(self._world, state, step)
         return extra
+
+
+def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
+    """Raise ValueError if a tensor of what was trained is a weight that is quantized here: that is not written."""
+    packed = [name for name in tensors if isinstance(parameters.get(name), QuantizedParameter)]
+    if packed:
+        raise ValueError(
+            f"it has the trained values of {len(packed)} weights that are quantized here ({', '.join(packed[:5])}): "
+            "load it into a model that was wrapped without quantize_frozen"
+        )
 
 
 def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None:

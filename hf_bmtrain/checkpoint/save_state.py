@@ -31,6 +31,7 @@ from .contents import (
     model_entries,
     optimizer_entries,
     optimizers_of,
+    was_trained,
 )
 from .folder import find, is_reserved, lock, prune, publish, stage
 from .header import FilePlan, plan_files
@@ -66,7 +67,7 @@ def save_state(
     `model*.safetensors` there, with the config, is what Hugging Face's `from_pretrained` opens;
     `optimizer*.safetensors` has the optimizer's state in the parameters' shapes. Every rank writes its parts of these
     files, so all must see `folder`. Nothing is gathered. Random generators of every rank, buffers, schedulers, the loss
-    scale and the names of the layers that have left float8 are saved too.
+    scale and which layers compute in float8 are saved too.
 
     The files are written to a folder of another name, flushed to disk, checksummed, and published by one rename: a
     kill at any moment leaves the earlier checkpoints or, in addition, this one. Older ones are deleted after that.
@@ -77,8 +78,8 @@ def save_state(
     strings, lists and dicts. step: None counts on from the newest checkpoint in `folder`. keep: the number of
     checkpoints that remain, this one included; None keeps all. While this process lives, no other job may save there.
 
-    trained_only: leave out parameters that are frozen and have got no gradient, as adapters' users want; what is
-    trained goes to `trained*.safetensors`, and `load_state` needs a model that has the other ones already.
+    trained_only: leave out parameters that are frozen, and were in every backward whose gradients were reduced, as
+    adapters' users want; the others go to `trained*.safetensors`, and `load_state` needs a model that has the rest.
 
     non_blocking: return at once; a thread copies the values to host memory and writes them. The next step of an
     optimizer waits for the copies; write weights in other ways only after `wait` of what is returned. The first such
@@ -342,7 +343,8 @@ def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
     """Return what goes to safetensors files, by their base, and all other state of each optimizer. Collective."""
-    bases, others = {TRAINED if trained_only else MODEL: model_entries(model, trained_only)}, []
+    name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
+    bases, others = {name: model_entries(model, chosen)}, []
     for number, each in enumerate(optimizers_of(optimizer)):
         bases[file_base(number)], rest = optimizer_entries(each, model, world)
         others.append(rest)
@@ -382,7 +384,7 @@ def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -
 def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     """Write the configuration of a Hugging Face model, so that `from_pretrained` opens the folder.
 
-    None for a model of PEFT, whose tensors have other names than its base's configuration describes.
+    Writes none for a model of PEFT, whose tensors have other names than its base's configuration describes.
     """
     if hasattr(model, "peft_config"):
         _log.info("save_state: no config, since the tensors have PEFT's names; its save_pretrained writes adapters")

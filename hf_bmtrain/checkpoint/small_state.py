@@ -17,7 +17,7 @@ from ..optim.manager import OptimManager
 from ..runtime.launcher import seed_everything
 from ..runtime.world import World
 from ..wrap.float8_guard import float8_decision, restore_decision
-from .contents import groups_of, named_persistent_buffers, optimizers_of, schedulers_of
+from .contents import check_groups, groups_of, named_persistent_buffers, optimizers_of, schedulers_of
 from .ranges import checksum
 
 _log = logging.getLogger("hf_bmtrain")
@@ -47,7 +47,7 @@ def collect(
         ],
         "manager": optimizer.own_state() if isinstance(optimizer, OptimManager) else None,
         "schedulers": [scheduler.state_dict() for scheduler in schedulers_of(schedulers)],
-        "float8": float8_decision(model),
+        "float8": float8_decision(world, model),
         "modules": {name: module.get_extra_state() for name, module in _with_extra_state(model)},
     }
 
@@ -87,8 +87,7 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
         scheduler.load_state_dict(saved)
     for name, module in _with_extra_state(model):
         module.set_extra_state(state["modules"][name])
-    if state.get("float8") is not None:
-        restore_decision(model, state["float8"])
+    restore_decision(world, model, state.get("float8") or {})
     ranks = state["ranks"]
     if len(ranks) != world.size:
         return ranks[0]["extra"]
@@ -125,12 +124,7 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
             raise ValueError("it was saved from optimizers, without an OptimManager")
         optimizer.check_own_state(state["manager"])
     for each, saved in zip(optimizers_of(optimizer), state["optimizers"]):
-        theirs, mine = ([sorted(g["params"]) for g in groups] for groups in (saved["groups"], groups_of(each, model)))
-        if theirs != mine:
-            raise ValueError(
-                f"its {saved['kind']} has parameter groups of {[*map(len, theirs)]} parameters, this one of "
-                f"{[*map(len, mine)]}, or of others: make the optimizer with the same groups"
-            )
+        check_groups(saved["kind"], saved["groups"], groups_of(each, model))
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------

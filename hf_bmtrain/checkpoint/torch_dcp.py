@@ -13,7 +13,7 @@ from ..optim.adam import AdamOptimizer
 from ..optim.checkpoint import divide_state, save_state
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
-from .contents import LoadedState, named, refuse_quantized
+from .contents import LoadedState, check_groups, groups_of, named, refuse_quantized
 
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
@@ -110,6 +110,7 @@ class DCPState:
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         parameters = named(optimizer, self._model)
+        check_groups(type(optimizer).__name__, saved["param_groups"], groups_of(optimizer, self._model))
         state = {
             name: {what: _unpack(parameters[name], value) for what, value in values.items()}
             for name, values in saved["state"].items()

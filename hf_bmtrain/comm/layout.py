@@ -48,18 +48,19 @@ class Layout:
 
     @classmethod
     def build(cls, numels: Sequence[int], world_size: int, grain: int, spread: tuple[int, int] = (0, 1)) -> Layout:
-        """Lay out tensors of `numels` elements. spread: (n, times) gives the first n together so many times their room.
+        """Lay out tensors of `numels` elements.
 
-        What is more than they need is free behind the last of them.
+        spread: (n, times). The first n tensors together get `times` as many elements as they need, all in the first
+        shard; what is left is padding behind them.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
-        offsets, end = [], 0
+        offsets, end, room = [], 0, 0
         for index, numel in enumerate(numels):
             if index == spread[0]:
-                end *= spread[1]
+                end = room = end * spread[1]
             offsets.append(end)
             end = _round_up(end + numel, grain)
-        shard_numel = _round_up(-(-end // world_size), grain)
+        shard_numel = max(_round_up(-(-end // world_size), grain), room)
         return cls(tuple(numels), tuple(offsets), shard_numel, world_size)
 
     @property

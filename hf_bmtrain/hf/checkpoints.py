@@ -259,7 +259,7 @@ def _write_checksums(folder: Path) -> None:
 
 
 def _delete_oldest(newest: Path, limit: int, best: str | None) -> None:
-    """Delete the checkpoints that were saved first until `limit` remain, but neither `newest` nor `best`."""
+    """Delete the checkpoints that were saved first until `limit` remain, but neither `newest` nor `best`, nor links."""
 
     def number(folder: Path) -> int:
         try:
@@ -267,7 +267,7 @@ def _delete_oldest(newest: Path, limit: int, best: str | None) -> None:
         except Damaged:  # Trainer's own, or deleted in part
             return 0
 
-    folders = _by_step(newest.parent)[::-1]
+    folders = [folder for folder in _by_step(newest.parent)[::-1] if not folder.is_symlink()]
     folders.sort(key=number)
     kept = {newest, *([Path(best).absolute()] if best else [])}
     excess = len(folders) - max(limit, len(kept))

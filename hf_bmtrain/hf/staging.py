@@ -79,9 +79,9 @@ class StagedWeights:
         return self._save_pretrained(self.model, **options)
 
     def _wholes(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
-        """Return the whole parameters, which share the memory of `state`."""
+        """Return the whole parameters, over the memory of `state`; a slice for one that a hook has left out of it."""
         return {
-            piece: torch.nn.Parameter(state[name], requires_grad=False)
+            piece: torch.nn.Parameter(state[name], requires_grad=False) if name in state else piece
             for name, piece in self.model.named_parameters()
             if isinstance(piece, DistributedParameter)
         }

@@ -49,7 +49,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the parameter group, like lr.
 
     exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically by bits that depend only on the element
-    and the step, not on the number of ranks.
+    and the step, not on the number of ranks (but with float8 blocks one rank has other bits than several).
 
     `grad_scale` and `found_inf` (float32 scalars on the device, set by OptimManager or torch.amp.GradScaler before
     `step`) divide the gradients and skip the update. The host never waits for the device in `step`.

@@ -38,8 +38,8 @@ class World:
     rank: 0 ... size - 1. local_rank: on this host. device: where this rank computes and stores its shards. gather,
     reduce: communicators for flat tensors. schedule: what is open in the current forward and backward. control:
     agreement between the ranks' Python. watch: finds out that the ranks do different things. zero_level,
-    loss_scale_factor, loss_scale_steps: defaults. kept: by folder, what saves its checkpoints. copying: set once
-    the copies of weights that a checkpoint is made of are taken, for optimizers to wait.
+    loss_scale_factor, loss_scale_steps: defaults. kept: by folder, what saves its checkpoints. copying: an
+    event for each checkpoint whose values are being copied, for which optimizers wait before they write weights.
     """
 
     rank: int

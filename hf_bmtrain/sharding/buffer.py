@@ -171,8 +171,12 @@ class ShardedBuffer:
             self.release()
         target.allocate()
         self._filled_version = self.shard._version
-        self._note_gather()
-        self._ticket = self._gather.gather(target.tensor, self._source, self._cut)
+        try:
+            self._note_gather()
+            self._ticket = self._gather.gather(target.tensor, self._source, self._cut)
+        except BaseException:
+            target.free()
+            raise
 
     def _note_gather(self) -> None:
         """Note a gather for the comparison of the ranks, where an evaluation on one rank differs from training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from ..runtime.schedule import Schedule
 from .buffer import ShardedBuffer
 
 _FEW = 32
-"""Weights have at least so many times the elements of their companions, which take `itemsize` times their own room."""
+"""Weights have at least so many elements for each byte of their companions, which take one for each of their bytes."""
 
 
 class GatheredFactor(NamedTuple):
@@ -43,21 +43,29 @@ class Rounding:
     """Rounds the shards of the Float8Buffers that have changed, with one exchange of their largest magnitudes.
 
     What an optimizer updates alongside the computation is rounded buffer by buffer instead, each behind its own update.
-    It refers to the buffers weakly.
+
+    It refers weakly to the buffers and to what owns them, and leaves out a buffer without an owner: an optimizer may
+    keep its slices longer, on each rank for another while.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._buffers: list[weakref.ref[Float8Buffer]] = []
+        self._buffers: list[tuple[weakref.ref[Float8Buffer], list[weakref.ref]]] = []
 
-    def add(self, buffer: Float8Buffer) -> None:
-        self._buffers.append(weakref.ref(buffer))
+    def add(self, buffer: Float8Buffer, owners: Iterable[object]) -> None:
+        self._buffers.append((weakref.ref(buffer), [weakref.ref(owner) for owner in owners]))
 
     @torch.no_grad()
     def round(self, gathered: Float8Buffer) -> None:
         """Round what has changed, `gathered` among it. Collective."""
-        living = [buffer for reference in self._buffers if (buffer := reference()) is not None]
-        changed = [each for each in living if each.is_stale and (each is gathered or not each.update.alongside)]
+        changed: list[Float8Buffer] = []
+        for reference, owners in self._buffers:
+            buffer = reference()
+            if buffer is gathered:
+                changed.append(gathered)
+            elif buffer is not None and any(owner() is not None for owner in owners):
+                if buffer.is_stale and not buffer.update.ever_asynchronous:
+                    changed.append(buffer)
         counts = [buffer.count for buffer in changed]
         bits = torch.zeros(sum(counts), dtype=torch.int32, device=gathered.shard.device)
         parts = bits.split(counts)
@@ -74,12 +82,12 @@ class Float8Buffer(ShardedBuffer):
 
     `use_float8` switches. From then on `gather` has this rank's pieces rounded, if the shard has changed since, and
     gathers them: the bits are those of `ops.float8.quantize_whole` of the whole weights. The layers compute with
-    `factors`. The wholes have no memory then, and NaN in every element, so that whatever reads them sees it; in
-    `whole_now` they have the values of the shards, in their own dtype.
+    `factors`. The wholes of weights have no memory then, and NaN in every element, so that whatever reads them sees it;
+    in `whole_now` they have the values of the shards, in their own dtype.
 
     companions: the number of other parameters of the block (norms, biases), which come first. They are few, all stored
     on the first rank, and gathered as they are, as bytes before the codes: with a buffer of their own every gather and
-    every reduction would be two. So the layout leaves them as many elements as they have bytes.
+    every reduction would be two. So the layout gives them as many elements as they have bytes.
 
     in_float8: whether `gather` gathers float8. factors: by index, a GatheredFactor of each weight, None for a
     companion; none before.
@@ -101,15 +109,14 @@ class Float8Buffer(ShardedBuffer):
         super().__init__(schedule, parameters, device, reduction)
 
     @staticmethod
-    def takes(companions: Sequence[torch.nn.Parameter], weights: Sequence[torch.nn.Parameter], size: int) -> bool:
-        """Return whether `companions` are few beside `weights`, and fit into the shard of the first of `size` ranks."""
-        numels = [parameter.numel() for parameter in (*companions, *weights)]
-        layout = _layout(numels, size, len(companions), weights[0].dtype)
-        few = _FEW * sum(numels[: len(companions)]) <= sum(numels[len(companions) :])
-        return few and layout.offsets[len(companions)] <= layout.shard_numel
+    def takes(companions: Sequence[torch.nn.Parameter], weights: Sequence[torch.nn.Parameter]) -> bool:
+        """Return whether `companions` are few beside `weights`. The same for any number of ranks."""
+        nbytes = sum(parameter.numel() * parameter.itemsize for parameter in companions)
+        return _FEW * nbytes <= sum(parameter.numel() for parameter in weights)
 
     def _lay_out(self, numels: Sequence[int], size: int, dtype: torch.dtype) -> Layout:
-        return _layout(numels, size, self._companions, dtype)
+        grain = ALIGNMENT_BYTES  # so that the rounded copy is aligned as well, of one byte an element
+        return Layout.build(numels, size, grain, spread=(self._companions, dtype.itemsize))
 
     def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
         if self._memory.allocated:
@@ -139,12 +146,12 @@ class Float8Buffer(ShardedBuffer):
     # -- the switch ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def use_float8(self, rounding: Rounding) -> None:
+    def use_float8(self, rounding: Rounding, owners: Iterable[object]) -> None:
         """Gather float8 from now on. No backward may be to come for a forward before. Collective.
 
-        rounding: rounds this buffer together with others. What is kept whole is gathered anew: where only some ranks
-        run a frozen block, no later gather of it may be a collective. Raises RuntimeError if what is gathered has other
-        bits than the rounded whole weights.
+        rounding: rounds this buffer together with others. owners: objects of its layers alone. What is kept whole is
+        gathered anew: where only some ranks run a frozen block, no later gather of it may be a collective. Raises
+        RuntimeError if what is gathered is not the whole parameters, weights rounded.
         """
         kept = self.is_whole and self.is_kept
         self.wait()
@@ -155,9 +162,8 @@ class Float8Buffer(ShardedBuffer):
         self._target = self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
         self._journal = self._communicator.journal if self._gather.is_collective(self._rounded) else None
         ranges = [(piece.shard_start, piece.shard_stop) for piece in self.pieces[self._companions :]]
-        self._own = Pieces(ranges, self.shard.dtype, device)
-        # The elements of the companions' room on the rank that stores them, the first; and as many bytes.
-        self._plain = layout.offsets[self._companions] // self.shard.itemsize if self.rank == 0 else 0
+        self._pieces_here = Pieces(ranges, self.shard.dtype, device)
+        self._companion_numel = layout.offsets[self._companions] // self.shard.itemsize if self.rank == 0 else 0
         self._make_factors()
         self._shown = [self._show_companion(index) for index in range(self._companions)]
         self._arrived.free()
@@ -165,7 +171,7 @@ class Float8Buffer(ShardedBuffer):
         self._filled_version = -1
         self.in_float8 = True
         self._rounding = rounding
-        rounding.add(self)
+        rounding.add(self, owners)
         self._show()
         self.gather()
         self.wait()
@@ -175,30 +181,37 @@ class Float8Buffer(ShardedBuffer):
             self.release()
 
     def _check(self) -> None:
+        shown = [companion.clone() for companion in self._shown]
         with self.whole_now():
+            same = [
+                torch.equal(whole.detach().view(torch.uint8), found.view(torch.uint8))
+                for whole, found in zip(self.wholes, shown)
+            ]
             for whole, found in zip(self.wholes[self._companions :], self._weights):
                 values, scales = quantize_whole(whole.detach())
-                same = torch.equal(_bits(values), _bits(found.values))
-                if not (same and torch.equal(scales.nan_to_num(-1.0), found.row_scales.nan_to_num(-1.0))):
-                    raise RuntimeError(
-                        f"rank {self.rank}: a weight of shape {tuple(whole.shape)} that was gathered in float8 is not "
-                        "the weight that was rounded whole: leave out float8 on this machine, and report it."
-                    )
+                known = torch.equal(scales.nan_to_num(-1.0), found.row_scales.nan_to_num(-1.0))
+                same.append(known and torch.equal(_bits(values), _bits(found.values)))
+        for whole, is_same in zip(self.wholes, same):
+            if not is_same:
+                raise RuntimeError(
+                    f"rank {self.rank}: a parameter of shape {tuple(whole.shape)} that was gathered in float8 is not "
+                    "the one that was rounded whole: leave out float8 on this machine, and report it."
+                )
 
     def _make_factors(self) -> None:
         first, device = self._companions, self.shard.device
         shapes = [whole.shape for whole in self.wholes[first:]]
         sides = [max(shape) for shape in shapes]
         self._scales = torch.empty(sum(sides), 1, dtype=torch.float32, device=device)
-        owners = torch.arange(len(sides), device=device)
-        self._owners = owners.repeat_interleave(torch.tensor(sides, device=device))  # of the elements of `_scales`
+        weights, repeats = torch.arange(len(sides), device=device), torch.tensor(sides, device=device)
+        self._weight_of_scale = weights.repeat_interleave(repeats, output_size=sum(sides))
         scales = [part.data for part in self._scales.split(sides)]
         codes = [self._codes(index).view(torch.float8_e4m3fn) for index in range(first, len(self.wholes))]
-        weights = [
+        factors = [
             GatheredFactor(values.data, one[: shape[0]].data, one[: shape[1]].data)
             for values, shape, one in zip(codes, shapes, scales)
         ]
-        self.factors = (*[None] * first, *weights)
+        self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
         """Return the rounded weight: in what is gathered, or in this rank's shard, if that has all of it."""
@@ -241,15 +254,15 @@ class Float8Buffer(ShardedBuffer):
 
     def measure(self, bits: torch.Tensor) -> None:
         """Write the bits of the largest magnitude of each weight's piece to `bits` (k,) int32, 0 before."""
-        measure_pieces(self.shard.data, self._own, bits)
+        measure_pieces(self.shard.data, self._pieces_here, bits)
 
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
         """Round this rank's pieces under the `scales` (k, 1) of the whole weights, which follow from their `bits`."""
-        round_pieces(self.shard.data, self._own, bits, self._rounded)
-        if self._plain:
-            plain = self.shard.data[: self._plain].view(torch.uint8)
-            self._rounded[: len(plain)].copy_(plain)
-        torch.index_select(scales, 0, self._owners, out=self._scales)
+        round_pieces(self.shard.data, self._pieces_here, bits, self._rounded)
+        if self._companion_numel:  # this rank stores them
+            companions = self.shard.data[: self._companion_numel].view(torch.uint8)
+            self._rounded[: len(companions)].copy_(companions)
+        torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
         torch.autograd.graph.increment_version(self._rounded)  # also where this rank has none
         self._rounded_version = self.shard._version
 
@@ -280,11 +293,6 @@ class Float8Buffer(ShardedBuffer):
                 self._memory.free()
                 self._show()
             self._gather.quiesce()
-
-
-def _layout(numels: Sequence[int], size: int, companions: int, dtype: torch.dtype) -> Layout:
-    grain = ALIGNMENT_BYTES  # so that the rounded copy is aligned as well, of one byte an element
-    return Layout.build(numels, size, grain, spread=(companions, dtype.itemsize))
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

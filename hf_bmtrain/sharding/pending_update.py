@@ -23,18 +23,19 @@ class PendingUpdate:
     It keeps the gradients until it has been waited for: so their memory, of the current stream, is free for what that
     stream does next, and not before the update has read them.
 
-    ticket: of the update, None if none is pending. alongside: whether any has been begun, the same on every rank.
+    ticket: of the update, None if none is pending. ever_asynchronous: whether one has been begun, the same on every
+    rank.
     """
 
     def __init__(self, gather: Gather) -> None:
         self._gather = gather
         self.ticket: Ticket | None = None
-        self.alongside = False
+        self.ever_asynchronous = False
         self._gradients: Sequence[torch.Tensor] = ()
 
     def begin(self, ticket: Ticket, gradients: Sequence[torch.Tensor]) -> None:
         """Note that the shard is being written until `ticket`, which follows earlier ones, from these `gradients`."""
-        self.ticket, self._gradients, self.alongside = ticket, gradients, True
+        self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:
         """Make every rank's gathers of this `shard` begin when the update that was just begun is done everywhere.

@@ -100,7 +100,7 @@ def shard_places(
         float8 = form is None and id(parameter) in for_float8
         key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, form, float8
         groups.setdefault(key, {})[id(parameter)] = parameter
-    companions = {key: _join_companions(groups, key, world.size) for key in [*groups] if key[-1]}
+    companions = {key: _join_companions(groups, key) for key in [*groups] if key[-1]}
     slices: dict[int, DistributedParameter] = {}
     for key, parameters in groups.items():
         *_, form, float8 = key
@@ -130,10 +130,10 @@ _Kind = tuple[torch.dtype, bool, bool, Format | None, bool]
 """What the parameters of a buffer have in common: dtype, requires_grad, apart, the form of packed ones, float8."""
 
 
-def _join_companions(groups: dict[_Kind, dict[int, torch.nn.Parameter]], key: _Kind, size: int) -> int:
+def _join_companions(groups: dict[_Kind, dict[int, torch.nn.Parameter]], key: _Kind) -> int:
     """Put the other parameters of a group of weights for float8 before these if they are few. Return their number."""
     others = groups.get((*key[:-1], False), {})
-    if not others or not Float8Buffer.takes([*others.values()], [*groups[key].values()], size):
+    if not others or not Float8Buffer.takes([*others.values()], [*groups[key].values()]):
         return 0
     groups[key] = groups.pop((*key[:-1], False)) | groups[key]
     return len(others)

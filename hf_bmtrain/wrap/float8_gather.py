@@ -61,7 +61,7 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
         if found:
             left[found[0]] += 1
         else:
-            buffer.use_float8(rounding)
+            buffer.use_float8(rounding, [states[path] for path in paths])
     if world.rank == 0 and layers:
         count = sum(left.values())
         told = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""

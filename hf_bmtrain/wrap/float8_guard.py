@@ -6,9 +6,9 @@ is compiled anew for a layer that leaves float8.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,48 +35,58 @@ def install_signal_guard(
     On the meta device nothing is measured, and weights are gathered in float8 at once. compiled: `blocks` are.
     """
     states = {path: layer.float8_state for path, layer in layers.items()}
-    if states and world.device.type == "meta":
+    if not states:
+        return
+    if world.device.type == "meta":
         gather_float8(world, states)
-    elif states and not compiled:
-        guard = StepGuard(world, states, blocks)
-        guard.handle = model.register_forward_pre_hook(guard, with_kwargs=True)
-    elif states:
-        guard = CalibrationGuard(world, states, blocks)
-        hook: Any = torch.compiler.disable(guard)  # not traced where the model around the blocks is compiled too
-        guard.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+        return
+    guard = (CalibrationGuard if compiled else StepGuard)(world, model, states, blocks)
+    hook: Any = torch.compiler.disable(guard) if compiled else guard  # the model around the blocks may be compiled too
+    guard.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    for state in states.values():
+        state.guard = weakref.ref(guard)  # the hook keeps it
 
 
 class SignalGuard:
     """A forward pre-hook of a model that decides which of its float8 layers have too much noise, and removes itself.
 
     A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
-    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes the hook.
+    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes the hook. states:
+    of the layers, by path in the model.
     """
 
     handle: Any
 
-    def __init__(self, world: World, states: dict[str, Float8State], blocks: Sequence[Any]) -> None:
-        self._world, self._states, self._blocks = world, states, blocks
+    def __init__(
+        self, world: World, model: torch.nn.Module, states: dict[str, Float8State], blocks: Sequence[Any]
+    ) -> None:
+        self._world, self._model, self.states, self._blocks = world, weakref.ref(model), states, blocks
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _decide(self, model: torch.nn.Module) -> None:
+    @property
+    def has_measured(self) -> bool:
+        """True if layers have measured, and nothing is to come but the decision."""
+        raise NotImplementedError
+
+    def decide(self) -> None:
         """Compare the ranks' measurements, and leave out layers that are below the bound. Collective.
 
         Weights are gathered in float8 from then on, but for those of layers that were left out, or that no rank called.
         Does nothing while a rank has a block whose backward is to come: it would be recomputed in another dtype.
         """
         nothing = torch.zeros(2, device=self._world.device)
-        mine = torch.stack([nothing if state.powers is None else state.powers for state in self._states.values()])
+        mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
         pending = any(block._bmt.pending for block in self._blocks)
-        called = [state.powers is not None for state in self._states.values()]
+        called = [state.powers is not None for state in self.states.values()]
         found = self._world.control.gather((pending, called, mine.tolist()), "the measurement of float8's noise")
         if any(pending for pending, *_ in found):
             return
         ratios: dict[str, float] = {}
-        adapters = bool(adapter_parameters(model))
-        for number, (path, state) in enumerate(self._states.items()):
+        model = self._model()
+        adapters = model is not None and bool(adapter_parameters(model))
+        for number, (path, state) in enumerate(self.states.items()):
             signal, noise = (sum(powers[number][part] for *_, powers in found) for part in (0, 1))
             ratios[path] = decibels(signal, noise)
             state.active = ratios[path] >= LEAST_DECIBELS
@@ -93,9 +103,9 @@ class SignalGuard:
     def finish(self) -> None:
         """Remove the hook, and gather the layers' weights as their states say. Collective."""
         self.handle.remove()
-        for state in self._states.values():
-            state.measures, state.powers, state.decided = False, None, True
-        gather_float8(self._world, self._states)
+        for state in self.states.values():
+            state.measures, state.powers, state.guard = False, None, None
+        gather_float8(self._world, self.states)
 
 
 class StepGuard(SignalGuard):
@@ -107,14 +117,18 @@ class StepGuard(SignalGuard):
         schedule, training = self._world.schedule, torch.is_grad_enabled()
         if schedule.in_backward:
             return
-        for state in self._states.values():
+        for state in self.states.values():
             state.measures = training and state.powers is None
         if not training:
             return
         if self._begun is None:
             self._begun = schedule.backwards
-        elif schedule.backwards > self._begun:
-            self._decide(model)
+        elif self.has_measured:
+            self.decide()
+
+    @property
+    def has_measured(self) -> bool:
+        return self._begun is not None and self._world.schedule.backwards > self._begun
 
 
 class CalibrationGuard(SignalGuard):
@@ -127,63 +141,83 @@ class CalibrationGuard(SignalGuard):
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not self._world.schedule.in_backward:
             self._measure(model, args, kwargs)
-            self._decide(model)
+            self.decide()
+
+    @property
+    def has_measured(self) -> bool:
+        return False  # it decides at once
 
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         before = ForwardState(model, self._world.device, (*args, *kwargs.values()))
         # The forward may modify tensors in place, also those inside of lists and dictionaries.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
-        for state in self._states.values():
+        for state in self.states.values():
             state.measures, state.powers = True, None
         try:
             with uncompiled(self._blocks), self._world.schedule.calibration():
                 model.forward(*args, **kwargs)
         except BaseException:
-            for state in self._states.values():
+            for state in self.states.values():
                 state.powers = None
             raise
         finally:
-            for state in self._states.values():
+            for state in self.states.values():
                 state.measures = False
             before.put_back()
 
 
 Decision = dict[str, tuple[bool, str | None]]
-"""Of each float8 layer, by its path: whether it computes in float8, and why its weight is gathered in its own dtype."""
+"""Of float8 layers, by path: whether a layer computes in float8, and why its weight is gathered in its own dtype."""
 
 
-def float8_decision(model: torch.nn.Module) -> Decision | None:
-    """Return what was decided of the float8 layers of `model`; None if it has none, or before that."""
+def float8_decision(world: World, model: torch.nn.Module) -> Decision:
+    """Return what is decided of the float8 layers of `model`, now that layers may have measured. Collective."""
     states = _states_of(model)
-    if not states or not all(state.decided for state in states.values()):
-        return None
-    return {path: (state.active, state.reason) for path, state in states.items()}
+    for guard in _guards_of(states):
+        if all(world.control.gather(guard.has_measured, "whether float8's noise is measured")):
+            guard.decide()
+    return {path: (state.active, state.reason) for path, state in states.items() if state.guard is None}
 
 
-def restore_decision(model: torch.nn.Module, decision: Decision) -> None:
+def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
     """Let the float8 layers of `model` compute as was decided when it was saved, without a measurement. Collective.
 
-    If it has other float8 layers, or has decided already, it stays as it is, with a warning if that differs.
+    Layers of which this model has decided already stay as they are, with a warning if that differs. Those of a guard
+    of which not all layers are in the decision are measured.
     """
-    states, before = _states_of(model), float8_decision(model)
-    guards = [
-        guard
-        for module in model.modules()
-        for guard in map(inspect.unwrap, module._forward_pre_hooks.values())
-        if isinstance(guard, SignalGuard)
-    ]
-    if before is not None or states.keys() != decision.keys():
-        if before != decision and states:
+    states = _states_of(model)
+    differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
+    if differing and world.rank == 0:
+        _log.warning(
+            "float8: %d of this model's %d float8 layers, such as '%s', compute otherwise than those that were saved, "
+            "and stay as they are: training does not go on with the same bits.",
+            len(differing), len(states), differing[0],
+        )  # fmt: skip
+    paths = {state: path for path, state in states.items()}
+    for guard in _guards_of(states):
+        found = {state: decision.get(paths.get(state, "")) for state in guard.states.values()}
+        known = {state: each for state, each in found.items() if each is not None}
+        if len(known) == len(found):
+            for state, (active, reason) in known.items():
+                state.active, state.reason = active, reason
+            guard.finish()
+        elif known and world.rank == 0:
             _log.warning(
-                "float8: the checkpoint is of a model with other layers in float8: this one's %d are not changed, so "
-                "training does not go on with the same bits.", len(states),
+                "float8: of %d float8 layers the checkpoint knows %d, so all of them are measured anew: training does "
+                "not go on with the same bits.", len(found), len(known),
             )  # fmt: skip
-        return
-    for path, (active, reason) in decision.items():
-        states[path].active, states[path].reason = active, reason
-    for guard in guards:
-        guard.finish()
+
+
+def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
+    """Whether a layer of which it is decided computes as the one that was saved."""
+    return state.guard is not None or found is None or found[0] == state.active
+
+
+def _guards_of(states: Mapping[str, Float8State]) -> list[SignalGuard]:
+    """Return what is still to decide of layers, once each."""
+    found = [state.guard() for state in states.values() if state.guard is not None]
+    return [guard for guard in dict.fromkeys(found) if guard is not None]
 
 
 def _states_of(model: torch.nn.Module) -> dict[str, Float8State]:

@@ -1,5 +1,7 @@
 """save_state and load_state: bit by bit what was saved, on any number of ranks, and the newest that is whole."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,31 @@ def test_links_do_not_count(world, tmp_path, target):
     assert (tmp_path / "other" / "checkpoint-3" / "model.safetensors").exists()
 
 
+def through_broken_links(folder):
+    folder, model = Path(folder), bmt.auto_wrap(torch.nn.Linear(2, 2))
+    bmt.save_state(folder, model, step=1)
+    (folder / "latest").symlink_to("checkpoint-7")
+    with pytest.raises(
+        RuntimeError, match=r"latest cannot be read.* is a link to .*checkpoint-7, which does not exist"
+    ):
+        bmt.load_state(folder / "latest", model)
+    (folder / "checkpoint-2").symlink_to("nowhere")
+    bmt.save_state(folder, model, step=2)
+    assert bmt.load_state(folder, model).step == 2
+    for step in (2, 2):  # a link to a checkpoint that is saved again
+        (folder / "checkpoint-2").rename(folder / f"moved-{step}")
+        (folder / "checkpoint-2").symlink_to(f"moved-{step}")
+        bmt.save_state(folder, model, step=step)
+        shutil.rmtree(folder / f"moved-{step}")
+    return sorted(os.listdir(folder))
+
+
+def test_links_that_lead_nowhere(world, tmp_path):
+    """They are neither no checkpoint at all nor in the way of one."""
+    names = [".lock", "checkpoint-1", "checkpoint-2", "latest"]
+    assert world(1)(through_broken_links, str(tmp_path)) == [names]
+
+
 def saved_under(folder, names):
     model = bmt.auto_wrap(torch.nn.Linear(2, 2))
     for name in names:
@@ -172,6 +199,28 @@ def test_state_goes_by_names(world, tmp_path, size, kind):
         folder = str(tmp_path / str(order[0]))
         for expected, resumed in world(size)(resumed_in_another_order, folder, kind, order):
             assert resumed == expected
+
+
+def names_of_parameters(folder):
+    def make(*names):
+        model = bmt.auto_wrap(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)))
+        parameters = dict(model.named_parameters())
+        return model, torch.optim.SGD([(name, parameters[name]) for name in names], lr=0.1, momentum=0.9)
+
+    model, optimizer = make("0.weight", "1.weight")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    bmt.save_state(folder, model, optimizer)
+    model, optimizer = make("1.weight", "0.weight")
+    bmt.load_state(folder, model, optimizer)
+    (group,) = optimizer.param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for parameter in group["params"]], group["param_names"]
+
+
+def test_names_of_parameters_are_those_of_the_optimizer(world, tmp_path):
+    for found, told in world(2)(names_of_parameters, str(tmp_path)):
+        assert found == told
 
 
 def test_nothing_to_resume(world, tmp_path):

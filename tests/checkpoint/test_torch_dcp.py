@@ -1,6 +1,7 @@
 """bmt.DCPState: checkpoints of torch.distributed.checkpoint, to and from FSDP2 and plain models, bit by bit."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,28 @@ def test_boxes(shape):
 def test_older_torch():
     with pytest.raises(RuntimeError, match=r"of torch 2\.15; this is torch .*bmt\.save_state"):
         bmt.DCPState(nn.Linear(2, 2))
+
+
+def other_groups():
+    def state(*groups):
+        model = bmt.auto_wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        parameters = dict(model.named_parameters())
+        given = [{"params": [parameters[name] for name in names], "lr": lr} for lr, names in groups]
+        optimizer = torch.optim.SGD(given, momentum=0.9)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return bmt.DCPState(model, optimizer)
+
+    with mock.patch.object(dcp, "CheckpointableTensor", torch.Tensor, create=True):  # no tensor is looked into
+        saved = state((0.1, ["0.weight", "1.weight"]), (0.2, ["0.bias", "1.bias"])).state_dict()
+        with pytest.raises(ValueError, match="parameter groups of 2, 2 parameters, this one of 1, 3, or of others"):
+            state((0.1, ["0.weight"]), (0.2, ["1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
+        with pytest.raises(ValueError, match="parameter groups of 2, 2 parameters, this one of 4"):
+            state((0.1, ["0.weight", "1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
+
+
+def test_groups_are_those_that_were_saved(world):
+    world(1)(other_groups)
 
 
 class Model(nn.Module):

@@ -5,10 +5,12 @@ from hypothesis import strategies as st
 
 from hf_bmtrain.comm.layout import Layout
 
+SPREADS = st.tuples(st.integers(0, 4), st.sampled_from([1, 2, 4]))
 
-@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70))
-def test_pieces_tile_every_tensor(numels, world_size, grain):
-    layout = Layout.build(numels, world_size, grain)
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70), SPREADS)
+def test_pieces_tile_every_tensor(numels, world_size, grain, spread):
+    layout = Layout.build(numels, world_size, grain, spread)
     assert layout.shard_numel % grain == 0
     covered = set()
     for index, numel in enumerate(numels):
@@ -37,8 +39,13 @@ def test_pieces_tile_every_tensor(numels, world_size, grain):
         assert layout.cut_ranges(rank) == [(piece.shard_start, piece.shard_stop) for piece in held]
     assert not covered & padding
     assert len(covered) == sum(numels)
-    assert max(covered, default=-1) < layout.extent == Layout.build(numels, 1, grain).extent <= layout.numel
+    assert max(covered, default=-1) < layout.extent == Layout.build(numels, 1, grain, spread).extent <= layout.numel
     assert covered | padding == set(range(layout.numel))
+    first, times = spread
+    if first < len(numels):
+        ends = [offset + numel for offset, numel in zip(layout.offsets[:first], numels)]
+        assert all(times * end <= layout.offsets[first] for end in ends)
+        assert layout.offsets[first] <= layout.shard_numel or not first
 
 
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70))

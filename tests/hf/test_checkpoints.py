@@ -306,10 +306,16 @@ def test_a_save_on_demand(world, tmp_path, size):
         check_opens(tmp_path / "halved", {name: value / 2 for name, value in state.items()})
 
 
-def saved_modules(folder):
+def without_norm(module, state, prefix, metadata):
+    del state["base_model.model.model.norm.weight"]
+
+
+def saved_modules(folder, leaves_out):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     model = bmt.auto_wrap(peft.get_peft_model(build("llama"), config))
+    if leaves_out:
+        model.register_state_dict_post_hook(without_norm)
     rows = jobs.Rows()
     trainer = transformers.Trainer(
         model=model, train_dataset=rows, eval_dataset=rows, optimizers=(jobs.sgd(model), None),
@@ -324,12 +330,13 @@ def saved_modules(folder):
     return peft.get_peft_model_state_dict(model), trainer.state.best_model_checkpoint
 
 
+@pytest.mark.parametrize("leaves_out", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_modules_to_save_of_adapters(world, tmp_path, size):
+def test_modules_to_save_of_adapters(world, tmp_path, size, leaves_out):
     """Rank 0 saves alone, and PEFT asks the modules themselves for the names of their weights."""
     from safetensors.torch import load_file
 
-    for expected, best in world(size)(saved_modules, str(tmp_path)):
+    for expected, best in world(size)(saved_modules, str(tmp_path), leaves_out):
         saved = load_file(Path(best) / "adapter_model.safetensors")
         assert saved.keys() == expected.keys() and any("lm_head" in name for name in saved)
         for name, value in saved.items():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+import float8_models
 import hf_bmtrain as bmt
 from hf_bmtrain.memory.contract import Comparison
 from hf_bmtrain.memory.device_choices import cuda_choices
@@ -72,6 +73,35 @@ def test_the_engines_bytes_are_those_of_real_ranks(world, family, size):
         for found in others:  # other ranks' shards have more padding, or less, which has no state
             assert 0 < found["state"] <= 2 * found["shards"]
             assert found | {"state": 0} == expected | {"state": 0}
+
+
+def float8_bytes(model, optimizer) -> dict[str, int]:
+    buffers = list(dict.fromkeys(p.buffer for p in model.parameters()))
+    return engine_bytes(model, optimizer) | {"rounded": sum(s.nbytes for b in buffers for s in b.shards[1:])}
+
+
+def real_float8_bytes(family: str) -> dict[str, int]:
+    model = bmt.auto_wrap(float8_models.build(family), float8=True)
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    for step in range(3):  # gathers are in float8 from the second one on
+        optimizer.zero_grad()
+        model(**float8_models.rows(step, bmt.rank())).loss.backward()
+        optimizer.step()
+    return float8_bytes(model, optimizer)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_bytes_of_gathers_in_float8_are_those_of_real_ranks(world, family, size):
+    model, made = on_meta(float8_models.build(family)).train(), []
+
+    def make(parameters):
+        made.append(bmt.optim.AdamOptimizer(parameters))
+        return made[-1]
+
+    simulate(model, float8_models.rows(0, 0), make, size, 3, True, 1 << 40, float8=True)
+    expected = float8_bytes(model, made[0])
+    assert expected["rounded"] > 0 and world(size)(real_float8_bytes, family)[0] == expected
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])

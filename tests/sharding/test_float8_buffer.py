@@ -18,6 +18,13 @@ def rounding():
     return Rounding(bmt.current_world().schedule.shards.communicator)
 
 
+class Owner:
+    """Stands for the state of a layer."""
+
+
+OWNER = Owner()
+
+
 def make(dtype=torch.float32, requires_grad=True, companions=()):
     """Return parameters, a buffer of them, and its slices. companions: the shapes of those, which come first."""
     generator = torch.Generator().manual_seed(0)
@@ -30,7 +37,6 @@ def make(dtype=torch.float32, requires_grad=True, companions=()):
     wholes[5].zero_()
     parameters = [torch.nn.Parameter(whole.to(dtype), requires_grad) for whole in (*beside, *wholes)]
     schedule, count = bmt.current_world().schedule, len(companions)
-    assert Float8Buffer.takes(parameters[:count], parameters[count:], bmt.world_size())
     buffer = Float8Buffer(schedule, parameters, bmt.current_world().device, schedule.blocks, count)
     return parameters, buffer, buffer.make_slices(DistributedParameter, parameters)
 
@@ -80,7 +86,7 @@ def rounds_and_gathers(dtype, companions=()):
     buffer.wait()
     assert not buffer.in_float8 and buffer.whole_nbytes == buffer.layout.numel * dtype.itemsize
     assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters))
-    buffer.use_float8(rounding())
+    buffer.use_float8(rounding(), [OWNER])
     assert buffer.in_float8 and not buffer.is_whole and buffer.whole_nbytes == buffer.layout.numel
     check_factors(buffer, parameters)
     check_masters(buffer, parameters)  # beside the float8 copy, which stays
@@ -116,21 +122,20 @@ def test_it_is_pulled(peers, companions):
     peers(2)(rounds_and_gathers, torch.float32, companions)
 
 
-def test_only_few_are_companions():
-    def takes(numel, rows, size, dtype=torch.float32):
-        made = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in ((numel,), (rows, 128))]
-        return Float8Buffer.takes(made[:1], made[1:], size)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 64), (torch.bfloat16, 128)], ids=str)
+def test_only_few_are_companions(dtype, most):
+    def takes(numel):
+        beside, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((numel,), (64, 128)))
+        return Float8Buffer.takes([torch.nn.Parameter(beside)], [torch.nn.Parameter(weight)])
 
-    assert takes(128, 32, 2) and not takes(129, 32, 2)  # one in 32
-    assert takes(128, 32, 11) and not takes(128, 32, 12)  # 512 bytes of 4608 are more than a shard
-    assert takes(128, 32, 33, torch.bfloat16) and not takes(128, 32, 34, torch.bfloat16)
+    assert takes(most) and not takes(most + 1)  # bytes, of which there may be one for 32 weights
 
 
 def stays():
     parameters, buffer, slices = make(requires_grad=False, companions=COMPANIONS)
     buffer.stays_whole = True
     buffer.gather()
-    buffer.use_float8(rounding())
+    buffer.use_float8(rounding(), [OWNER])
     assert buffer.is_whole, "what was kept whole is gathered at the switch"
     buffer.release()
     assert buffer.is_whole
@@ -157,7 +162,7 @@ def rounds_together():
     made = [make(companions=COMPANIONS) for _ in range(4)]
     buffers = [buffer for _, buffer, _ in made]
     for buffer in buffers:
-        buffer.use_float8(common)
+        buffer.use_float8(common, [OWNER])
     for buffer in buffers[2:]:
         buffer.update.begin(DONE, ())
     assert not any(buffer.is_stale for buffer in buffers)
@@ -176,3 +181,47 @@ def rounds_together():
 def test_what_is_updated_alongside_is_rounded_by_itself(world, size):
     for stale in world(size)(rounds_together):
         assert stale == [[False, False, True, False], *[[False] * 4] * 3]
+
+
+def without_owner():
+    """A layer that is cut off is not rounded any more, though this rank alone still has its slices."""
+    common, owner = rounding(), Owner()
+    (_, first, mine), (_, second, others) = made = [make(), make()]
+    first.use_float8(common, [owner, OWNER])
+    second.use_float8(common, [owner])
+    del owner, made
+    with torch.no_grad():
+        for slice_ in (*mine, *others):
+            slice_.mul_(2)
+    if bmt.rank() == 0:
+        del second, others
+    first.gather()
+    first.wait()
+    assert not first.is_stale
+    return bmt.rank() == 0 or second.is_stale
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_no_layer_has_is_not_rounded(world, size):
+    assert all(world(size)(without_owner))
+
+
+def unread(companions):
+    """A gather that is refused leaves nothing that counts as gathered."""
+    parameters, buffer, slices = make(companions=companions)
+    buffer.use_float8(rounding(), [OWNER])
+    buffer.gather()
+    buffer.wait()
+    buffer.release()
+    with torch.no_grad():
+        for tensor in (*parameters, *slices):
+            tensor.mul_(2)
+    with pytest.raises(RuntimeError, match=r"Call hf_bmtrain\.synchronize\(\)"):
+        buffer.gather()
+    assert not buffer.is_whole
+    bmt.synchronize()
+    check_factors(buffer, parameters)
+
+
+def test_a_gather_that_is_refused(peers):
+    peers(2)(unread, COMPANIONS)

@@ -243,3 +243,24 @@ def switched():
 
 def test_adapters_that_are_not_active(world):
     world(1)(switched)
+
+
+NAME = "model.layers.0.mlp.down_proj.weight"
+
+
+def trained_before(folder):
+    model = base()
+    model.requires_grad_(False)
+    model.get_parameter(NAME).requires_grad_(True)
+    bmt.save_state(folder, bmt.auto_wrap(model), step=1, trained_only=True)
+    model = base()
+    model.requires_grad_(False)
+    model = bmt.auto_wrap(model, quantize_frozen="nf4")
+    assert isinstance(model.get_parameter(NAME), QuantizedParameter)
+    bmt.load_state(folder, model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_was_trained_is_not_loaded_into_a_quantized_weight(world, tmp_path, size):
+    with pytest.raises(AssertionError, match=rf"1 weights that are quantized here \({NAME}\).*without quantize_frozen"):
+        world(size)(trained_before, str(tmp_path))

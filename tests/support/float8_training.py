@@ -25,7 +25,7 @@ def train(family, in_float8, between=None, prepare=None, offload=False, accumula
     model = build(family).to(dtype)
     if prepare is not None:
         prepare(model)
-    shown, switch = [], Float8Buffer.use_float8 if in_float8 else lambda buffer, rounding: None
+    shown, switch = [], Float8Buffer.use_float8 if in_float8 else lambda *_: None
     with mock.patch.object(Float8Buffer, "use_float8", switch):
         bmt.auto_wrap(model, float8=True, **wrap)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -322,6 +322,40 @@ def test_what_was_trained_before_is_saved(world, tmp_path, size, thawed):
     assert not any("base_layer" in name for name in names)
 
 
+def rolled_back(folder):
+    """A checkpoint from before another adapter was trained; that one stays, and is in the next checkpoint."""
+    model = plain("llama")
+    model.add_adapter("second", lora(["v_proj"], lora_dropout=0.0))
+    model = bmt.auto_wrap(model)
+
+    def train(name):
+        model.set_adapter(name)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        compute_loss(FAMILIES["llama"], model, 0).backward()
+        optimizer.step()
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+    expected = train("default")
+    bmt.save_state(folder, model, step=1, trained_only=True)
+    train("default")
+    second = train("second")
+    model.set_adapter("default")
+    assert bmt.load_state(folder, model).step == 1
+    for name, value in model.state_dict().items():
+        wanted = second if ".second." in name else expected
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=name)
+    bmt.save_state(folder, model, step=2, trained_only=True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_trained_later_stays(world, tmp_path, size):
+    world(size)(rolled_back, str(tmp_path))
+    first, second = (
+        safetensors.torch.load_file(tmp_path / f"checkpoint-{step}" / "trained.safetensors") for step in (1, 2)
+    )
+    assert not any(".second." in name for name in first) and any(".second." in name for name in second)
+
+
 def saved_whole(folder):
     bmt.save_state(folder, bmt.auto_wrap(plain("llama")), step=1)
 

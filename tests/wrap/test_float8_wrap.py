@@ -241,7 +241,7 @@ def resumed(folder: str, saved_after: int, options: dict) -> tuple[list[float], 
     other, optimizer = make()
     bmt.load_state(folder, other, optimizer)
     losses = train(other, optimizer, range(saved_after, saved_after + 3))
-    assert actives(other) == state == [True, True, True, saved_after < 2]
+    assert actives(other) == state == [True, True, True, saved_after < 1]
     hooks = [hook for each in (model, other) for hook in each._forward_pre_hooks.values()]
     assert not any(isinstance(inspect.unwrap(hook), SignalGuard) for hook in hooks)
     buffers = [[b.in_float8 for b in buffers_of(each) if isinstance(b, Float8Buffer)] for each in (model, other)]
@@ -250,11 +250,85 @@ def resumed(folder: str, saved_after: int, options: dict) -> tuple[list[float], 
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": "aot_eager"}], ids=str)
-@pytest.mark.parametrize("saved_after", [0, 3])
+@pytest.mark.parametrize("saved_after", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_resumed_run_has_the_same_layers_in_float8(world, tmp_path, size, saved_after, options):
     for expected, losses in world(size)(resumed, str(tmp_path), saved_after, options):
         assert losses == expected
+
+
+def train_noisy(model: nn.Module, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = model(torch.randn(64, 32, generator=torch.Generator().manual_seed(2 * step + bmt.rank())))
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def two_models(folder: str, saves: bool) -> tuple[list[bool], list[float], list[str]]:
+    """What one checkpoint has of two models that decide by themselves; one has decided before it is loaded."""
+    both = nn.ModuleList(bmt.auto_wrap(Noisy(), float8=True) for _ in range(2))
+    if saves:
+        for model in both:
+            train_noisy(model, 2)
+        bmt.save_state(folder, both)
+    else:
+        with bmt.gathered(both, modify=True), torch.no_grad():
+            both[0].layers[1].two.weight.normal_(generator=torch.Generator().manual_seed(0))
+        train_noisy(both[0], 2)
+    with log_lines(logging.WARNING) as lines:
+        if not saves:
+            bmt.load_state(folder, both)
+    active = [each.float8_state.active for each in both.modules() if isinstance(each, Float8Linear)]
+    return active, [train_noisy(model, 1)[0] for model in both], [line for line in lines if "float8" in line]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_models_decide_by_themselves_also_when_they_are_resumed(world, tmp_path, size):
+    saved = world(size)(two_models, str(tmp_path), True)
+    loaded = world(size)(two_models, str(tmp_path), False)
+    for rank, (active, losses, _) in enumerate(saved):
+        found, after, lines = loaded[rank]
+        assert active == 2 * [True, True, True, False] and found == [True] * 7 + [False]
+        assert after[1] == losses[1] and after[0] == after[0]
+        assert len(lines) == (rank == 0) and all("1 of this model's 8" in line for line in lines)
+
+
+def one_is_not_trained(folder: str) -> list[bool]:
+    both = nn.ModuleList(bmt.auto_wrap(Noisy(), float8=True) for _ in range(2))
+    train_noisy(both[0], 2)
+    bmt.save_state(folder, both)
+    others = nn.ModuleList(bmt.auto_wrap(Noisy(), float8=True) for _ in range(2))
+    bmt.load_state(folder, others)
+    return [each.float8_state.active for each in others.modules() if isinstance(each, Float8Linear)]
+
+
+def test_what_is_decided_is_saved_beside_what_is_not(world, tmp_path):
+    assert world(2)(one_is_not_trained, str(tmp_path)) == [[True, True, True, False, True, True, True, True]] * 2
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Noisy()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def saved_from_within(folder: str) -> tuple[list[float], list[float], int]:
+    model, other = (bmt.auto_wrap(Outer(), float8=True) for _ in range(2))
+    train_noisy(model, 2)
+    bmt.save_state(folder, model.inner)
+    bmt.load_state(folder, other.inner)
+    hooks = sum(isinstance(hook, SignalGuard) for hook in other._forward_pre_hooks.values())
+    return train_noisy(model, 2), train_noisy(other, 2), hooks
+
+
+def test_a_part_of_a_model_is_saved_and_loaded(world, tmp_path):
+    for expected, losses, hooks in world(2)(saved_from_within, str(tmp_path)):
+        assert losses == expected and not hooks
 
 
 class Prompted(nn.Module):

@@ -165,7 +165,8 @@ class RunState:
 
     master: the float32 masters as they are stored, with exp_avg_sq, (n,) float32. exp_avg: (n,) float32 or bfloat16.
     step: float32 (), the steps taken. index_base: the number of element 0 among all of the optimizer's, the same for
-    any number of ranks, but for float8 blocks on one. version: that of the weights when the optimizer last wrote them, -1 before.
+    any number of ranks, but for float8 blocks on one. version: that of the weights when the optimizer last wrote them,
+    -1 before.
     """
 
     run: Run

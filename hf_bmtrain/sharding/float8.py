@@ -184,7 +184,7 @@ class Float8Buffer(ShardedBuffer):
         shown = [companion.clone() for companion in self._shown]
         with self.whole_now():
             same = [
-                torch.equal(whole.detach().view(torch.uint8), found.view(torch.uint8))
+                torch.equal(whole.detach().reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8))
                 for whole, found in zip(self.wholes, shown)
             ]
             for whole, found in zip(self.wholes[self._companions :], self._weights):

@@ -18,7 +18,7 @@ from ..ops.float8 import Float8, Pieces, measure_pieces, quantize_whole, round_p
 from ..runtime.schedule import Schedule
 from .buffer import ShardedBuffer
 
-_FEW = 32
+LEAST_WEIGHTS = 32
 """Weights have at least so many elements for each byte of their companions, which take one for each of their bytes."""
 
 
@@ -112,7 +112,7 @@ class Float8Buffer(ShardedBuffer):
     def takes(companions: Sequence[torch.nn.Parameter], weights: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether `companions` are few beside `weights`. The same for any number of ranks."""
         nbytes = sum(parameter.numel() * parameter.itemsize for parameter in companions)
-        return _FEW * nbytes <= sum(parameter.numel() for parameter in weights)
+        return LEAST_WEIGHTS * nbytes <= sum(parameter.numel() for parameter in weights)
 
     def _lay_out(self, numels: Sequence[int], size: int, dtype: torch.dtype) -> Layout:
         grain = ALIGNMENT_BYTES  # so that the rounded copy is aligned as well, of one byte an element

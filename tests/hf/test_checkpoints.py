@@ -311,7 +311,8 @@ def without_norm(module, state, prefix, metadata):
 
 
 def saved_modules(folder, leaves_out):
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     model = bmt.auto_wrap(peft.get_peft_model(build("llama"), config))
     if leaves_out:
@@ -334,6 +335,7 @@ def saved_modules(folder, leaves_out):
 @pytest.mark.parametrize("size", SIZES)
 def test_modules_to_save_of_adapters(world, tmp_path, size, leaves_out):
     """Rank 0 saves alone, and PEFT asks the modules themselves for the names of their weights."""
+    pytest.importorskip("peft")
     from safetensors.torch import load_file
 
     for expected, best in world(size)(saved_modules, str(tmp_path), leaves_out):

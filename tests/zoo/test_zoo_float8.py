@@ -21,6 +21,11 @@ WITHOUT = {
     "fastspeech2_conformer_hifigan", "efficientnet", "align_vision_model",
 }  # fmt: skip
 """Families without a linear layer for float8, which is a class of its own, or has other sizes in these small models."""
+OWN_DTYPE = {
+    "trocr", "longformer", "canine", "luke", "wavlm", "llava", "qwen3_omni_moe_vision_encoder", "qwen3_vl_moe_vision",
+    "cohere_compass_vision", "vjepa2", "mimi", "sam3_vision_model", "pix2struct_text_model", "musicgen_decoder",
+}  # fmt: skip
+"""Families each of whose blocks has a layer that is not called itself: none is gathered in float8."""
 
 
 def train(name: str, in_float8: bool) -> tuple[list[torch.Tensor | None], int]:
@@ -42,7 +47,7 @@ def train(name: str, in_float8: bool) -> tuple[list[torch.Tensor | None], int]:
             optimizer.step()
             optimizer.zero_grad()
     buffers = float8_buffers(model)
-    assert buffers and all(buffer.in_float8 == in_float8 for buffer in buffers)
+    assert buffers and any(buffer.in_float8 for buffer in buffers) == (in_float8 and name not in OWN_DTYPE)
     companions = sum(len(buffer.wholes) - buffer.count for buffer in buffers)
     return shown + [seen(value) for value in model.state_dict().values()], companions
 

@@ -66,7 +66,7 @@ SAMPLED = {
     "test_state_dict": 2, "test_store": 2, "test_timm": 3, "test_torch_optimizers": 3, "test_train_gpt2": 9,
     "test_trainer": 2, "test_trl": 2, "test_trainer_matrix": 48, "test_transformers_cases": 16, "test_twenty_steps": 6,
     "test_torch_functions": 24, "test_unused": 6, "test_update_stream": 3, "test_usages": 18, "test_users": 3,
-    "test_world": 12, "test_zoo": 4,
+    "test_world": 12, "test_zoo": 4, "test_zoo_float8": 3,
     "test_save_state": 8, "test_damage": 6, "test_failures": 4, "test_from_pretrained": 8, "test_merge": 3,
     "test_torch_dcp": 6, "test_fill": 8,
 }  # fmt: skip

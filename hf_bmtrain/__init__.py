@@ -5,32 +5,44 @@
     model = bmt.auto_wrap(model)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 
-A file imports only from the folders to its left, or from its own folder:
-ops, comm, runtime, slices, sharding, recompute, blocks, wrap, optim, checkpoint, diagnose, the files of this folder,
-hf, memory.
+The engine shards, gathers, computes, reduces and updates; each feature is one folder of `features`; `bmtrain`, `hf`,
+`checkpoint` and `faults` are what users meet. README.md beside this file has the order in which they may import.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
-from .alias import install_as_bmtrain
-from .blocks.block import CheckpointBlock
-from .blocks.block_list import PipelineTransformerBlockList, TransformerBlockList
-from .blocks.module import DistributedModule, ParameterInitializer, grouped_parameters, init_parameters
+from .bmtrain.alias import install_as_bmtrain
+from .bmtrain.distributed import gather_result, sum_loss
+from .bmtrain.utils import print_block, print_dict, see_memory
 from .checkpoint.load_state import load_state
 from .checkpoint.save_state import save_state
+from .checkpoint.store import load, save
 from .checkpoint.torch_dcp import DCPState
 from .config import config
-from .diagnose.check_parity import check_parity
-from .distributed import gather_result, sum_loss
-from .memory.contract import predict_memory
-from .runtime.world import current_world, init_distributed, print_rank, rank, synchronize, wait_loader, world_size
-from .sharding.gathered import gathered
-from .sharding.parameter import DistributedParameter
-from .sharding.store import load, save
-from .utils import print_block, print_dict, see_memory
-from .wrap.auto_wrap import BMTrainModelWrapper, auto_wrap
+from .engine.blocks.block import CheckpointBlock
+from .engine.blocks.block_list import PipelineTransformerBlockList, TransformerBlockList
+from .engine.blocks.distributed_module import (
+    DistributedModule,
+    ParameterInitializer,
+    grouped_parameters,
+    init_parameters,
+)
+from .engine.runtime.world import (
+    current_world,
+    init_distributed,
+    print_rank,
+    rank,
+    synchronize,
+    wait_loader,
+    world_size,
+)
+from .engine.sharding.gathered import gathered
+from .engine.sharding.parameter import DistributedParameter
+from .features.auto_wrap import BMTrainModelWrapper, auto_wrap
+from .features.parity.check_parity import check_parity
+from .features.prediction.predict import predict_memory
 
 if TYPE_CHECKING:
     from . import hf as hf  # at run time it is imported on first use, see __getattr__

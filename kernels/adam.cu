@@ -11,7 +11,7 @@
 // 14 bytes in and 14 out an element; a bf16 exp_avg takes 2 less each way.
 // GRAD: float, fp16 or bf16. EXP_AVG: float or bf16. WEIGHT: fp16, bf16, or none when the master is the
 // parameter. COUPLED: whether the decay is in the gradient. MASTER: float; or short, with a bf16 weight: how many float32 numbers the master lies above it
-// (ops/residual.py). Then the weight is read, too: 14 bytes in and 12 out, 10 of each state.
+// (engine/ops/residual.py). Then the weight is read, too: 14 bytes in and 12 out, 10 of each state.
 #include "device.cuh"
 
 struct Record {  // one run's numbers for this step, in the order of `adam.RECORD`

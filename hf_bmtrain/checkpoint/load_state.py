@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.expect import expect_flag
-from ..runtime.world import World, current_world, wait_loader
-from ..sharding.parameter import DistributedParameter
-from ..sharding.quantized import QuantizedParameter
+from ..engine.base.arguments import expect_flag
+from ..engine.runtime.world import World, current_world, wait_loader
+from ..engine.sharding.parameter import DistributedParameter
+from ..features.packed.storage import QuantizedParameter
 from . import small_state
-from .contents import (
+from .entries import (
     MODEL,
     TRAINED,
     Entry,

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from ..sharding.store import flush, staging_beside
 from . import small_state
-from .contents import MODEL, TRAINED
+from .entries import MODEL, TRAINED
 from .folder import Found, check_space
 from .header import Damaged, StoredTensor, TensorSpec, find_tensors, plan_files, read_header
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
 from .ranges import Part, Wanted, check_heads, read_parts, write_file, write_parts
+from .store import flush, staging_beside
 
 _CONFIGS = ("config.json", "generation_config.json")
 

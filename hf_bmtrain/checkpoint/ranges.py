@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.pinned import pinned_bytes
-from ..comm.streams import has_own_memory
+from ..engine.base.pinned import pinned_bytes
+from ..engine.comm.streams import has_own_memory
 from .header import Damaged, StoredTensor
 from .manifest import Checked, Manifest
 

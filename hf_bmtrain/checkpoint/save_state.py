@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from ..base.expect import expect_callable, expect_flag, expect_kind, expect_number
-from ..runtime.world import World, current_world, wait_loader
-from ..sharding.store import flush
+from ..engine.base.arguments import expect_callable, expect_flag, expect_kind, expect_number
+from ..engine.runtime.world import World, current_world, wait_loader
 from . import small_state
-from .contents import (
+from .entries import (
     MODEL,
     TRAINED,
     Entry,
@@ -35,10 +34,11 @@ from .contents import (
 )
 from .folder import find, is_reserved, lock, prune, publish, stage
 from .header import FilePlan, plan_files
+from .host_copy import HostMemory, Snapshot
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
 from .ranges import Part, checksums, write_file, write_parts
-from .snapshot import HostMemory, Snapshot
+from .store import flush
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..optim.manager import OptimManager
-from ..runtime.launcher import seed_everything
-from ..runtime.world import World
-from ..wrap.float8_guard import float8_decision, restore_decision
-from .contents import check_groups, groups_of, named_persistent_buffers, optimizers_of, schedulers_of
+from ..engine.optim.manager import OptimManager
+from ..engine.runtime.launcher import seed_everything
+from ..engine.runtime.world import World
+from ..features.float8.calibrate import float8_decision, restore_decision
+from .entries import check_groups, groups_of, named_persistent_buffers, optimizers_of, schedulers_of
 from .ranges import checksum
 
 _log = logging.getLogger("hf_bmtrain")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..base.expect import expect_kind, expect_module
-from ..optim.adam import AdamOptimizer
-from ..optim.checkpoint import divide_state, save_state
-from ..runtime.world import current_world
-from ..sharding.parameter import DistributedParameter
-from .contents import LoadedState, check_groups, groups_of, named, refuse_quantized
+from ..engine.base.arguments import expect_kind, expect_module
+from ..engine.optim.adam import AdamOptimizer
+from ..engine.optim.state import divide_state, save_state
+from ..engine.runtime.world import current_world
+from ..engine.sharding.parameter import DistributedParameter
+from .entries import LoadedState, check_groups, groups_of, named, refuse_quantized
 
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,

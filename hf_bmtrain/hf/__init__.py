@@ -3,10 +3,10 @@
 Only this folder imports transformers and accelerate. It uses the other folders; none of them imports it.
 """
 
+from ..features.loss.chunked_head import fuse_causal_loss
 from .accelerate_state import shard_checkpoints
 from .arguments import check_versions
 from .callback import BMTrainCallback
-from .causal_loss import fuse_causal_loss
 from .from_pretrained import from_pretrained
 from .trainer import Trainer, TrainerMixin
 

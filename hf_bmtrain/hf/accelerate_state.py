@@ -16,14 +16,14 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from ..base.expect import expect_kind
 from ..checkpoint import small_state
 from ..checkpoint.folder import find
 from ..checkpoint.load_state import load_state
 from ..checkpoint.save_state import let_others_save, save_state
-from ..runtime.launcher import check_accelerator
-from ..runtime.world import World, current_world
-from ..sharding.store import flush
+from ..checkpoint.store import flush
+from ..engine.base.arguments import expect_kind
+from ..engine.runtime.launcher import check_accelerator
+from ..engine.runtime.world import World, current_world
 
 
 def shard_checkpoints(accelerator: Accelerator) -> Accelerator:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ..runtime.launcher import check_accelerator
-from ..runtime.world import current_world
-from ..sharding.parameter import DistributedParameter
+from ..engine.runtime.launcher import check_accelerator
+from ..engine.runtime.world import current_world
+from ..engine.sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 _OLDEST_ACCELERATE = (1, 14)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ..optim.not_finite import OwnGradients, count_not_finite, explain
-from ..runtime.world import current_world
+from ..engine.runtime.world import current_world
+from ..faults.bad_gradients import OwnGradients, count_not_finite, explain
 
 _log = logging.getLogger("hf_bmtrain")
 LIMIT = 3

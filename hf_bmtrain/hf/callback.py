@@ -11,12 +11,12 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
-from ..base.expect import expect_flag
-from ..blocks.block import CheckpointBlock
-from ..optim import AdamOptimizer
-from ..runtime.world import current_world
-from ..wrap.auto_wrap import auto_wrap
-from ..wrap.check import holds_additions
+from ..engine.base.arguments import expect_flag
+from ..engine.blocks.block import CheckpointBlock
+from ..engine.optim.adam import AdamOptimizer
+from ..engine.runtime.world import current_world
+from ..engine.wrap.refuse import holds_additions
+from ..features.auto_wrap import auto_wrap
 from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .bad_numbers import BadNumbers
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights

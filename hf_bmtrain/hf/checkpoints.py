@@ -25,9 +25,9 @@ from ..checkpoint.manifest import NAME as MANIFEST
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.ranges import check_file, write_file
 from ..checkpoint.save_state import let_others_save, save_state
-from ..optim import checks
-from ..runtime.world import current_world
-from ..sharding.store import flush
+from ..checkpoint.store import flush
+from ..engine.optim import compat as checks
+from ..engine.runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 _REFERENCE = "hf_bmtrain"

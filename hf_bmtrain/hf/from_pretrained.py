@@ -14,15 +14,15 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from ..base.expect import expect_flag, expect_kind, expect_path
-from ..recompute.policy import UseCheckpoint, check_use_checkpoint
-from ..runtime.world import World, check_zero_level, current_world
-from ..sharding.scattered import ScatteredParameter, divide_unless_mapped_everywhere
-from ..sharding.slots import tensor_facts
-from ..wrap.auto_wrap import auto_wrap
-from ..wrap.check import check_frozen_and_float8
-from ..wrap.float8 import UseFloat8
-from ..wrap.keep_frozen import KeepFrozen
+from ..engine.base.arguments import expect_flag, expect_kind, expect_path
+from ..engine.runtime.world import World, check_zero_level, current_world
+from ..engine.sharding.slots import tensor_facts
+from ..engine.sharding.sourced import ScatteredParameter, divide_unless_mapped_everywhere
+from ..engine.wrap.refuse import check_frozen_and_float8
+from ..features.auto_wrap import auto_wrap
+from ..features.float8.choose import UseFloat8
+from ..features.memory.policy import UseCheckpoint, check_use_checkpoint
+from ..features.memory.residents import KeepFrozen
 
 _log = logging.getLogger("hf_bmtrain")
 _REFUSED = (

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
-from .causal_loss import fuse_causal_loss
+from ..features.loss.chunked_head import fuse_causal_loss
 
 
 def read_config(path: str | os.PathLike) -> Any:

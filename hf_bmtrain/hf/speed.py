@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.world import current_world
+from ..engine.runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 

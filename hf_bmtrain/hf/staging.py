@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..diagnose.plain import shown_plain
-from ..runtime.world import current_world
-from ..sharding.parameter import DistributedParameter
-from ..sharding.state_dict import gather_state_dict
+from ..engine.runtime.world import current_world
+from ..engine.sharding.parameter import DistributedParameter
+from ..engine.sharding.state_dict import gather_state_dict
+from ..features.parity.plain import shown_plain
 
 
 class StagedWeights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from ..runtime.world import current_world
+from ..engine.runtime.world import current_world
 
 
 class Termination:

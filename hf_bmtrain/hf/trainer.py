@@ -7,9 +7,9 @@ from typing import Any
 
 import transformers
 
-from ..base.expect import expect_kind
 from ..checkpoint.load_state import load_state
 from ..checkpoint.manifest import NAME as MANIFEST
+from ..engine.base.arguments import expect_kind
 from .callback import BMTrainCallback
 from .checkpoints import find_damage, newest_whole, writes_own_weights
 from .speed import count_parameters

@@ -3,7 +3,7 @@
 import torch
 from measuring import Line, measure
 
-from hf_bmtrain.ops import float8
+from hf_bmtrain.features.float8 import arithmetic as float8
 
 SHAPES = ((8192, 4096), (4096, 5120), (8192, 14336))
 

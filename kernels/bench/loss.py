@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from measuring import Line, measure
 
-from hf_bmtrain.ops import cross_entropy
-from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
+from hf_bmtrain.features.loss import cross_entropy
+from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
 
 SHAPES = ((8192, 32000), (4096, 128256), (2048, 256000), (8192, 50257))
 

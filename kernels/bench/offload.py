@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from measuring import Line, measure
 
 import hf_bmtrain as bmt
-from hf_bmtrain.base.pinned import pinned_bytes
+from hf_bmtrain.engine.base.pinned import pinned_bytes
 
 ELEMENTS = 1 << 28
 KINDS = {10: (torch.bfloat16, torch.float32), 8: (torch.bfloat16, torch.bfloat16), 12: (torch.float16, torch.float32)}

@@ -3,7 +3,7 @@
 import torch
 from measuring import COPY_BYTES, Line, measure
 
-from hf_bmtrain.ops import adam, grad_norm
+from hf_bmtrain.engine.ops import adam, grad_norm
 
 ELEMENTS = 1 << 28
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.checkpoint import snapshot
+from hf_bmtrain.checkpoint import host_copy as snapshot
 from resumable import OPTIMIZERS, Training
 from state_dicts import check_equal
 from tiny_models import batch, build
@@ -126,7 +126,7 @@ def without_memory(folder):
     values = {name: value.clone() for name, value in training.whole().items()}
     lines = []
     with (
-        mock.patch("hf_bmtrain.base.pinned.available_bytes", return_value=1000),
+        mock.patch("hf_bmtrain.engine.base.pinned.available_bytes", return_value=1000),
         mock.patch.object(snapshot, "write_parts", slowly(snapshot.write_parts)),
         mock.patch.object(logging.getLogger("hf_bmtrain"), "warning", lambda text, *rest: lines.append(text % rest)),
     ):

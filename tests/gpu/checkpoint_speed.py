@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 import hf_bmtrain as bmt
 from bench.engines.base import adamw, torch_clip, torch_step
 from bench.models import make_batch, make_config, make_model
-from hf_bmtrain.comm.streams import finish
+from hf_bmtrain.engine.comm.streams import finish
 
 STEPS_BESIDE = 4
 

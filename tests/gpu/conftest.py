@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_bmtrain.base import launch
+from hf_bmtrain.engine.base import launch
 from ranks import Ranks
 
 

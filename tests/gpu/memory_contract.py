@@ -21,7 +21,7 @@ import transformers
 from plan_memory import count_kept_blocks
 
 import hf_bmtrain as bmt
-from hf_bmtrain.memory.prediction import Prediction, predict
+from hf_bmtrain.features.prediction.prediction import Prediction, predict
 
 STEPS = 4
 

@@ -23,8 +23,8 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from hf_bmtrain.comm import streams
-from hf_bmtrain.comm.peer_reduce import PeerReduction
+from hf_bmtrain.engine.comm import streams
+from hf_bmtrain.engine.comm.peer_reduce import PeerReduction
 
 STEPS = 4
 WORDS = 1024

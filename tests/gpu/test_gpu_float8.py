@@ -5,7 +5,7 @@ import torch
 
 import kernel_checks as checks
 from float8_training import same_bits
-from hf_bmtrain.ops import float8
+from hf_bmtrain.features.float8 import arithmetic as float8
 from lagging import lagging
 from ranks import with_tensors_on_gpu
 

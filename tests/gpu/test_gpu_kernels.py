@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import kernel_checks as checks
-from hf_bmtrain.base import launch
-from hf_bmtrain.ops import adam, cross_entropy, grad_norm
-from hf_bmtrain.ops.cross_entropy import CrossEntropy, Plan
+from hf_bmtrain.engine.base import launch
+from hf_bmtrain.engine.ops import adam, grad_norm
+from hf_bmtrain.features.loss import cross_entropy
+from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("launched")]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

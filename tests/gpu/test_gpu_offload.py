@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.base import pinned
-from hf_bmtrain.comm import streams
+from hf_bmtrain.engine.base import pinned
+from hf_bmtrain.engine.comm import streams
 from inner import chunks_of
 from lagging import DTYPES, lagging, small_chunks
 from ranks import Ranks

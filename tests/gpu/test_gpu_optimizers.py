@@ -8,7 +8,7 @@ import torch
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
-from hf_bmtrain.base import launch
+from hf_bmtrain.engine.base import launch
 from ranks import Ranks
 from trainee import Trainee
 from twenty_steps import OPTIONS, groups, train

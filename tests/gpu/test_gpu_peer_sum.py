@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernel_checks as checks
-from hf_bmtrain.ops import grad_norm, peer_sum
+from hf_bmtrain.engine.ops import grad_norm, peer_sum
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

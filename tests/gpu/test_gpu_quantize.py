@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernel_checks as checks
-from hf_bmtrain.ops import quantize
+from hf_bmtrain.features.packed import arithmetic as quantize
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 
-from hf_bmtrain.sharding.buffer import ShardedBuffer
+from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
 from stress import CELLS, GATHERS, pausing, run_cell, stress
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from hf_bmtrain.sharding import scattered
+from hf_bmtrain.engine.sharding import sourced as scattered
 from tiny_models import FAMILIES, batch, build
 from zoo_families import FAMILIES as ZOO
 

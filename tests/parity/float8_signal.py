@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from float8_models import FAMILIES, build, extend_all, rows
-from hf_bmtrain.blocks.float8_linear import Float8Linear
-from hf_bmtrain.wrap.float8_guard import decibels
+from hf_bmtrain.features.float8.calibrate import decibels
+from hf_bmtrain.features.float8.linear import Float8Linear
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -35,15 +35,15 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from hf_bmtrain.comm.collectives import CollectiveGather, SingleProcess
-from hf_bmtrain.comm.control import Control
-from hf_bmtrain.comm.journal import Journal, code
-from hf_bmtrain.comm.reduce import CollectiveReduction
-from hf_bmtrain.comm.streams import DONE, Ticket
-from hf_bmtrain.runtime import world
-from hf_bmtrain.runtime.schedule import Schedule
-from hf_bmtrain.watch.board import Board
-from hf_bmtrain.watch.watch import Watch
+from hf_bmtrain.engine.blocks.schedule import Schedule
+from hf_bmtrain.engine.comm.collective_log import Journal, code
+from hf_bmtrain.engine.comm.communicator import CollectiveGather, SingleProcess
+from hf_bmtrain.engine.comm.object_comm import Control
+from hf_bmtrain.engine.comm.reduce import CollectiveReduction
+from hf_bmtrain.engine.comm.streams import DONE, Ticket
+from hf_bmtrain.engine.runtime import world
+from hf_bmtrain.faults.shared_status import Board
+from hf_bmtrain.faults.watch import Watch
 from inner import state_of
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16

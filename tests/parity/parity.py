@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.wrap.find import find_block_lists
+from hf_bmtrain.engine.wrap.find import find_block_lists
 from tiny_models import FAMILIES, batch, build, embeddings
 
 STEPS = 3

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain.wrap import outside
+from hf_bmtrain.engine.wrap import root_params as outside
 from program_models import draw_model
 from twins import Tower, ids
 

@@ -25,8 +25,8 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 LANDMARKS = (
-    "wrap/auto_wrap.py", "blocks/block_state.py", "runtime/schedule.py", "sharding/buffer.py", "sharding/gradient.py",
-    "optim/manager.py",
+    "features/auto_wrap.py", "engine/blocks/block_state.py", "engine/blocks/schedule.py",
+    "engine/sharding/buffer.py", "engine/sharding/gradient.py", "engine/optim/manager.py",
 )  # fmt: skip
 """The files that tell how a model is wrapped and how a step runs."""
 

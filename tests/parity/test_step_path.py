@@ -26,7 +26,9 @@ def test_a_step_passes_through_few_files_and_by_the_landmarks():
     assert len(phases["step"]) <= FILES
     passed = {visit.file for phase in phases.values() for visit in phase}
     assert passed.issuperset(LANDMARKS)
-    assert {"comm/collectives.py", "blocks/autograd.py", "optim/adam.py"} <= passed, "communication, backward, update"
+    assert {"engine/comm/communicator.py", "engine/blocks/autograd.py", "engine/optim/adam.py"} <= passed, (
+        "communication, backward, update"
+    )
 
 
 def test_functions_are_recorded_on_every_thread_and_module_bodies_are_not(tmp_path):

@@ -6,8 +6,8 @@ import torch
 import transformers
 from torch import nn
 
-from hf_bmtrain.blocks.float8_linear import Float8Inputs, extend_linear
-from hf_bmtrain.wrap.float8 import is_conv1d
+from hf_bmtrain.features.float8.choose import is_conv1d
+from hf_bmtrain.features.float8.linear import Float8Inputs, extend_linear
 from tiny_models import VOCABULARY
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral", "qwen3")

@@ -6,8 +6,8 @@ import torch
 
 import hf_bmtrain as bmt
 from float8_models import build, rows
-from hf_bmtrain.sharding.float8 import Float8Buffer
-from hf_bmtrain.sharding.slots import buffers_of
+from hf_bmtrain.engine.sharding.slots import buffers_of
+from hf_bmtrain.features.float8.storage import Float8Buffer
 
 
 def float8_buffers(model):

@@ -3,7 +3,7 @@
 from unittest import mock
 
 import hf_bmtrain as bmt
-from hf_bmtrain.ops import adam_step
+from hf_bmtrain.engine.ops import adam_step
 
 
 class FloatMasters(bmt.optim.AdamOptimizer):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from hf_bmtrain.ops.quantize import dynamic_values, nf4_values
+from hf_bmtrain.features.packed.arithmetic import dynamic_values, nf4_values
 
 VALUES, NUMBERS = nf4_values(torch.device("cpu")), dynamic_values(torch.device("cpu"))
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import hf_bmtrain as bmt
-from hf_bmtrain.comm.peer_gather import PeerGather
-from hf_bmtrain.comm.peer_reduce import PeerReduction
-from hf_bmtrain.optim.runs import Run
-from hf_bmtrain.optim.slabs import Chunk
+from hf_bmtrain.engine.comm.peer_gather import PeerGather
+from hf_bmtrain.engine.comm.peer_reduce import PeerReduction
+from hf_bmtrain.engine.optim.runs import Run
+from hf_bmtrain.features.offload.slabs import Chunk
 
 
 def state_of(block: Any) -> Any:

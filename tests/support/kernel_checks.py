@@ -10,8 +10,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_bmtrain.ops import adam, float8, grad_norm, peer_sum, quantize, residual
-from hf_bmtrain.ops.cross_entropy import CrossEntropy, rescale_
+from hf_bmtrain.engine.ops import adam, grad_norm, peer_sum, residual
+from hf_bmtrain.features.float8 import arithmetic as float8
+from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, rescale_
+from hf_bmtrain.features.packed import arithmetic as quantize
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 GUARD = 16

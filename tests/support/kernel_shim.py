@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from hf_bmtrain.base import launch
-from hf_bmtrain.base.launch import Argument, Variant
+from hf_bmtrain.engine.base import launch
+from hf_bmtrain.engine.base.launch import Argument, Variant
 
 SHIM = Path(__file__).with_name("cuda_shim.h")
 _C_TYPES = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
@@ -28,7 +28,7 @@ def place(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Shim:
-    """Compiles a variant on first use; `kernel` stands in for `hf_bmtrain.base.launch.kernel`."""
+    """Compiles a variant on first use; `kernel` stands in for `hf_bmtrain.engine.base.launch.kernel`."""
 
     def __init__(self, folder: Path):
         self.folder = folder

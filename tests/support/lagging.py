@@ -5,8 +5,8 @@ from unittest import mock
 
 import torch
 
-from hf_bmtrain.comm import streams
-from hf_bmtrain.optim import slabs
+from hf_bmtrain.engine.comm import streams
+from hf_bmtrain.features.offload import slabs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

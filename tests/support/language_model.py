@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hf_bmtrain as bmt
+from hf_bmtrain.engine.wrap import root_params as outside
 from hf_bmtrain.loss import linear_cross_entropy
-from hf_bmtrain.wrap import outside
 from twins import WIDTH, Layer
 
 CLASSES = 11

@@ -7,8 +7,9 @@ import torch
 
 import hf_bmtrain as bmt
 from float_masters import FloatMasters
-from hf_bmtrain.ops import adam_step
-from hf_bmtrain.optim import device_update, offload, slabs
+from hf_bmtrain.engine.ops import adam_step
+from hf_bmtrain.features.offload import device_update, slabs
+from hf_bmtrain.features.offload import optimizer as offload
 from slow_streams import Clock
 from twenty_steps import OPTIONS, groups
 from twins import Tower, ids

@@ -3,7 +3,7 @@
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.runtime.world import current_world
+from hf_bmtrain.engine.runtime.world import current_world
 from twins import Tower, ids
 
 SKIPPED = 7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_bmtrain.blocks.block import CheckpointBlock
+from hf_bmtrain.engine.blocks.block import CheckpointBlock
 from twins import check_twins
 
 try:

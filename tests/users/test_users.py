@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain.optim import manager as manager_module
+from hf_bmtrain.engine.optim import manager as manager_module
 from inner import state_of
 from tiny_models import batch, build
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids

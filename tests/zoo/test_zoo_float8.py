@@ -7,9 +7,9 @@ import torch
 
 import hf_bmtrain as bmt
 from float8_training import float8_buffers, seen
-from hf_bmtrain.sharding import float8 as sharding
-from hf_bmtrain.sharding.float8 import Float8Buffer
-from hf_bmtrain.wrap import float8_guard
+from hf_bmtrain.features.float8 import calibrate as float8_guard
+from hf_bmtrain.features.float8 import storage as sharding
+from hf_bmtrain.features.float8.storage import Float8Buffer
 from zoo_families import FAMILIES
 from zoo_twin import compute_loss
 

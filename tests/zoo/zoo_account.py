@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from hf_bmtrain.wrap.find import find_block_lists
+from hf_bmtrain.engine.wrap.find import find_block_lists
 from zoo_families import FAMILIES
 from zoo_tiny import tiny
 

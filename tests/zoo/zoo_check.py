@@ -18,7 +18,7 @@ import transformers
 from torch.utils import _pytree as pytree
 
 import hf_bmtrain as bmt
-from hf_bmtrain.wrap.find import find_block_lists
+from hf_bmtrain.engine.wrap.find import find_block_lists
 from zoo_families import FAMILIES
 from zoo_models import Family
 from zoo_twin import Twin, compute_loss

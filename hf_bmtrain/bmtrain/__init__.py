@@ -1,0 +1,1 @@
+"""BMTrain's public names, and where the parts of the library are put together."""

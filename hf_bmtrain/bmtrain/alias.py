@@ -1,0 +1,152 @@
+"""The package under BMTrain's name: a module for each of BMTrain's, made from two tables.
+
+`bmtrain` and its modules are modules of their own, not the package's under a second name: an import of one that is
+in no table fails, where it would otherwise run a file of this package twice.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+_log = logging.getLogger("hf_bmtrain")
+
+_LISTS = "Block CheckpointBlock TransformerBlockList"
+_LOSS, _ADAM, _OFFLOAD, _MANAGER = "FusedCrossEntropy", "AdamOptimizer", "AdamOffloadOptimizer", "OptimManager"
+_SCHEDULES = {
+    "warmup": "WarmupLRScheduler", "no_decay": "NoDecay", "noam": "Noam", "linear": "Linear", "cosine": "Cosine",
+    "exponential": "Exponential",
+}  # fmt: skip
+_COLLECTIVES = "all_gather all_reduce broadcast reduce_scatter"
+
+_OFFERED = {
+    "bmtrain.global_var": ("", "config rank world_size"),
+    "bmtrain.init": ("", "init_distributed"),
+    "bmtrain.parameter": ("", "DistributedParameter ParameterInitializer"),
+    "bmtrain.layer": ("", "DistributedModule DistributedParameter"),
+    "bmtrain.param_init": ("", "init_parameters grouped_parameters"),
+    "bmtrain.synchronize": ("", "synchronize sum_loss wait_loader gather_result"),
+    "bmtrain.block_layer": ("", _LISTS),
+    "bmtrain.wrapper": ("", "BMTrainModelWrapper"),
+    "bmtrain.pipe_layer": ("", f"PipelineTransformerBlockList {_LISTS}"),
+    "bmtrain.store": (
+        "store",
+        "save load allgather_objects broadcast_object DistributedStateDictWrapper _save_to_rank0",
+    ),
+    "bmtrain.utils": (
+        "utils",
+        "AverageRecorder check_torch_version print_block print_dict print_rank round_up see_memory",
+    ),
+    "bmtrain.nn": ("nn", "Linear OpLinear ColumnParallelLinear RowParallelLinear VPEmbedding"),
+    "bmtrain.nn.linear": ("nn", "Linear OpLinear"),
+    "bmtrain.nn.column_parallel_linear": ("nn", "ColumnParallelLinear"),
+    "bmtrain.nn.row_parallel_linear": ("nn", "RowParallelLinear"),
+    "bmtrain.nn.parallel_embedding": ("nn", "VPEmbedding"),
+    "bmtrain.loss": ("loss", _LOSS),
+    "bmtrain.loss.cross_entropy": ("loss", _LOSS),
+    "bmtrain.loss._function": ("utils", "has_inf_nan"),
+    "bmtrain.distributed": ("distributed", _COLLECTIVES),
+    "bmtrain.distributed.ops": ("distributed", _COLLECTIVES),
+    "bmtrain.inspect": ("inspect", "inspect_model inspect_tensor record_tensor format_summary"),
+    "bmtrain.inspect.model": ("inspect", "inspect_model"),
+    "bmtrain.inspect.tensor": ("inspect", "InspectTensor inspect_tensor record_tensor"),
+    "bmtrain.inspect.format": ("inspect", "format_summary"),
+    "bmtrain.lr_scheduler": ("lr_scheduler", " ".join(_SCHEDULES.values())),
+    **{
+        f"bmtrain.lr_scheduler.{path}": ("lr_scheduler", f"{name} WarmupLRScheduler")
+        for path, name in _SCHEDULES.items()
+    },
+    "bmtrain.optim": ("optim", f"{_ADAM} {_OFFLOAD} {_MANAGER}"),
+    "bmtrain.optim.adam": ("optim", _ADAM),
+    "bmtrain.optim.adam_offload": ("optim", _OFFLOAD),
+    "bmtrain.optim.optim_manager": ("optim", _MANAGER),
+}
+"""Module of BMTrain: the module of this package (empty: the package itself) and its names that are there."""
+
+_PARALLEL = "belongs to tensor and pipeline parallelism, and hf_bmtrain has ZeRO-2/3 only: tp_size and pipe_size stay 1"
+_COMM = "calls NCCL directly; use bmt.distributed, whose collectives are over all ranks and differentiable"
+_INNER = "is an internal of BMTrain's; hf_bmtrain has other internals (hf_bmtrain/README.md)"
+
+_REFUSED = {
+    "bmtrain": (_INNER, "load_nccl_pypi"),
+    "bmtrain.benchmark": (_INNER, "all_gather reduce_scatter send_recv"),
+    "bmtrain.debug": (_INNER, "append clear extend get set"),
+    "bmtrain.distributed": (_PARALLEL, "send_activations recv_activations"),
+    "bmtrain.distributed.ops": (_PARALLEL, "send_activations recv_activations send_meta recv_meta"),
+    "bmtrain.hook_func": (
+        _INNER,
+        "OneStepNoGradFunc PostHookFunc PreHookFunc zero_post_backward zero_post_forward zero_pre_backward "
+        "zero_pre_forward",
+    ),
+    "bmtrain.init": (_PARALLEL, "topology"),
+    "bmtrain.loss._function": (
+        _INNER,
+        "cross_entropy_backward_inplace cross_entropy_forward fused_softmax_inplace fused_sumexp",
+    ),
+    "bmtrain.loss.cross_entropy": (_PARALLEL, "VPFusedCrossEntropy"),
+    "bmtrain.nccl": (
+        _COMM,
+        "NCCLCommunicator allGather allReduce broadcast commCount commDestroy commInitRank commRank getUniqueId "
+        "groupEnd groupStart recv reduce reduceScatter send",
+    ),
+    "bmtrain.nn": (_PARALLEL, "OpParallelLinear"),
+    "bmtrain.nn.parallel_linear_func": (_PARALLEL, "OpParallelLinear ReduceType"),
+    "bmtrain.optim._function": (_INNER, "adam_bf16 adam_cpu adam_fp16 bf16_from_fp32 fp16_from_fp32"),
+    "bmtrain.optim.optim_manager": (_INNER, "check_overflow grad_rescale"),
+    "bmtrain.store": (_INNER, "DistributedTensorWrapper _save_to_infer_model _save_to_local_rank0 _save_to_state_dict"),
+    "bmtrain.utils": (_PARALLEL, "tp_split_tensor"),
+    "bmtrain.wrapper": (_INNER, "make_distributed model_wrapper_dispatch"),
+    "bmtrain.zero_context": (_INNER, "ZeroContext"),
+}
+"""Module of BMTrain: why some of its names are not offered, and which."""
+
+
+class _Module(ModuleType):
+    """A module of BMTrain's name. Reading a name of BMTrain's that is not offered raises NotImplementedError."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, f"{name}, provided by hf_bmtrain.")
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.__path__ = []  # where its submodules are looked for that are not in sys.modules: nowhere
+
+    def __getattr__(self, name: str) -> Any:
+        reason, names = _REFUSED.get(self.__name__, ("", ""))
+        if name in names.split():
+            raise NotImplementedError(f"{self.__name__}.{name} is not offered: it {reason}.")
+        raise AttributeError(f"module '{self.__name__}' of hf_bmtrain has no attribute '{name}'")
+
+
+def install_as_bmtrain() -> None:
+    """Make `import bmtrain`, and the imports of its modules, provide this package in the present process.
+
+    For scripts and libraries written for BMTrain, which then run unchanged: call it before they are imported, or start
+    the script with `python -m hf_bmtrain.run`. A second call does nothing. Processes that are spawned, not forked,
+    must call it themselves. Raises RuntimeError if BMTrain itself has been imported; logs a warning if it is installed.
+    """
+    present = sys.modules.get("bmtrain")
+    if isinstance(present, _Module):
+        return
+    if present is not None:
+        raise RuntimeError(
+            f"install_as_bmtrain: BMTrain itself is imported already ({getattr(present, '__file__', present)}): call "
+            "this before anything imports bmtrain, or use `import hf_bmtrain as bmtrain`."
+        )
+    real = importlib.util.find_spec("bmtrain")
+    if real is not None:
+        _log.warning("bmtrain is installed (%s), and this process uses hf_bmtrain in its place", real.origin)
+    package = sys.modules[__name__.split(".")[0]]
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED, *_REFUSED})}  # a package before its own
+    vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
+    for name, module in modules.items():
+        if name in _OFFERED:
+            origin, names = _OFFERED[name]
+            source = getattr(package, origin) if origin else package
+            vars(module).update({each: getattr(source, each) for each in names.split()})
+        above, _, last = name.rpartition(".")
+        if above and not callable(vars(modules[above]).get(last)):  # `bmtrain.synchronize` is the function
+            setattr(modules[above], last, module)
+        sys.modules[name] = module

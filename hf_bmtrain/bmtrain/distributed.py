@@ -1,0 +1,164 @@
+"""Differentiable collectives, and reductions of results over all ranks.
+
+An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
+adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. Gradients of sharded parameters are
+averaged over the ranks by their reduction, so do not divide the loss for them; divide by the world size where the
+gradient of another tensor is used. Every rank runs every operation, in the same order, forward and backward.
+
+comm: BMTrain's argument; None or `config["comm"]`, which stands for all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..engine.base.arguments import expect_number
+from ..engine.comm.communicator import as_bytes
+from ..engine.runtime.world import current_world
+
+_OPERATIONS = ("sum", "avg", "max", "min", "prod")
+
+
+def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
+    """Return `x` (...) of all ranks, stacked: (world size, ...). Shapes and dtypes must be equal. Collective."""
+    current_world().check_comm(comm)
+    _check_alike("all_gather", "x", x)
+    return _AllGather.apply(x)
+
+
+def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
+    """Return the element-wise sum, avg, max, min or prod of `x` (...) over ranks, on every rank. Collective.
+
+    Ranks that hold the same maximum (minimum) share its gradient evenly, as in torch.amax.
+    """
+    current_world().check_comm(comm)
+    if not isinstance(op, str) or op not in _OPERATIONS:
+        raise ValueError(f"op must be one of the operations {', '.join(_OPERATIONS)}, not {op!r}")
+    _check_tensor("all_reduce", "x", x)
+    if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
+        raise ValueError(f"all_reduce cannot take the {op} of {x.dtype}: convert it first, for example with .float()")
+    _check_alike("all_reduce", "x", x)
+    if op in ("sum", "avg"):
+        total = _Sum.apply(x)
+        return total / current_world().size if op == "avg" else total
+    everyone = _AllGather.apply(x)
+    return {"max": everyone.amax, "min": everyone.amin, "prod": everyone.prod}[op](0)
+
+
+def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
+    """Return this rank's part (n, ...) of the reduction of `x` (world size * n, ...) over ranks. Collective."""
+    world = current_world()
+    _check_tensor("reduce_scatter", "x", x)
+    if x.dim() == 0 or x.shape[0] % world.size:
+        raise ValueError(
+            f"reduce_scatter deals dimension 0 of x to {world.size} ranks, which must divide it: got shape "
+            f"{tuple(x.shape)}"
+        )
+    rows = x.shape[0] // world.size
+    return all_reduce(x, op, comm)[world.rank * rows : (world.rank + 1) * rows]
+
+
+def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
+    """Return rank `root`'s `x` (...) on every rank. Shapes and dtypes must be equal. Collective."""
+    current_world().check_comm(comm)
+    size = current_world().size
+    expect_number("root", root, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, whole=True)
+    _check_alike("broadcast", "x", x)
+    return _Broadcast.apply(x, root)
+
+
+def _check_tensor(function: str, name: str, x: Any) -> None:
+    """Raise ValueError unless `x` is a tensor with values."""
+    if not isinstance(x, torch.Tensor) or x.is_meta:
+        kind = "one on the meta device" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+        raise ValueError(f"{function} takes a tensor as {name}, not {kind}: wrap it in torch.tensor(...)")
+
+
+def _check_alike(function: str, name: str, x: torch.Tensor) -> None:
+    """Raise ValueError on every rank unless the shapes and dtypes of `x` are equal on all ranks. Collective."""
+    _check_tensor(function, name, x)
+    everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
+    if any(other != everyone[0] for other in everyone):
+        listing = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(everyone))
+        raise ValueError(f"{function} needs equal shapes and dtypes, got {listing}. Pad to a common length first.")
+
+
+def _stack(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` of all ranks, (world size, ...), on the device of `x`."""
+    world = current_world()
+    local = x.detach().to(world.device).contiguous()
+    whole = local.new_empty((world.size, *local.shape))
+    if local.numel():
+        world.gather.all_gather(as_bytes(whole), as_bytes(local)).wait()
+    return whole.to(x.device)
+
+
+class _AllGather(torch.autograd.Function):
+    """y_s = (x_0, ..., x_{N-1}) on every rank s. Adjoint: rank r receives the sum over s of part r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return _stack(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(gradient)[current_world().rank]
+
+
+class _Sum(torch.autograd.Function):
+    """y_s = x_0 + ... + x_{N-1} on every rank s. It is its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        world = current_world()
+        total = x.detach().to(world.device, copy=True).contiguous()
+        if total.numel():
+            world.reduce.all_reduce(total.view(-1)).wait()
+        return total.to(x.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(gradient)
+
+
+class _Broadcast(torch.autograd.Function):
+    """y_s = x_root on every rank s. Adjoint: the root receives the sum over s, other ranks zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: int) -> torch.Tensor:
+        ctx.root = root
+        world = current_world()
+        values = x.detach().to(world.device, copy=True).contiguous()
+        if values.numel():
+            world.gather.broadcast(as_bytes(values), root).wait()
+        return values.to(x.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = _Sum.apply(gradient)
+        return (total if current_world().rank == ctx.root else torch.zeros_like(total)), None
+
+
+def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
+    """Return the mean of `loss` (...) over all ranks, element by element: float32, on its device. Collective.
+
+    (The name is BMTrain's, which computes the mean as well.) It is differentiable: backward on every rank gives the
+    gradients of the mean. Keep `.item()` or `.detach()` of it for a log, or the graph of the forward stays in memory.
+    """
+    world = current_world()
+    world.check_comm(comm)
+    _check_tensor("sum_loss", "loss", loss)
+    if loss.dim():
+        _check_alike("sum_loss", "loss", loss)
+    return _Sum.apply(loss.to(torch.float32)) / world.size
+
+
+def gather_result(result: torch.Tensor) -> torch.Tensor:
+    """Return `result` (n, ...) of all ranks, concatenated on dim 0 in rank order, on the same device. Collective.
+
+    A scalar counts as (1,). Raises ValueError on every rank if shapes or dtypes differ.
+    """
+    _check_alike("gather_result", "result", result)
+    return _stack(result.reshape(1) if result.dim() == 0 else result).flatten(0, 1)

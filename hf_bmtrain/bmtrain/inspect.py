@@ -1,0 +1,240 @@
+"""Statistics of parameters and of activations, over all ranks."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine.base.arguments import expect_flag, expect_kind, expect_module
+from ..engine.runtime.world import current_world
+from ..engine.sharding.parameter import DistributedParameter
+
+_COLUMNS = {"name": 4, "shape": 20, "max": 10, "min": 10, "std": 10, "mean": 10, "grad_std": 10, "grad_mean": 10}
+"""The columns of a table, and their least widths, which BMTrain's have."""
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """The mean of `count` numbers, the sum of squared distances from it, and their extremes, in float64."""
+
+    count: int
+    mean: float
+    squares: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> _Moments:
+        if values.numel() == 0:
+            return cls(0, 0.0, 0.0, math.inf, -math.inf)
+        wide = values.detach().double()
+        mean = wide.mean()
+        numbers = torch.stack([mean, (wide - mean).square().sum(), wide.min(), wide.max()])
+        return cls(values.numel(), *numbers.tolist())
+
+    def __add__(self, other: _Moments) -> _Moments:
+        """Return the moments of both sets of numbers together (Chan, Golub & LeVeque 1979)."""
+        count = self.count + other.count
+        if not self.count or not other.count:
+            return self if self.count else other
+        apart = other.mean - self.mean
+        mean = self.mean + apart * other.count / count
+        squares = self.squares + other.squares + apart * apart * self.count * other.count / count
+        return _Moments(count, mean, squares, min(self.low, other.low), max(self.high, other.high))
+
+    @property
+    def std(self) -> float:
+        """The unbiased standard deviation, as torch.std; nan for fewer than two numbers."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else math.nan
+
+
+class _Local:
+    """One rank's contribution to one line of a summary."""
+
+    def __init__(self, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        self.name, self.shape = name, tuple(shape)
+        self.values = _Moments.of(values)
+        self.gradient = None if gradient is None else _Moments.of(gradient)
+
+
+def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return one line of a summary from all ranks' contributions."""
+    total = functools.reduce(operator.add, [local.values for local in ranks])
+    gradients = [local.gradient for local in ranks if local.gradient is not None]
+    gradient = functools.reduce(operator.add, gradients) if gradients else None
+    return {
+        "name": ranks[0].name, "shape": shape,
+        "std": total.std, "mean": total.mean, "max": total.high, "min": total.low,
+        "grad_std": None if gradient is None else gradient.std,
+        "grad_mean": None if gradient is None else gradient.mean,
+    }  # fmt: skip
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------
+
+
+def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
+    """Return one dict per parameter of `model` whose name matches the pattern `param_name` (`*`, `?`, `[…]`).
+
+    Keys: name (`prefix` included, also for the pattern), shape, std (unbiased), mean, max and min of the whole
+    parameter; grad_std and grad_mean, 0.0 without a gradient. A tied parameter has a line under each of its names.
+    Collective; nothing is gathered: every rank contributes the moments of its slices.
+    """
+    world = current_world()
+    expect_module("model", model)
+    expect_kind("param_name", param_name, str, "a pattern of names, such as '*.weight'")
+    expect_kind("prefix", prefix, str, "a str")
+    world.assemble("inspect_model")
+    mine, sharded = [], []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if fnmatch.fnmatchcase(prefix + name, param_name):
+            sharded.append(isinstance(parameter, DistributedParameter))
+            gradient = None if parameter.grad is None else parameter.grad.as_subclass(torch.Tensor)
+            values = parameter.data.as_subclass(torch.Tensor)  # `.data` waits for a pending update
+            mine.append(_Local(prefix + name, parameter.shape, values, gradient))
+    ranks = zip(*world.gather_objects(mine))
+    lines = [_line(all_ranks if cut else [own], own.shape) for own, cut, all_ranks in zip(mine, sharded, ranks)]
+    return [{key: 0.0 if value is None else value for key, value in line.items()} for line in lines]
+
+
+# -- activations --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Record:
+    tensor: torch.Tensor
+    name: str
+    group: str | None
+    wants_gradient: bool
+    version: int
+
+
+class InspectTensor:
+    """The tensors that `record_tensor` recorded inside one `with inspect_tensor()`."""
+
+    def __init__(self) -> None:
+        self._records: list[_Record] = []
+
+    def add(self, x: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
+        wants = requires_grad and x.requires_grad
+        if wants:
+            x.retain_grad()
+        self._records.append(_Record(x, name, group, wants, x._version))
+
+    @property
+    def summary(self) -> list[dict[str, Any]]:
+        """One dict per record, in order: name, group, summary_name (`get_summary`'s), shape and tensor of this rank."""
+        return [
+            {"name": r.name, "group": r.group, "summary_name": name, "shape": r.tensor.shape, "tensor": r.tensor}
+            for name, r in zip(self._names(), self._records)
+        ]
+
+    def get_summary(self) -> list[dict[str, Any]]:
+        """Return one dict per record, in order, over all ranks' tensors. Collective.
+
+        Keys as in `inspect_model`; dimension 0 of the shape is summed over ranks; statistics of a gradient that
+        backward has not reached are None. A name is `group.0.name`, `group.1.name`, …, without a group `0.name`, …
+        Raises RuntimeError if the ranks have recorded different names, or if a recorded tensor
+        was modified in place.
+        """
+        world = current_world()
+        world.assemble("get_summary")
+        written = ", ".join(record.name for record in self._records if record.tensor._version != record.version)
+        world.raise_everywhere(
+            "Recorded tensors were modified in place afterwards, so their values are gone: record x.clone(), or write "
+            "`x = x + y` for `x += y`",
+            written or None,
+        )
+        mine = [
+            _Local(name, record.tensor.shape, record.tensor, record.tensor.grad if record.wants_gradient else None)
+            for name, record in zip(self._names(), self._records)
+        ]
+        everyone: list[list[_Local]] = world.gather_objects(mine)
+        names = [[local.name for local in rank] for rank in everyone]
+        if any(other != names[0] for other in names):
+            raise RuntimeError(
+                f"The ranks have recorded different tensors, so there are no statistics over all of them: {names}. "
+                "Call record_tensor on every rank, equally often."
+            )
+        lines = []
+        for ranks in zip(*everyone):
+            shape = ranks[0].shape
+            rows = (sum(local.shape[0] for local in ranks), *shape[1:]) if shape else ()
+            lines.append(_line(ranks, rows))
+        return lines
+
+    def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
+        """Return this rank's `index`-th tensor (default: 0) recorded under that name, with its `.grad`, or None."""
+        found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
+        index = index or 0
+        return found[index] if 0 <= index < len(found) else None
+
+    def _names(self) -> list[str]:
+        numbers = defaultdict(itertools.count)
+        names = []
+        for record in self._records:
+            parts = [record.group, str(next(numbers[record.group, record.name])), record.name]
+            names.append(".".join(part for part in parts if part is not None))
+        return names
+
+
+@contextmanager
+def inspect_tensor() -> Iterator[InspectTensor]:
+    """Record, inside the context, the tensors given to `record_tensor`, and yield the `InspectTensor` that keeps them.
+
+    A tensor is recorded once per forward, also if its block is recomputed. Recorded tensors stay in memory.
+    """
+    schedule = current_world().schedule
+    if schedule.inspector is not None:
+        raise RuntimeError("inspect_tensor is already active: one `with inspect_tensor()` at a time.")
+    schedule.inspector = inspector = InspectTensor()
+    try:
+        yield inspector
+    finally:
+        schedule.inspector = None
+
+
+def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> None:
+    """Record the activation `x` under `name` in the active `inspect_tensor` context; do nothing outside one.
+
+    group: a prefix of the name. requires_grad: keep its gradient too. Raises ValueError for a parameter.
+    """
+    if isinstance(x, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
+        raise ValueError(
+            f"record_tensor takes an activation as x, not a {type(x).__name__}: see inspect_model for weights."
+        )
+    expect_kind("name", name, str, "a str")
+    expect_kind("group", group, (str, type(None)), "a str or None")
+    expect_flag("requires_grad", requires_grad)
+    schedule = current_world().schedule
+    if schedule.inspector is not None and not schedule.repeats:
+        schedule.inspector.add(x, name, group, requires_grad)
+
+
+def format_summary(summary: Sequence[dict[str, Any]]) -> str:
+    """Return a text table of a summary from `inspect_model` or `get_summary`: a header, and one line per dict."""
+    expect_kind("summary", summary, (list, tuple), "a list, from inspect_model or get_summary")
+    for line in summary:
+        expect_kind("summary", line, Mapping, "a list of dicts, from inspect_model or get_summary")
+        if not _COLUMNS.keys() <= line.keys():
+            raise ValueError(f"summary must be from inspect_model or get_summary: a line lacks one of {list(_COLUMNS)}")
+    rows = [tuple(_COLUMNS), *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
+    longest = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(least, length + 1) for least, length in zip(_COLUMNS.values(), longest)]
+    return "\n".join(" ".join(["", *(cell.ljust(w - 1) for cell, w in zip(row, widths))]).rstrip() for row in rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,187 @@
+"""Learning-rate schedules: a linear warm-up, then one of five decays.
+
+`t` is the number of steps taken (`num_iter`), `w` the warm-up's length (`warmup_iter`), `e` the last step
+(`end_iter`) and `s` the peak learning rate (`start_lr`). While t < w the learning rate is s*t/w, so the first
+update of a training with a warm-up has learning rate 0, as in BMTrain.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..engine.base.arguments import expect_kind, expect_number
+
+__all__ = ["Cosine", "Exponential", "Linear", "NoDecay", "Noam", "WarmupLRScheduler"]
+
+STATE = ("start_lr", "warmup_iter", "end_iter", "num_iter")
+
+
+class WarmupLRScheduler:
+    """Base class of the five schedules. A subclass defines the decay in `get_lr_decay`.
+
+    Args:
+        optimizer: all its `param_groups` receive the learning rate, now and after every `step()`.
+        start_lr: peak learning rate.
+        warmup_iter: steps of warm-up; 0 for none.
+        end_iter: step at which the decay ends; schedules without an end ignore it (-1 is customary).
+        num_iter: steps taken already.
+
+    Attributes:
+        current_lr: the learning rate that the optimizer's groups have now.
+
+    Raises:
+        ValueError: `start_lr` is negative or not finite, `warmup_iter` or `num_iter` is negative, or the schedule
+            cannot use `end_iter`.
+    """
+
+    own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state
+
+    def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0):
+        if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
+            raise ValueError(f"optimizer must have param_groups, {type(optimizer).__name__} has none")
+        self.optimizer = optimizer
+        self.start_lr = start_lr
+        self.warmup_iter = warmup_iter
+        self.end_iter = end_iter
+        self.num_iter = num_iter
+        self.check()
+        self.step(num_iter)
+
+    def check(self) -> None:
+        """Raise ValueError if the arguments do not define a schedule."""
+        expect_number("start_lr", self.start_lr, "finite and at least 0", lambda rate: 0 <= rate < math.inf)
+        expect_number("num_iter", self.num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
+        wanted = "finite and at least 0 (0: no warm-up)"
+        expect_number("warmup_iter", self.warmup_iter, wanted, lambda steps: 0 <= steps < math.inf)
+        expect_number(
+            "end_iter", self.end_iter, "finite (-1 where there is no end)", lambda steps: abs(steps) < math.inf
+        )
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        """Return the learning rate at a step below `warmup_iter`: s*t/w."""
+        return self.start_lr * num_iter / self.warmup_iter
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """Return the learning rate at a step from `warmup_iter` on."""
+        raise NotImplementedError
+
+    def get_lr(self) -> float:
+        """Return the learning rate at the current step."""
+        formula = self.get_lr_warmup if self.num_iter < self.warmup_iter else self.get_lr_decay
+        return formula(self.num_iter)
+
+    def step(self, num_iter: int | None = None) -> None:
+        """Advance by one step, or to step `num_iter`, and set the optimizer's learning rate."""
+        if num_iter is None:
+            num_iter = self.num_iter + 1
+        expect_number("num_iter", num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
+        self.num_iter = num_iter
+        self.current_lr = self.get_lr()
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(self.current_lr)  # captured graphs and compiled steps hold this very tensor
+            else:
+                group["lr"] = self.current_lr
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the numbers that define the schedule, and the current step."""
+        return {name: getattr(self, name) for name in (*STATE, *self.own_state)}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Continue a schedule saved by `state_dict()`, and set the optimizer's learning rate.
+
+        BMTrain's states have only the four common numbers; other numbers keep their present values.
+
+        Raises:
+            ValueError: the state is not that of such a schedule. Nothing is changed then.
+        """
+        expect_kind("state_dict", state_dict, dict, "what state_dict() of a schedule returned")
+        missing = sorted(set(STATE) - set(state_dict))
+        unexpected = sorted(set(map(str, state_dict)) - set(STATE) - set(self.own_state))
+        if missing or unexpected:
+            raise ValueError(
+                f"state_dict is not that of a {type(self).__name__} schedule: missing {missing}, unexpected "
+                f"{unexpected}. Make a schedule of the class that was saved."
+            )
+        before = self.state_dict()
+        self.__dict__.update(state_dict)
+        try:
+            self.check()
+            self.step(self.num_iter)
+        except (TypeError, ValueError):
+            self.__dict__.update(before)
+            raise
+
+
+class NoDecay(WarmupLRScheduler):
+    """Warm-up, then s. `end_iter` is ignored."""
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr
+
+
+class Noam(WarmupLRScheduler):
+    """Warm-up to s/sqrt(w), then s/sqrt(t) (Vaswani et al. 2017, section 5.3). `end_iter` is ignored.
+
+    Without warm-up, step 0 has the learning rate of step 1, which is s.
+    """
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr / math.sqrt(max(1, num_iter))
+
+
+class Linear(WarmupLRScheduler):
+    """Warm-up, then max(0, s*(e-t)/(e-w)): linear decay to 0 at `end_iter`."""
+
+    def check(self) -> None:
+        super().check()
+        if self.end_iter <= self.warmup_iter:
+            raise ValueError(
+                f"Linear decays from warmup_iter to end_iter, so end_iter must be the larger: "
+                f"warmup_iter {self.warmup_iter}, end_iter {self.end_iter}"
+            )
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        left = (self.end_iter - num_iter) / (self.end_iter - self.warmup_iter)
+        return max(0.0, self.start_lr * left)
+
+
+class Cosine(WarmupLRScheduler):
+    """Warm-up, then s*(1+cos(pi*(t-w)/max(1, e-w)))/2, and 0 after `end_iter` (Loshchilov & Hutter 2017)."""
+
+    def check(self) -> None:
+        super().check()
+        if self.end_iter < self.warmup_iter:
+            raise ValueError(
+                f"Cosine decays from warmup_iter to end_iter, so end_iter must not be smaller: "
+                f"warmup_iter {self.warmup_iter}, end_iter {self.end_iter}"
+            )
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        progress = min(1.0, (num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter))
+        return self.start_lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Exponential(WarmupLRScheduler):
+    """Warm-up, then s*gamma^(t-w). `end_iter` is ignored."""
+
+    own_state = ("gamma",)
+
+    def __init__(
+        self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0, gamma: float = 0.95
+    ):
+        self.gamma = gamma
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+
+    def check(self) -> None:
+        super().check()
+        expect_number("gamma", self.gamma, "above 0 and at most 1", lambda gamma: 0 < gamma <= 1)
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)

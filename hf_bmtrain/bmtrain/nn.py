@@ -1,0 +1,78 @@
+"""Layers under BMTrain's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..engine.base.arguments import expect_flag, expect_kind, expect_number
+from ..engine.blocks.distributed_module import DistributedModule, ParameterInitializer
+from ..engine.runtime.world import refuse_parallelism
+from ..engine.sharding.parameter import DistributedParameter
+
+__all__ = [
+    "ColumnParallelLinear", "Linear", "OpLinear", "RowParallelLinear", "VPEmbedding",
+]  # fmt: skip
+
+
+class Linear(DistributedModule):
+    """A linear layer y = x Aᵀ + b like torch.nn.Linear: x (..., in_features) to y (..., out_features).
+
+    weight (out_features, in_features) and bias (out_features,) are DistributedParameters, zero until `init_parameters`
+    (which fills the weight from Glorot's normal distribution) or a load. dtype: torch's default dtype if None.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            wanted = "one of the positive sizes below 2**48"
+            expect_number(name, size, wanted, lambda size: 1 <= size < 2**48, whole=True)
+        expect_flag("bias", bias)
+        if dtype is not None:
+            expect_kind("dtype", dtype, torch.dtype, "a floating torch.dtype or None")
+            if not dtype.is_floating_point:
+                raise ValueError(f"dtype must be a floating torch.dtype or None, got {dtype}")
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = DistributedParameter(
+            torch.zeros(out_features, in_features, dtype=dtype),
+            init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
+        )
+        zeros = ParameterInitializer(torch.nn.init.zeros_)
+        self.bias = DistributedParameter(torch.zeros(out_features, dtype=dtype), init_method=zeros) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class OpLinear:
+    """The function of `Linear`: `OpLinear.apply(x, weight, bias)` is torch's differentiable `linear`."""
+
+    @staticmethod
+    def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+
+class _Refused:
+    """Base of BMTrain's classes that are not supported: the constructor raises NotImplementedError."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_parallelism(type(self).__name__)
+
+
+class ColumnParallelLinear(_Refused):
+    """BMTrain's linear layer whose outputs are split over ranks. Not supported: raises NotImplementedError."""
+
+
+class RowParallelLinear(_Refused):
+    """BMTrain's linear layer whose inputs are split over ranks. Not supported: raises NotImplementedError."""
+
+
+class VPEmbedding(_Refused):
+    """BMTrain's embedding whose vocabulary is split over ranks. Not supported: raises NotImplementedError."""

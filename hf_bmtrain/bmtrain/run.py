@@ -1,0 +1,23 @@
+"""Run a script written for BMTrain: `python -m hf_bmtrain.run SCRIPT [ARGUMENTS]`, with torchrun too."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from .alias import install_as_bmtrain
+
+
+def main() -> None:
+    """Run the script that the command line names as `python SCRIPT` does, with `bmtrain` provided by hf_bmtrain."""
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m hf_bmtrain.run SCRIPT [ARGUMENTS]")
+    del sys.argv[0]
+    script = sys.argv[0]
+    if not Path(script).is_file():
+        raise SystemExit(f"python -m hf_bmtrain.run: there is no script {script!r}")
+    install_as_bmtrain()
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(script).resolve().parent)  # the working directory, as this module was run with -m
+    runpy.run_path(script, run_name="__main__")

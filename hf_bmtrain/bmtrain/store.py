@@ -1,0 +1,97 @@
+"""Checkpoints and objects over all ranks, under the names of BMTrain's module `store`."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..checkpoint.store import load, save
+from ..engine.base.arguments import expect_kind, expect_number
+from ..engine.blocks.sharded_module import ShardedModule
+from ..engine.comm.communicator import as_bytes
+from ..engine.runtime.world import World, current_world
+from ..engine.sharding.state_dict import StateDict, copy_wholes
+
+__all__ = ["DistributedStateDictWrapper", "allgather_objects", "broadcast_object", "load", "save"]
+
+
+def allgather_objects(obj: Any) -> list[Any]:
+    """Return every rank's `obj` (any picklable object), in rank order. Collective."""
+    return current_world().gather_objects(obj)
+
+
+def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
+    """Return rank `src`'s `obj` (any picklable object) on every rank. Collective. comm: None or `config["comm"]`."""
+    world = current_world()
+    world.check_comm(comm)
+    size = world.size
+    expect_number("src", src, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, whole=True)
+    if src == 0:
+        return world.control.broadcast_object(obj)
+    return world.gather_objects(obj if world.rank == src else None)[src]
+
+
+class DistributedStateDictWrapper(Mapping):
+    """Rank 0's `state_dict` as a mapping on every rank, for `load_state_dict`; the other ranks pass an empty dict.
+
+    Reading an entry is collective: it broadcasts the tensor, which is on the CPU on the other ranks. `bmt.load` does
+    without it: each rank reads its own parts of the file.
+    """
+
+    def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        expect_kind("state_dict", state_dict, Mapping, "a state dict, an empty dict on the ranks other than 0")
+        for value in state_dict.values():
+            expect_kind("state_dict", value, torch.Tensor, "a state dict, whose values are tensors")
+        self._state_dict = state_dict
+        mine = (list(state_dict), getattr(state_dict, "_metadata", None))
+        self._keys, self._metadata = current_world().control.broadcast_object(mine)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self:
+            raise KeyError(key)
+        world = current_world()
+        value = self._state_dict[key] if world.rank == 0 else None
+        kind = world.control.broadcast_object(None if value is None else (value.shape, value.dtype))
+        values = value if value is not None else torch.empty(kind[0], dtype=kind[1], device="cpu")
+        if world.size > 1 and values.numel():
+            moved = values.detach().to(world.device).contiguous()
+            world.gather.broadcast(as_bytes(moved), 0).wait()
+            return values if world.rank == 0 else moved.to("cpu")
+        return values
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def copy(self) -> DistributedStateDictWrapper:
+        return self
+
+
+def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, prefix: str = "") -> dict:
+    """Return whole tensors on the CPU, under the module's own keys, on rank 0, and nothing elsewhere. Collective.
+
+    A model whose class defines `state_dict` by this function (ModelCenter's do) is read by torch's `state_dict`.
+    destination: a state dict under construction, which is filled, on every rank, and returned.
+    """
+    if destination is not None:
+        _fill(model, destination, prefix)
+        return destination
+    world = current_world()
+    world.assemble("state_dict")
+    state = StateDict(keep=world.rank == 0)
+    _fill(model, state, prefix)
+    return state.on_cpu() if world.rank == 0 else OrderedDict()
+
+
+def _fill(model: torch.nn.Module, destination: dict, prefix: str) -> None:
+    read = functools.partial(torch.nn.Module.state_dict, model, destination=destination, prefix=prefix, keep_vars=True)
+    copy_wholes(destination, model._slots() if isinstance(model, ShardedModule) else [], read)

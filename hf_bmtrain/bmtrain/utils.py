@@ -1,0 +1,120 @@
+"""Helpers for the output of training scripts."""
+
+from __future__ import annotations
+
+import math
+import re
+import resource
+import textwrap
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import torch
+
+from ..engine.base.arguments import expect_kind, expect_number, expect_tensor
+from ..engine.runtime.world import current_world, print_rank
+
+__all__ = [
+    "AverageRecorder", "check_torch_version", "has_inf_nan", "print_block", "print_dict", "print_rank", "round_up",
+    "see_memory",
+]  # fmt: skip
+
+_WIDTH = 60
+_GIB = 2**30
+
+
+class AverageRecorder:
+    """Exponential moving average with bias correction (Kingma & Ba 2015, section 3).
+
+    After n values it is Σ α^(n-i) v_i / Σ α^(n-i). alpha: the weight of the old average, in [0, 1). start_value: the
+    average before the first value.
+    """
+
+    def __init__(self, alpha: float = 0.9, start_value: float = 0.0) -> None:
+        wanted = "in [0, 1): it is the share of the old average that stays"
+        expect_number("alpha", alpha, wanted, lambda share: 0 <= share < 1)
+        expect_number("start_value", start_value, "finite", math.isfinite)
+        self.alpha, self._start = alpha, start_value
+        self._sum, self._weight = 0.0, 0.0
+
+    def record(self, value: float) -> None:
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            expect_number("value", value, "or a tensor of one element")
+        self._sum = self.alpha * self._sum + (1 - self.alpha) * float(value)
+        self._weight = self.alpha * self._weight + (1 - self.alpha)
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else self._start
+
+
+def round_up(x: int, d: int) -> int:
+    """Return the smallest multiple of `d` that is at least `x`."""
+    expect_number("x", x, "of any sign", whole=True)
+    expect_number("d", d, "at least 1", lambda step: step >= 1, whole=True)
+    return -(-x // d) * d
+
+
+def check_torch_version(version_str: str) -> int:
+    """Return a number below, at or above 0 as the installed torch is older than, equal to or newer than "x.y.z"."""
+    if not isinstance(version_str, str) or not re.match(r"v?\d+(\.\d+)*", version_str):
+        raise ValueError(f"version_str must be a version such as '2.6.0', got {version_str!r:.80}")
+    mine, other = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (torch.__version__, version_str))
+    return sum((a - b) * weight for a, b, weight in zip(mine, other, (10000, 100, 1)))
+
+
+@torch.no_grad()
+def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write 1 to `out` (a uint8 scalar on the device of `x`) if an element of `x` is inf or nan; leave it otherwise.
+
+    One `out` serves several tensors. Neither the host nor another rank is waited for.
+    """
+    expect_tensor("x", x)
+    expect_tensor("out", out)
+    if out.dtype != torch.uint8 or out.numel() != 1 or out.device != x.device:
+        raise ValueError(
+            f"has_inf_nan writes to out, which must be one uint8 on {x.device}, got {out.dtype} of shape "
+            f"{tuple(out.shape)} on {out.device}"
+        )
+    out.bitwise_or_(x.isfinite().all().logical_not().view(torch.uint8).view_as(out))
+
+
+def see_memory(message: str, detail: bool = False) -> None:
+    """Print, on rank 0, `message` and its device's allocated memory in GiB: now, and the peak since the last call.
+
+    On CPU it is the process's resident memory and its peak since the start. detail: print the allocator's own table.
+    """
+    device = current_world().device
+    if device.type == "cpu":
+        resident = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print_rank(f"{message}: resident {resident / _GIB:.2f} GiB, peak {peak / _GIB:.2f} GiB")
+        return
+    module = torch.get_device_module(device)
+    if detail:
+        print_rank(f"{message}\n{module.memory_summary(device)}")
+    else:
+        now, peak = module.memory_allocated(device), module.max_memory_allocated(device)
+        print_rank(f"{message}: allocated {now / _GIB:.2f} GiB, peak {peak / _GIB:.2f} GiB")
+    module.reset_peak_memory_stats(device)
+
+
+def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:
+    """Print `title` centred in a line of 60 `=` and `content` below it, to `file` (default: standard output)."""
+    if file is not None and not callable(getattr(file, "write", None)):
+        raise TypeError(f"file must be open for writing text, or None for standard output, got a {type(file).__name__}")
+    print(f" {title} ".center(_WIDTH, "="), file=file)
+    if content is not None:
+        print(content, file=file)
+
+
+def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = None) -> None:
+    """Print `content` as a block of aligned `key : value` lines. Long values are wrapped."""
+    expect_kind("content", content, Mapping, "a dict")
+    left = max((len(str(key)) for key in content), default=0) + 1
+    lines = []
+    for key, value in content.items():
+        wrapped = textwrap.wrap(str(value), max(10, _WIDTH - left - 2), drop_whitespace=False) or [""]
+        lines += [f"{key if number == 0 else '':<{left}}{':' if number == 0 else ' '} {part}"
+                  for number, part in enumerate(wrapped)]  # fmt: skip
+    print_block(title, "\n".join(lines), file)

@@ -1,0 +1,1 @@
+"""The engine: it shards, all-gathers, computes, reduces and updates. It names no feature."""

@@ -1,0 +1,279 @@
+"""CUDA kernels: from a .cu file to a launch on torch's current stream, without nvcc and without CUDA headers.
+
+    variant = Variant("grad_norm", (("ELEMENT", "bf16"),))   a source file and its macros
+    kernel(variant, "squared_norm_partials", device)         compiled once per machine, loaded once per process
+        (grid, block, x, n, partials)                        checked against the source's signature
+
+NVRTC makes a cubin, which is kept on disk under the hash of its inputs. With a file lock on that name one process of
+a host compiles while the others wait for the file.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from .torch_internals import current_raw_stream
+
+log = logging.getLogger(__name__)
+
+_POINTED = {
+    "float": torch.float32, "double": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn, "short": torch.int16, "int": torch.int32, "long long": torch.int64, "none": None,
+}  # fmt: skip
+_SCALARS = {"int": (int, numpy.int32), "long long": (int, int), "float": ((int, float), numpy.float32)}
+C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def source_folder() -> Path:
+    """Return the folder of the .cu files: inside the installed package, or next to it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    for folder in (package / "kernels", package.parent / "kernels"):
+        if (folder / "device.cuh").is_file():
+            return folder
+    raise RuntimeError(
+        f"CUDA sources not found in {package / 'kernels'} nor in {package.parent / 'kernels'}: "
+        "the installation is incomplete, install hf_bmtrain again"
+    )
+
+
+def import_cupy() -> Any:
+    """Import CuPy when a kernel is first needed. Raise RuntimeError, naming the extra to install, if it is missing."""
+    try:
+        import cupy
+        from cupy.cuda import nvrtc  # noqa: F401  (absent when the wheel does not fit the machine)
+    except ImportError as error:
+        major = (torch.version.cuda or "13").split(".")[0]
+        raise RuntimeError(
+            f"CUDA kernels need CuPy, which could not be imported ({error}). This torch is built for CUDA "
+            f"{torch.version.cuda}: pip install 'hf_bmtrain[cuda{major}]' (there are cuda12 and cuda13)"
+        ) from error
+    return cupy
+
+
+class Argument(NamedTuple):
+    """One parameter of a kernel as its source declares it. c_type: for pointers, the type pointed to."""
+
+    name: str
+    c_type: str
+    pointer: bool
+    written: bool
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A source file (name without `.cu`) and its macros, as sorted pairs of strings."""
+
+    file: str
+    macros: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def source(self) -> str:
+        return (source_folder() / f"{self.file}.cu").read_text()
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        return {path.name: path.read_text() for path in sorted(source_folder().glob("*.cuh"))}
+
+    def signature(self, name: str) -> tuple[Argument, ...]:
+        """Return the parameters of kernel `name`, with macros for types replaced."""
+        found = re.search(r'extern "C" __global__[^;{]*?\bvoid\s+' + name + r"\s*\(([^)]*)\)", self.source)
+        if found is None:
+            raise RuntimeError(f"{self.file}.cu has no kernel named {name}")
+        text = re.sub(r"//[^\n]*", "", found.group(1))
+        return tuple(self._argument(part.split()) for part in text.replace("*", " * ").split(","))
+
+    def _argument(self, words: list[str]) -> Argument:
+        macros = dict(self.macros)
+        c_type = " ".join(macros.get(w, w) for w in words[:-1] if w not in ("*", "const", "__restrict__"))
+        pointer = "*" in words
+        if c_type not in (_POINTED if pointer else _SCALARS):
+            raise RuntimeError(f"{self.file}.cu: parameter '{' '.join(words)}' has a type the launcher cannot pack")
+        return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
+
+    def options(self, arch: int) -> tuple[str, ...]:
+        """Return the compiler's options. Subnormals, division and square root follow IEEE, to match torch's results."""
+        ieee = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+        macros = (f"-D{key}={value}" for key, value in self.macros)
+        return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
+
+    def digest(self, arch: int, compiler: tuple[int, int]) -> str:
+        """Return a hash of everything that the cubin depends on."""
+        content = repr((self.source, self.headers, self.options(arch), compiler))
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> tuple[bytes, str]:
+    """Compile a variant for compute capability `arch` (90 is 9.0). Return the cubin and the compiler's log.
+
+    Needs neither a GPU nor a driver. options: added to the variant's own.
+    """
+    nvrtc = import_cupy().cuda.nvrtc
+    program = nvrtc.createProgram(
+        variant.source,
+        f"{variant.file}.cu",
+        [text.encode() for text in variant.headers.values()],
+        [name.encode() for name in variant.headers],
+    )
+    try:
+        nvrtc.compileProgram(program, (*variant.options(arch), *options))
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program).strip("\0\n")
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(
+            f"{variant.file}.cu {dict(variant.macros)} does not compile for sm_{arch} ({error}):\n"
+            f"{nvrtc.getProgramLog(program)}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
+    """Return the newest architecture in `known` whose cubins run on `capability`: equal major, minor not above."""
+    wanted = 10 * capability[0] + capability[1]
+    fitting = [arch for arch in known if arch // 10 == capability[0] and arch <= wanted]
+    if not fitting:
+        raise RuntimeError(
+            f"this NVRTC compiles for {', '.join(f'sm_{a}' for a in sorted(known))}, the GPU is "
+            f"sm_{wanted}: install the CuPy and NVRTC of a CUDA version that supports it"
+        )
+    return max(fitting)
+
+
+@cache
+def shared_memory_limit(device: torch.device) -> int:
+    """Return the bytes of shared memory that one block can use on a CUDA device."""
+    runtime = import_cupy().cuda.runtime
+    return runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)
+
+
+def cache_folder() -> Path:
+    """Return the folder of cubins: $HF_BMTRAIN_KERNEL_CACHE, or hf_bmtrain/kernels in the user's cache folder."""
+    chosen = os.environ.get("HF_BMTRAIN_KERNEL_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_bmtrain" / "kernels"
+
+
+def cached_cubin(variant: Variant, arch: int) -> Path:
+    """Return the file of the variant's cubin. The first process compiles it, other processes wait for it."""
+    compiler = import_cupy().cuda.nvrtc.getVersion()
+    folder = cache_folder()
+    entry = folder / f"{variant.file}-sm_{arch}-{variant.digest(arch, compiler)}.cubin"
+    if entry.exists():
+        return entry
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(entry.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not entry.exists():
+                _compile_into(entry, variant, arch)
+    except OSError as error:
+        raise RuntimeError(
+            f"compiled kernels cannot be kept in {folder} ({error}): set HF_BMTRAIN_KERNEL_CACHE to "
+            "a folder that can be written"
+        ) from error
+    return entry
+
+
+def _compile_into(entry: Path, variant: Variant, arch: int) -> None:
+    start = time.monotonic()
+    cubin, _ = compile_cubin(variant, arch)
+    handle, temporary = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        os.replace(temporary, entry)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    seconds = time.monotonic() - start
+    log.info("compiled %s.cu %s for sm_%d in %.1f s into %s", variant.file, dict(variant.macros), arch, seconds, entry)
+
+
+def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
+    """Return `values` as CuPy passes them bit for bit: pointers and long long as int, others as numpy scalars.
+
+    Raises TypeError for a wrong number of arguments or a wrong kind, ValueError for a wrong dtype or device.
+    """
+    if len(values) != len(signature):
+        raise TypeError(
+            f"{name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got {len(values)}"
+        )
+    return tuple(_packed(name, argument, value, device) for argument, value in zip(signature, values, strict=True))
+
+
+def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> Any:
+    where = f"{name}: {argument.name}"
+    if not argument.pointer:
+        kinds, convert = _SCALARS[argument.c_type]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise TypeError(f"{where} is a {argument.c_type}, got {type(value).__name__} {value!r}")
+        return convert(value)
+    if argument.c_type == "none":
+        if value is not None:
+            raise TypeError(f"{where} is not used by this variant and must be None, got {type(value).__name__}")
+        return 0
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{where} is a pointer to {argument.c_type}, got {type(value).__name__}")
+    if value.dtype != _POINTED[argument.c_type]:
+        raise ValueError(f"{where} must be {_POINTED[argument.c_type]}, got {value.dtype}")
+    if value.device != device:
+        raise ValueError(f"{where} must be on {device}, got {value.device}")
+    return value.data_ptr()
+
+
+class Kernel:
+    """A loaded kernel. A call checks the arguments and launches it, without waiting for the device."""
+
+    def __init__(self, variant: Variant, name: str, index: int):
+        self.cupy = import_cupy()
+        arch = supported_arch(torch.cuda.get_device_capability(index), self.cupy.cuda.nvrtc.getSupportedArchs())
+        self.name = name
+        self.device = torch.device("cuda", index)
+        self.signature = variant.signature(name)
+        self.function = self.cupy.RawModule(path=str(cached_cubin(variant, arch))).get_function(name)
+        self.shared_limit = 48 << 10  # the limit of a launch until the attribute is raised
+
+    def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
+        """Launch on torch's current stream and increment the versions of written tensors, as an in-place operation."""
+        index = self.device.index
+        if torch.cuda.current_device() != index:
+            raise RuntimeError(
+                f"{self.name} works on {self.device} but torch's current device is "
+                f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({index}) first"
+            )
+        runtime = self.cupy.cuda.runtime
+        if runtime.getDevice() != index:  # CuPy has its own current device per thread
+            runtime.setDevice(index)
+        arguments = pack(self.name, self.signature, values, self.device)
+        if shared_memory > self.shared_limit:
+            self.function.max_dynamic_shared_size_bytes = shared_memory
+            self.shared_limit = shared_memory
+        # CuPy's own current stream differs in torch's backward threads.
+        stream = SimpleNamespace(ptr=current_raw_stream(index))
+        self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
+        for argument, value in zip(self.signature, values, strict=True):
+            if argument.written and value is not None and not value.is_inference():
+                torch.autograd.graph.increment_version(value)
+
+
+@cache
+def kernel(variant: Variant, name: str, device: torch.device) -> Kernel:
+    """Return the kernel `name` of a variant on a CUDA device, compiled and loaded in the first call.
+
+    Make the first call before a CUDA graph is captured: loading is not allowed inside a capture.
+    """
+    assert device.type == "cuda" and device.index is not None, device
+    return Kernel(variant, name, device.index)

@@ -1,0 +1,154 @@
+"""CheckpointBlock: a transformer layer that is sharded in place by extending its class."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...features.memory.policy import UseCheckpoint, check_use_checkpoint, choose_policy
+from ...features.replay.replay import Replay
+from ..base.arguments import expect_module
+from ..runtime.world import World, check_zero_level, current_world
+from ..sharding.buffer import ShardedBuffer
+from ..sharding.slots import Slot, find_places, shard_places, tensor_facts
+from ..sharding.state_dict import follow_state_dicts
+from .block_state import BlockState
+from .sharded_module import ShardedModule, extend_class
+
+
+class CheckpointBlock(ShardedModule):
+    """A transformer layer whose parameters are sharded, and whole only while its forward or backward runs.
+
+    `CheckpointBlock(layer)` shards `layer` in place and returns it, its class extended by this one: the layer's names,
+    `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. It may hold DistributedParameters already.
+    Collective.
+
+    use_checkpoint: recompute the forward in backward instead of keeping its activations; for "auto" see `auto_wrap`.
+    zero_level: 3 frees the parameters between forward and backward, 2 keeps them; None takes the world's.
+    mode: BMTrain's, of its pipeline, and without effect.
+    """
+
+    _bmt: BlockState
+
+    def __new__(
+        cls,
+        layer: torch.nn.Module,
+        use_checkpoint: UseCheckpoint = True,
+        zero_level: int | None = None,
+        *,
+        mode: str = "BLOCK",
+    ):
+        if isinstance(layer, CheckpointBlock):
+            return layer
+        world = current_world()
+        expect_module("layer", layer)
+        check_use_checkpoint(use_checkpoint)
+        level = world.zero_level if zero_level is None else zero_level
+        check_zero_level(level)
+        facts = {"zero_level": level, "use_checkpoint": use_checkpoint, **tensor_facts(layer)}
+        world.agree("CheckpointBlock", facts)
+        sharded = shard_places(world, find_places(layer.modules()), world.schedule.blocks)
+        extend(layer, sharded, world, use_checkpoint, level)
+        return layer
+
+    def __init__(self, *args, **kwargs) -> None:
+        """Do nothing: Python calls this on the layer that `__new__` returned."""
+
+    def _slots(self) -> list[Slot]:
+        return self._bmt.slots
+
+    def compile(self, *args, **kwargs) -> None:
+        """Compile the layer's own forward with torch.compile, without the gathers and reductions around it.
+
+        The forward of the class is compiled, not the bound one: torch takes the parameters as inputs, so layers that
+        differ in nothing else share a graph. A forward that was set on the instance is compiled separately.
+        """
+        state = self._bmt
+        if not state.compiled:
+            state.eager_forward = state.own_forward
+        if state.own_forward is not None:
+            state.own_forward = torch.compile(state.own_forward, *args, **kwargs)
+        else:
+            compiled: Any = torch.compile(type(self)._extends.forward, *args, **kwargs)
+            state.own_forward = weak_method(types.MethodType(compiled, self))
+        state.compiled = True
+
+
+@contextmanager
+def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
+    """Run the blocks' own forwards under `with` as they are without `compile`."""
+    states = [block._bmt for block in blocks]
+    forwards = [state.own_forward for state in states]
+    for state in states:
+        state.own_forward = state.eager_forward
+    try:
+        yield
+    finally:
+        for state, forward in zip(states, forwards):
+            state.own_forward = forward
+
+
+def extend(
+    layer: torch.nn.Module,
+    sharded: tuple[list[ShardedBuffer], list[Slot]],
+    world: World,
+    use_checkpoint: UseCheckpoint,
+    zero_level: int,
+) -> None:
+    """Make `layer` a CheckpointBlock. sharded: the result of `shard_places` for its parameters."""
+    buffers, slots = sharded
+    state = BlockState(world.schedule, buffers, slots, Replay(layer), zero_level)
+    state.policy = choose_policy(use_checkpoint, state, world)
+    # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
+    state.own_forward = layer.__dict__.pop("forward", None)
+    layer._bmt = state  # pyright: ignore[reportArgumentType]
+    layer.__class__ = _extended_class(type(layer))
+    follow_state_dicts(layer, slots)
+
+
+def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
+    """Add parameters that were put into `block` after it was sharded. sharded: the result of `shard_places`."""
+    buffers, slots = sharded
+    block._bmt.buffers += buffers
+    block._bmt.slots += slots
+    block._bmt.replay = Replay(block)
+    follow_state_dicts(block, slots)
+
+
+@functools.cache
+def _extended_class(cls: Any) -> type[torch.nn.Module]:
+    """Return the one class for all sharded layers of `cls`."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args, **kwargs):
+        return self._bmt.forward(super(extended, self).forward, args, kwargs)
+
+    extended = extend_class(CheckpointBlock, cls, {"forward": forward})
+    return extended
+
+
+def weak_method(method: Callable) -> Callable:
+    """Return a function that calls the bound `method` without keeping its object alive; any other callable as it is.
+
+    For what an object stores of its own methods: a cycle would keep a dropped model until the next garbage collection.
+    """
+    if not inspect.ismethod(method):
+        return method
+    function, owner = method.__func__, weakref.ref(method.__self__)
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = owner()
+        if alive is None:
+            raise RuntimeError(f"the object of this {function.__name__}() was dropped: keep a reference to the model.")
+        return function(alive, *args, **kwargs)
+
+    call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]
+    return call

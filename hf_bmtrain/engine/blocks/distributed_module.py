@@ -1,0 +1,180 @@
+"""DistributedModule: parameters outside blocks, gathered when they are read inside a forward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..base.arguments import expect_callable, expect_module
+from ..base.torch_internals import pytree
+from ..runtime.world import current_world
+from ..sharding.on_demand import OnDemandGather, watch
+from ..sharding.parameter import DistributedParameter
+from ..sharding.slots import Slot, find_slots
+from ..sharding.state_dict import slice_on_load
+from .autograd import uncached_autocast, watch_backward
+from .schedule import ForwardPass, Schedule
+from .sharded_module import ShardedModule, extend_class
+
+_PARTS = re.compile(r"forward_.+|get_.+_features|generate")
+"""Methods that are called instead of the module, for a part of its forward."""
+
+
+def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
+    """Return `outputs` with copies in place of views of parameters, whose memory is freed before they are read."""
+    if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
+        return outputs
+    if not any(isinstance(leaf, torch.Tensor) and forward_pass.holds(leaf) for leaf in pytree.tree_leaves(outputs)):
+        return outputs
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if forward_pass.holds(t) else t, outputs)
+
+
+class DistributedModule(ShardedModule):
+    """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
+
+    Inside a forward means during a call of this or an enclosing DistributedModule, after auto_wrap also of their
+    methods `forward_…`, `get_…_features` and `generate` (if the model has one of its own), or during a recomputation
+    in backward. The first read of a forward pass gathers the parameter's buffer, so every rank must read it. The buffer
+    is released when backward no longer needs it, or after the forward if nothing requires a gradient. Any other read
+    returns the slice (name, dtype, device, `full_shape`) without communication; `parameter.gather()` is the explicit
+    collective.
+    """
+
+    _schedule: Schedule
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        world = current_world()
+        self.__dict__["_schedule"] = world.schedule
+        if world.size > 1:
+            self.__dict__["_is_fsdp_managed_module"] = True  # see engine/wrap/patches.py
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if type(value) is DistributedParameter:
+            gather = value.on_demand or OnDemandGather.of(value, self._schedule)
+            return gather.read(value, self)
+        return value
+
+    def __call__(self, *args, **kwargs) -> Any:
+        return self._run(super().__call__, args, kwargs)
+
+    def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Call `function`, the forward of this module or a part of it, with parameters that are whole when read."""
+        schedule = self._schedule
+        if schedule.in_forward:
+            with self._watch_own():
+                return function(*args, **kwargs)
+        if schedule.in_backward:  # a checkpoint around a part of the model recomputes it
+            with uncached_autocast() or nullcontext(), schedule.inside, self._watch_own():
+                return function(*args, **kwargs)
+        with uncached_autocast() or nullcontext(), schedule.forward() as forward_pass:
+            try:
+                with self._watch_own():
+                    outputs = _without_views(function(*args, **kwargs), forward_pass)
+                forward_pass.check_unwritten()
+            except BaseException as error:
+                schedule.explain_shortage(error)
+                forward_pass.release()
+                raise
+        if torch.is_grad_enabled():
+            outputs, differentiable = watch_backward(forward_pass.before_backward, forward_pass.end(), outputs)
+            if differentiable:
+                return outputs
+        forward_pass.release()
+        return outputs
+
+    def _watch_own(self) -> AbstractContextManager[None]:
+        """Watch what autograd saves, if this module has no children and so does all reads itself."""
+        if self._modules or not torch.is_grad_enabled():
+            return nullcontext()
+        slices = [p for p in self._parameters.values() if type(p) is DistributedParameter and p.buffer.sharded]
+        own = dict.fromkeys(OnDemandGather.of(p, self._schedule) for p in slices)
+        return watch(list(own)) if own else nullcontext()
+
+    # -- weights in and out -------------------------------------------------------------------------------------
+
+    def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        self._schedule.discard_failed_backward()  # it may have left a block open, whose wholes `zero_grad` would find
+        return super().named_parameters(*args, **kwargs)
+
+    def _slots(self) -> list[Slot]:
+        return find_slots([self])
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
+        slicing = self.register_load_state_dict_pre_hook(slice_on_load)  # after the user's, which may rename keys
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        finally:
+            slicing.remove()
+
+
+def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
+    """Extend the class of `module` in place, so that its sharded parameters read as DistributedModule's do."""
+    if not isinstance(module, DistributedModule):
+        module.__class__ = _distributed_class(type(module))
+        module.__dict__["_schedule"] = schedule
+
+
+@functools.cache
+def _distributed_class(cls: Any) -> type[torch.nn.Module]:
+    parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(getattr(cls, name))]
+    # transformers' own `generate` (with synced_gpus) only calls the model; one of a model reads its parameters.
+    if "generate" in parts and "synced_gpus" in inspect.signature(cls.generate).parameters:
+        parts.remove("generate")
+    return extend_class(DistributedModule, cls, {name: _part(getattr(cls, name)) for name in parts})
+
+
+def _part(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def part(self, *args, **kwargs):
+        return self._run(functools.partial(method, self), args, kwargs)
+
+    return part
+
+
+class ParameterInitializer:
+    """An `init_method`: `ParameterInitializer(torch.nn.init.normal_, std=1)` calls `normal_(tensor, std=1)`."""
+
+    def __init__(self, function: Callable, *args, **kwargs) -> None:
+        expect_callable("function", function, "a function that fills a tensor, such as torch.nn.init.normal_")
+        self.function, self.args, self.kwargs = function, args, kwargs
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.function(tensor, *self.args, **self.kwargs)
+
+
+@torch.no_grad()
+def init_parameters(model: torch.nn.Module) -> None:
+    """Fill every DistributedParameter that has an `init_method`, with rank 0's values on all ranks. Collective.
+
+    Parameters without one keep their values: a Hugging Face model initialises itself.
+    """
+    world = current_world()
+    expect_module("model", model)
+    world.schedule.quiesce()
+    for parameter in model.parameters():
+        if isinstance(parameter, DistributedParameter) and parameter.init_method is not None:
+            whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.init_method(whole)
+            world.gather.broadcast(whole, 0).wait()
+            parameter.copy_(parameter.take(whole))
+
+
+def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
+    """Yield (group, parameters) for every `group=` of the parameters of `model`, None for those without one.
+
+    Groups are in order of first appearance, and each parameter occurs once, for use in an optimizer:
+    `[{"params": parameters, "lr": rates[group]} for group, parameters in bmt.grouped_parameters(model)]`.
+    """
+    expect_module("model", model)
+    groups: dict[str | None, list[torch.nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "group", None), []).append(parameter)
+    yield from groups.items()

@@ -1,0 +1,166 @@
+"""Collectives between GPUs: NCCL through CuPy.
+
+The contract of a CUDA communicator (why no other synchronization is needed):
+* operands are allocated on the compute stream; the stream that is current at the call is that one, or one that is
+  behind it (where gradients are packed, see reduce.py);
+* the communicator's stream first waits for everything queued on the current stream so far, hence for the operands'
+  contents and for earlier users of their memory;
+* `Ticket.wait` makes the then current stream wait for this operation only; operands are freed after it, so the
+  allocator, which recycles memory in compute-stream order, never hands them out too early.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .collective_log import Journal, code
+from .communicator import Communicator
+from .object_comm import explained_by
+from .streams import Ticket
+
+_NCCL_TYPES = {
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5,
+    torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
+}  # fmt: skip
+_SUM, _MAX, _AVG = 0, 2, 4
+_ABORT_SECONDS = 10.0
+
+
+def _moved(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the (count, NCCL type) that move `tensor`: as bytes if NCCL lacks its dtype (bool, int16, complex)."""
+    known = _NCCL_TYPES.get(tensor.dtype)
+    return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
+
+
+def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the (count, NCCL type) that reduce `tensor`: complex numbers by their real and imaginary parts.
+
+    Raise ValueError if NCCL has no arithmetic for its dtype.
+    """
+    real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    if real not in _NCCL_TYPES:
+        raise ValueError(f"NCCL has no arithmetic for {tensor.dtype}: convert it first, for example with .int()")
+    return tensor.nbytes // real.itemsize, _NCCL_TYPES[real]
+
+
+class _CudaTicket:
+    def __init__(self, event: torch.cuda.Event, *operands: torch.Tensor) -> None:
+        self._event, self._operands = event, operands
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._operands[0].device).wait_event(self._event)
+        self._operands = self._operands[:1]  # only the device is still needed
+
+
+class NcclCommunicator:
+    """A communicator on CUDA. It owns one NCCL communicator of CuPy and one stream of torch."""
+
+    def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
+        nccl = import_nccl()
+        self._name, self._device, self.journal = name, device, Journal(name)
+        self.rank, self.size = rank, size
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._last: torch.cuda.Event | None = None
+        self._closing, self._closed = threading.Lock(), False
+        with torch.cuda.device(device):
+            self._comm = nccl.NcclCommunicator(size, unique_id, rank)
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        self.journal.note(code("all-gather", whole.numel()))
+        return self._issue(self._comm.allGather, shard, whole, _moved(shard))
+
+    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        self.journal.note(code("reduce-scatter", whole.numel()))
+        return self._issue(self._comm.reduceScatter, whole, shard, (*_reduced(shard), _AVG))
+
+    def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
+        self.journal.note(code("all-reduce", tensor.numel()))
+        return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), _MAX if maximum else _SUM))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        self.journal.note(code("broadcast", tensor.numel()))
+        return self._issue(self._comm.broadcast, tensor, tensor, (*_moved(tensor), root))
+
+    def unfinished(self) -> bool:
+        return self._last is not None and not self._last.query()
+
+    def close(self, abort: bool) -> None:
+        with self._closing:  # the watch's thread and the program may both abort it
+            if self._closed:
+                return
+            if abort:
+                self._comm.abort()
+            else:
+                self._comm.destroy()
+            self._closed = True
+
+    def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
+        assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with explained_by(self.journal):  # NCCL may find that a rank is gone before the watch has named it
+            try:
+                call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
+            except Exception as error:
+                raise RuntimeError(
+                    f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on communicator "
+                    f"'{self._name}' failed: {error}. NCCL_DEBUG=INFO tells more."
+                ) from error
+        event = self._last = torch.cuda.Event()
+        event.record(self._stream)
+        return _CudaTicket(event, send, receive)
+
+
+def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SECONDS) -> bool:
+    """Abort communicators at the same time. Return whether all are within `seconds`.
+
+    One after the other they would wait for ever: NCCL frees memory in an abort, for which CUDA waits until the device
+    is idle, and the operations of a communicator that is not aborted yet do not end.
+    """
+    aborted: list[Communicator] = []
+
+    def abort(communicator: Communicator) -> None:
+        communicator.close(abort=True)
+        aborted.append(communicator)
+
+    threads = [threading.Thread(target=abort, args=(each,), daemon=True) for each in communicators]
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError:  # some versions of Python 3.12 start no thread in an exit handler
+        return False
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return len(aborted) == len(communicators)
+
+
+def import_nccl() -> Any:
+    """Return `cupy.cuda.nccl`, which shares torch's libnccl. Raise RuntimeError, naming the extra to install, if it is
+    missing, and if two NCCL libraries are loaded."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    try:
+        nccl: Any = importlib.import_module("cupy.cuda.nccl")  # after torch, so that CuPy finds torch's libnccl loaded
+        nccl.get_version()
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"Training on several GPUs needs CuPy: pip install 'hf_bmtrain[cuda{major}]' "
+            f"(cupy-cuda{major}x beside this torch, built for CUDA {torch.version.cuda}). ({error})"
+        ) from error
+    libraries = _loaded_libraries("libnccl.so")
+    if len(libraries) > 1:
+        raise RuntimeError(
+            f"Two NCCL libraries are loaded, which corrupts both: {', '.join(sorted(libraries))}. Uninstall the "
+            f"nvidia-nccl wheel of the other CUDA version, keep nvidia-nccl-cu{major}, and clear LD_LIBRARY_PATH."
+        )
+    return nccl
+
+
+def _loaded_libraries(name: str) -> set[str]:
+    with open("/proc/self/maps") as maps:
+        return {line.split()[-1] for line in maps if name in line}

@@ -1,0 +1,190 @@
+"""Memory that the processes of one host share, and copies from it and to it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .communicator import DONE, Ticket
+
+
+class PeerMemory(Protocol):
+    """Allocates memory that other processes can map, maps theirs, and copies from it and to it."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
+        """Return (zeros (numel,), a handle that other processes of this host can `map`, alive).
+
+        `alive()` returns None once the memory is no longer referenced.
+        """
+        ...
+
+    def map(self, handle: Any, nbytes: int) -> Any:
+        """Map another process's memory, to be a source or target of `copy`."""
+        ...
+
+    def part(self, source: Any, start: int, stop: int) -> Any:
+        """Return bytes start:stop of mapped memory, to be a source or target of `copy`."""
+        ...
+
+    def unlink(self, handle: Any) -> None:
+        """Remove the name of the memory, after every process has mapped it."""
+
+    def unmap(self, source: Any) -> None:
+        """Unmap another process's memory."""
+
+    def free(self, handle: Any) -> None:
+        """Free memory of this process that no process has mapped any more."""
+
+    def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
+        """Start to fill each target from its source, after the work queued on the current stream.
+
+        pairs: one sequence of (target, source) per process, of equal bytes. At least one of the two is a contiguous
+        tensor (n,) of this process, the other one too or mapped memory.
+        """
+        ...
+
+    def order(self) -> None:
+        """Make the current stream wait for all copies started so far."""
+
+
+class HostMemory:
+    """Files in shared memory, for processes on CPU. Copies are synchronous."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
+        nbytes = numel * dtype.itemsize
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else that of temporary files
+        descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
+        os.truncate(descriptor, nbytes)
+        os.close(descriptor)
+        shard = self.map(path, nbytes).view(dtype)
+        return shard, path, weakref.ref(shard)
+
+    def map(self, handle: str, nbytes: int) -> torch.Tensor:
+        return torch.from_file(handle, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def part(self, source: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return source[start:stop]
+
+    def unlink(self, handle: str) -> None:
+        os.unlink(handle)
+
+    def unmap(self, source: torch.Tensor) -> None:
+        pass  # the mapping ends with the last reference
+
+    def free(self, handle: str) -> None:
+        pass
+
+    def copy(self, pairs: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Ticket:
+        for own in pairs:
+            for target, source in own:
+                target.view(torch.uint8).copy_(source.view(torch.uint8))
+        return DONE
+
+    def order(self) -> None:
+        pass
+
+
+class _Slab:
+    """Bytes at a device address, in the form that torch.as_tensor accepts."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+class _EventsTicket:
+    def __init__(self, device: torch.device, events: list[torch.cuda.Event]) -> None:
+        self._device, self._events = device, events
+
+    def wait(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for event in self._events:
+            stream.wait_event(event)
+
+
+class CudaMemory:
+    """cudaMalloc memory shared by CUDA IPC. The copy engines read it, on one stream per other rank.
+
+    torch's own allocations cannot be shared so: their handles name whole segments of its pool.
+    """
+
+    def __init__(self, device: torch.device, sources: int) -> None:
+        self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
+        self._device = device
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(sources)]
+
+    @contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """Make the device current for torch, and for CuPy, which has its own current device in every thread."""
+        with torch.cuda.device(self._device):
+            if self._runtime.getDevice() != self._device.index:
+                self._runtime.setDevice(self._device.index)
+            yield
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, tuple[bytes, int], Callable[[], object]]:
+        nbytes = numel * dtype.itemsize
+        with self._chosen():
+            try:
+                address = self._runtime.malloc(nbytes)
+            except self._runtime.CUDARuntimeError:
+                torch.cuda.empty_cache()  # torch's pool may hold the missing memory unused
+                address = self._runtime.malloc(nbytes)
+            handle = bytes(self._runtime.ipcGetMemHandle(address))
+        slab = _Slab(address, nbytes)  # alive as long as any view of the storage
+        memory = torch.as_tensor(slab, device=self._device).zero_()
+        torch.cuda.current_stream(self._device).synchronize()  # zeroed before other processes write there
+        return memory.view(dtype), (handle, address), weakref.ref(slab)
+
+    def map(self, handle: tuple[bytes, int], nbytes: int) -> int:
+        with self._chosen():
+            return self._runtime.ipcOpenMemHandle(handle[0])
+
+    def part(self, source: int, start: int, stop: int) -> int:
+        return source + start
+
+    def unlink(self, handle: tuple[bytes, int]) -> None:
+        pass
+
+    def unmap(self, source: int) -> None:
+        with self._chosen():
+            self._runtime.ipcCloseMemHandle(source)
+
+    def free(self, handle: tuple[bytes, int]) -> None:
+        with self._chosen():
+            self._runtime.free(handle[1])
+
+    def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        events = []
+        for own, stream in zip(pairs, self._streams):  # each sequence on its own stream
+            if not own:
+                continue
+            stream.wait_event(ready)
+            for target, source in own:
+                nbytes = target.nbytes if isinstance(target, torch.Tensor) else source.nbytes
+                self._runtime.memcpyAsync(_address(target), _address(source), nbytes, _DEFAULT, stream.cuda_stream)
+            done = torch.cuda.Event()
+            done.record(stream)
+            events.append(done)
+        return _EventsTicket(self._device, events)
+
+    def order(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            current.wait_stream(stream)
+
+
+_DEFAULT = 4  # cudaMemcpyDefault: the addresses say which device
+
+
+def _address(memory: torch.Tensor | int) -> int:
+    return memory.data_ptr() if isinstance(memory, torch.Tensor) else memory

@@ -1,0 +1,209 @@
+"""AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag are stored on the device.
+
+A step calls `adam_prepare` once and `adam_update` once per range. Neither waits for the device. Both launch a kernel
+for CUDA tensors, and compute the same in torch otherwise.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import expect
+from ..base.launch import C_NAMES, Variant, kernel
+from .residual import join, split
+
+THREADS = 256
+HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "hold_steps", "l2")
+RECORD = (  # struct Record in kernels/adam.cu
+    "skip", "grad_scale", "decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inverse_root",
+    "eps", "seed", "l2",
+)  # fmt: skip
+_REFERENCE_CHUNK = 1 << 20
+
+
+@cache
+def variant(
+    grad: torch.dtype,
+    exp_avg: torch.dtype,
+    weight: torch.dtype | None,
+    master: torch.dtype = torch.float32,
+    coupled: bool = False,
+) -> Variant:
+    """Return the variant that updates these dtypes. Raise ValueError if there is none.
+
+    coupled: read l2. The other variants are compiled without it, so that their fused multiplications are the same.
+    """
+    if weight is not None and grad not in (weight, torch.float32):
+        raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
+    if master == torch.int16 and weight != torch.bfloat16:
+        raise ValueError(f"a master of 16 bits goes with a bfloat16 weight, not with {weight}")
+    return Variant(
+        "adam",
+        (
+            ("COUPLED", "true" if coupled else "false"),
+            ("EXP_AVG", C_NAMES[exp_avg]),
+            ("GRAD", C_NAMES[grad]),
+            ("MASTER", {torch.float32: "float", torch.int16: "short"}[master]),
+            ("WEIGHT", C_NAMES[weight] if weight else "none"),
+        ),
+    )
+
+
+def variants(arch: int) -> list[Variant]:
+    """Return all variants that this module can compile."""
+    kinds = [(grad, None, torch.float32) for grad in C_NAMES]
+    kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
+    kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
+    moments = (torch.float32, torch.bfloat16)
+    return [
+        variant(grad, exp_avg, weight, master, coupled)
+        for grad, weight, master in kinds
+        for exp_avg in moments
+        for coupled in (False, True)
+    ]
+
+
+def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Tensor, records: Tensor) -> None:
+    """Compute this step's record of each run, a range of elements that `adam_update` updates.
+
+    grad_scale  (1,) float32: divisor of the gradients (loss scale over clip factor)
+    found_inf   (1,) float32: nonzero if the step must be skipped
+    hyper       (runs, 7) float64, columns as in HYPER; the first hold_steps steps have learning rate 0
+    steps       (runs,) float32: steps taken so far; advanced by one unless the step is skipped
+    records     (runs, 12) float32, written; columns as in RECORD
+    """
+    runs, device = len(hyper), records.device
+    expect("grad_scale", grad_scale, (torch.float32,), (1,), device)
+    expect("found_inf", found_inf, (torch.float32,), (1,), device)
+    expect("hyper", hyper, (torch.float64,), (runs, len(HYPER)), device)
+    expect("steps", steps, (torch.float32,), (runs,), device)
+    expect("records", records, (torch.float32,), (runs, len(RECORD)), device)
+    if runs == 0:
+        return
+    if records.is_cuda:
+        chosen = variant(torch.float32, torch.float32, None)  # the kernel is the same in all variants
+        launch = kernel(chosen, "adam_prepare", records.device)
+        return launch(-(-runs // 32), 32, grad_scale, found_inf, hyper, runs, steps, records)
+    skip = found_inf != 0
+    steps += (~skip).float()
+    lr, beta1, beta2, eps, weight_decay, hold_steps, l2 = hyper.unbind(1)
+    one, taken = torch.ones_like(lr), steps.double()
+    lr = torch.where(taken > hold_steps, lr, 0.0)
+    columns = (
+        one * skip, one / grad_scale.double(), 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2,
+        lr / (1 - beta1**taken), (1 - beta2**taken).rsqrt(), eps,
+    )  # fmt: skip
+    records[:, : len(columns)] = torch.stack(columns, 1)
+    bits = records.view(torch.int32)
+    bits[:, 10] = steps.to(torch.int32)
+    records[:, 11] = l2 * grad_scale.double()
+
+
+def adam_update(
+    grad: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor | None,
+    record: Tensor,
+    index_base: int = 0,
+    coupled: bool = False,
+) -> None:
+    """Make one AdamW step of n adjacent elements in place, unless the record is marked to be skipped.
+
+    grad         (n,) float32, float16 or bfloat16; the dtype of `weight`, or float32; only read
+    master       (n,) float32; the parameter itself if `weight` is None; or int16, a bfloat16 weight's residual
+                 (engine/ops/residual.py): then `weight` is read as well, and exp_avg_sq carries tie flags
+    exp_avg      (n,) float32, or bfloat16 rounded stochastically
+    exp_avg_sq   (n,) float32
+    weight       (n,) float16 or bfloat16, written: `master` rounded to nearest even; or None
+    record       (12,) float32 from `adam_prepare`, a row of its records
+    index_base   number of element 0 among all elements of the model, independent of the number of ranks; with the
+                 step it determines the random bits, so that training continues equally on another number of ranks
+    coupled      whether l2 of the record counts; it must be 0 otherwise
+    All are contiguous, on one device, and do not overlap. The update is faster if all tensors have the same offset
+    from alignment to four elements (as slices of equally laid out buffers have). weight_decay is decoupled and eps
+    outside the root (Loshchilov and Hutter 2019); l2 times the weight is added to the gradient (Kingma and Ba 2015).
+    """
+    n, device = master.numel(), master.device
+    expect("master", master, (torch.float32, torch.int16), (n,), device)
+    expect("grad", grad, C_NAMES, (n,), device)
+    expect("exp_avg", exp_avg, (torch.float32, torch.bfloat16), (n,), device)
+    expect("exp_avg_sq", exp_avg_sq, (torch.float32,), (n,), device)
+    if weight is not None:
+        expect("weight", weight, (torch.float16, torch.bfloat16), (n,), device)
+    expect("record", record, (torch.float32,), (len(RECORD),), device)
+    chosen = variant(grad.dtype, exp_avg.dtype, None if weight is None else weight.dtype, master.dtype, coupled)
+    if n == 0 or master.is_meta:
+        return
+    if not master.is_cuda:
+        return update_reference(grad, master, exp_avg, exp_avg_sq, weight, record, index_base)
+    tensors = [grad, master, exp_avg, exp_avg_sq] + ([] if weight is None else [weight])
+    head, quads = _aligned_part(n, tensors)
+    blocks = -(-max(quads, n - 4 * quads) // THREADS)
+    kernel(chosen, "adam_update", master.device)(
+        blocks, THREADS, grad, master, exp_avg, exp_avg_sq, weight, n, head, quads, index_base, record
+    )
+
+
+def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
+    """Return (head, quads): elements head .. head + 4 * quads are aligned to four elements in every tensor."""
+    heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
+    head = heads.pop()
+    return (0, 0) if heads or head >= n else (head, (n - head) // 4)
+
+
+def update_reference(
+    grad: Tensor,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor | None,
+    record: Tensor,
+    index_base: int = 0,
+) -> None:
+    """Compute `adam_update` in float32 torch, on any device, with the random bits of the kernel."""
+    r = dict(zip(RECORD, record.tolist(), strict=True))
+    seed = int(record.view(torch.int32)[RECORD.index("seed")])
+    if r["skip"]:
+        return
+    for start in range(0, master.numel(), _REFERENCE_CHUNK):
+        part = slice(start, start + _REFERENCE_CHUNK)
+        g = grad[part].float()
+        m, v, p = exp_avg[part].float(), exp_avg_sq[part], master[part]
+        if master.dtype == torch.int16:
+            assert weight is not None
+            p, v = join(weight[part], master[part], exp_avg_sq[part])
+        if r["l2"]:
+            g = g + p * r["l2"]
+        g = g * r["grad_scale"]
+        m = m + (g - m) * r["one_minus_beta1"]
+        v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"])
+        p.mul_(r["decay"]).addcdiv_(m, v.sqrt().mul_(r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])
+        exp_avg[part] = round_stochastic(m, index_base + start, seed) if exp_avg.dtype == torch.bfloat16 else m
+        if master.dtype == torch.int16:
+            assert weight is not None
+            exp_avg_sq[part] = v
+            split(p, weight[part], master[part], exp_avg_sq[part])
+        elif weight is not None:
+            weight[part] = p
+
+
+def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
+    """Round float32 to bfloat16, up with the probability of the part cut off. inf and NaN stay as they are."""
+    bits = x.view(torch.int32)
+    element = torch.arange(index_base, index_base + x.numel(), device=x.device)
+    low = (element & 0xFFFFFFFF) ^ (seed * 0x9E3779B9 & 0xFFFFFFFF)
+    random = _mix((_mix(low) + (element >> 32)) & 0xFFFFFFFF)
+    finite = torch.isfinite(x)
+    up = (bits + (random >> 16).to(torch.int32)) & -65536
+    return torch.where(finite, up.view(torch.float32), x).to(torch.bfloat16)
+
+
+def _mix(h: Tensor) -> Tensor:
+    h = h ^ (h >> 16)
+    h = (h * 0x85EBCA6B) & 0xFFFFFFFF
+    h = h ^ (h >> 13)
+    h = (h * 0xC2B2AE35) & 0xFFFFFFFF
+    return h ^ (h >> 16)

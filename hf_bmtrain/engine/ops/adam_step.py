@@ -1,0 +1,161 @@
+"""One AdamW step over many runs: the numbers that change between steps, and two implementations of the arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..base.torch_internals import fused_adamw_
+from .adam import HYPER, RECORD, adam_prepare, adam_update
+from .residual import Master
+
+_L2 = HYPER.index("l2")
+Hyper = Sequence[float | torch.Tensor]
+"""One parameter group's values for the columns of HYPER; numbers or scalar tensors."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Adjacent elements that are updated in one launch, a run or a part of one: the arguments of `adam_update`.
+
+    grad is only read; master (with the weight and exp_avg_sq) and exp_avg are updated in place.
+    """
+
+    grad: torch.Tensor
+    master: Master
+    exp_avg: torch.Tensor
+    index_base: int
+
+    @property
+    def master_and_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`master` and `weight` of `adam_update`; weight is None if the weight is its own master."""
+        stored, weight = self.master.stored, self.master.weight
+        return (weight, None) if stored is None else (stored, weight)
+
+
+class KernelSteps:
+    """AdamW by `adam_prepare` and `adam_update`: kernels on CUDA, their references on CPU.
+
+    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so a step does not wait for it.
+    A hyper-parameter that is a tensor on the device is read there at every step; a number is sent when it has changed.
+
+    groups: the number of runs of each parameter group; runs are numbered group by group. counts: (runs,) float32, the
+    steps that each run has taken.
+    """
+
+    def __init__(self, groups: Sequence[int], device: torch.device) -> None:
+        self._groups, runs = list(groups), sum(groups)
+        self.counts = torch.zeros(runs, device=device)
+        self._hyper = torch.zeros(runs, len(HYPER), dtype=torch.float64, device=device)
+        self._records = torch.zeros(runs, len(RECORD), device=device)
+        self._one, self._zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+        self._scale, self._flag = self._one, self._zero
+        self._sent: list[list[float]] = []
+        self._coupled = [False] * runs
+
+    def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Set the numbers of a step. grad_scale divides the gradients, a nonzero found_inf skips the step; both are
+        float32 scalars."""
+        rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
+        if rows != self._sent:
+            expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
+            if expanded:
+                # Pinned memory of its own, which torch reuses only after the copy: a later call cannot overwrite it.
+                host = torch.tensor(expanded, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda)
+                self._hyper.copy_(host, non_blocking=True)
+            self._sent = rows
+        coupled = [isinstance(l2, torch.Tensor) or bool(l2) for l2 in (group[_L2] for group in hyper)]
+        self._coupled = [each for each, runs in zip(coupled, self._groups) for _ in range(runs)]
+        start = 0
+        for values, runs in zip(hyper, self._groups):
+            for column, value in enumerate(values):
+                if isinstance(value, torch.Tensor) and self._on_device(value):
+                    self._hyper[start : start + runs, column].copy_(value)
+            start += runs
+        self._scale = self._one if grad_scale is None else grad_scale.reshape(1)
+        self._flag = self._zero if found_inf is None else found_inf.reshape(1)
+
+    def advance(self, runs: Sequence[int]) -> None:
+        """Count the step of these runs (ascending numbers) and prepare their records for `update`, in one launch per
+        range of consecutive numbers."""
+        for _, group in itertools.groupby(enumerate(runs), lambda pair: pair[1] - pair[0]):
+            numbers = [run for _, run in group]
+            rows = slice(numbers[0], numbers[-1] + 1)
+            adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
+
+    def update(self, run: int, elements: Elements) -> None:
+        """Update elements of run number `run` in place."""
+        e, (master, weight) = elements, elements.master_and_weight
+        record, coupled = self._records[run], self._coupled[run]
+        adam_update(e.grad, master, e.exp_avg, e.master.exp_avg_sq, weight, record, e.index_base, coupled)
+
+    def _on_device(self, value: float | torch.Tensor) -> bool:
+        return isinstance(value, torch.Tensor) and value.device == self._hyper.device
+
+
+class TorchSteps:
+    """AdamW by torch's fused operation for CPU, with the contract of KernelSteps. All state is float32."""
+
+    def __init__(self, groups: Sequence[int], device: torch.device) -> None:
+        self._groups = list(groups)
+        self.counts = torch.zeros(sum(groups), device=device)
+        self._rows: list[list[float]] = []
+        self._grad_scale: torch.Tensor | None = None
+        self._skip = False
+
+    def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        rows = [[float(value) for value in group] for group in hyper]
+        self._rows = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
+        self._grad_scale = None if grad_scale is None else grad_scale.to(self.counts.device)
+        self._skip = found_inf is not None and bool(found_inf)
+
+    def advance(self, runs: Sequence[int]) -> None:
+        if not self._skip:
+            self.counts[list(runs)] += 1
+
+    def update(self, run: int, elements: Elements) -> None:
+        e, (master, weight) = elements, elements.master_and_weight
+        if self._skip or master.numel() == 0:
+            return
+        lr, beta1, beta2, eps, weight_decay, hold_steps, l2 = self._rows[run]
+        taken = self.counts[run]
+        wide = e.grad.float()
+        if self._grad_scale is not None:
+            wide = wide / self._grad_scale  # the fused operation would write it into the gradient
+        if l2:
+            wide = wide.add(master, alpha=l2)
+        fused_adamw_(
+            [master], [wide], [e.exp_avg], [e.master.exp_avg_sq], [], [taken],
+            lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version(master)  # the operation does not count its writes itself
+        if weight is not None:
+            weight.copy_(master)
+
+
+def kernels_serve(device: torch.device) -> bool:
+    """Return whether the kernels run on this device. The meta device stands for a CUDA device."""
+    return device.type != "cpu"
+
+
+def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which the masters of weights updated on `device` are stored; None for float32 weights, which
+    are their own masters.
+
+    Where kernels update them, masters of bfloat16 weights are stored as int16 residuals (residual.py): the same masters
+    in 2 bytes less per element.
+    """
+    if weight == torch.float32:
+        return None
+    return torch.int16 if weight == torch.bfloat16 and kernels_serve(device) else torch.float32
+
+
+def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
+    """Return KernelSteps on CUDA or for bfloat16 moments, which torch's fused AdamW lacks; otherwise TorchSteps."""
+    if kernels_serve(device) or exp_avg_dtype == torch.bfloat16:
+        return KernelSteps(groups, device)
+    return TorchSteps(groups, device)

@@ -1,0 +1,144 @@
+"""Squared norms of flat gradients, in one deterministic pass, with the result on the device.
+
+A result is inf or NaN if and only if an element is: float64 holds the square of any float32. The kernels add the
+squares of up to 32 elements in float32 if the sum is finite: a square below 1e-38 may count as zero.
+"""
+
+import itertools
+from collections.abc import Sequence
+from functools import cache, cached_property
+
+import torch
+
+from ..base.arguments import expect
+from ..base.launch import C_NAMES, Variant, kernel
+
+THREADS = 256
+BLOCKS = 528  # the same on all devices, so that the order of additions is
+TILE_BYTES = THREADS * 64
+PIECE = 1 << 16  # elements of a segment per block
+
+
+@cache
+def variant(dtype: torch.dtype) -> Variant:
+    return Variant("grad_norm", (("ELEMENT", C_NAMES[dtype]),))
+
+
+def variants(arch: int) -> list[Variant]:
+    """Return all variants that this module can compile."""
+    return [variant(dtype) for dtype in C_NAMES]
+
+
+def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
+    """Add the squared norm of a buffer to `out`, which is zeroed before the first buffer.
+
+    flat   (n,) contiguous float32, float16 or bfloat16, any alignment; all elements count, so padding must be zero
+    out    (2,) float64 on the same device: [sum of squares, 1.0 if an element of any buffer was inf or NaN]
+    The result is bit-identical for the same buffers in the same order.
+    """
+    expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
+    expect("out", out, (torch.float64,), (2,), flat.device)
+    if flat.numel() == 0 or flat.is_meta:
+        return
+    if not flat.is_cuda:
+        total = _sum_of_squares(flat)
+        out[0] += total
+        out[1].copy_(torch.where(torch.isfinite(total), out[1], torch.ones_like(total)))
+        return
+    blocks = min(BLOCKS, -(-flat.numel() * flat.element_size() // TILE_BYTES))
+    partials = torch.empty(blocks, dtype=torch.float64, device=flat.device)
+    chosen = variant(flat.dtype)
+    kernel(chosen, "squared_norm_partials", flat.device)(blocks, THREADS, flat, flat.numel(), partials)
+    kernel(chosen, "add_squared_norm", flat.device)(1, THREADS, partials, blocks, out)
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """Return the real and imaginary parts of a complex (n,) in turn, (2n,), a view; any other tensor as it is."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+class Segments:
+    """The segments of a flat tensor. Make it once per layout: its tables stay on the device after the first use.
+
+    offsets   k + 1 non-decreasing integers: segment s is flat[offsets[s]:offsets[s + 1]], and may be empty
+    """
+
+    def __init__(self, offsets: Sequence[int], device: torch.device | str):
+        if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in itertools.pairwise(offsets)):
+            raise ValueError(f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}")
+        self.offsets, self.device = tuple(offsets), torch.device(device)
+
+    @cached_property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Starts (int64) and lengths (int32) of the parts of all segments, and each segment's first part (int64)."""
+        begins, lengths, firsts = [], [], [0]
+        for start, end in itertools.pairwise(self.offsets):
+            begins += range(start, end, PIECE)
+            lengths += [min(PIECE, end - begin) for begin in range(start, end, PIECE)]
+            firsts.append(len(begins))
+        wide = {"dtype": torch.int64, "device": self.device}
+        return (
+            torch.tensor(begins, **wide),
+            torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            torch.tensor(firsts, **wide),
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Return the squared norm of each segment: (k,) float64 on the device of `flat`; inf or NaN where an element is.
+
+    flat   (n,) contiguous float32, float16 or bfloat16; elements outside all segments are not read
+    """
+    expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
+    if segments.offsets[-1] > flat.numel():
+        raise ValueError(f"segments end at {segments.offsets[-1]}, the tensor has {flat.numel()} elements")
+    if flat.is_meta:
+        return torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
+    if not flat.is_cuda:
+        parts = [_sum_of_squares(flat[a:b]) for a, b in itertools.pairwise(segments.offsets)]
+        return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=flat.device)
+    begins, lengths, firsts = segments.tables
+    if begins.device != flat.device:
+        raise ValueError(f"segments are on {begins.device}, the tensor is on {flat.device}")
+    out = torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
+    pieces = begins.numel()
+    if pieces == 0:
+        return out
+    partials = torch.empty(pieces, dtype=torch.float64, device=flat.device)
+    kernel(variant(flat.dtype), "piece_squares", flat.device)(pieces, THREADS, flat, begins, lengths, partials)
+    _add_up(partials, firsts, out)
+    return out
+
+
+def add_squares(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of each part, (k_i,) float64 and possibly empty, to `out`, (len(parts),) float64.
+
+    The result is bit-identical for the same parts.
+    """
+    flat = torch.cat(list(parts))
+    if flat.is_cuda and flat.numel():
+        return _add_up(flat, _firsts(tuple(part.numel() for part in parts), flat.device), out)
+    out.copy_(torch.stack([part.sum() for part in parts]))
+
+
+@cache
+def _firsts(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64, device=device)
+
+
+def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], on CUDA."""
+    blocks = -(-out.numel() // (THREADS // 32))
+    kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
+
+
+def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares in float64, by chunks to bound the memory of the copies."""
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for chunk in flat.detach().split(1 << 18):
+        wide = chunk.double()
+        total += torch.dot(wide, wide)
+    return total

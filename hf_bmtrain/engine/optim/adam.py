@@ -1,0 +1,349 @@
+"""AdamW over the flat shards."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..base.arguments import expect_callable, expect_flag, expect_kind, expect_number
+from ..base.torch_internals import WithoutTorchFunction
+from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
+from ..ops.residual import Master
+from ..runtime.world import current_world
+from ..tensors.tensor import Sliced
+from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
+from .state import check_state, load_state, own_part, save_state, whole_facts
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class AdamOptimizer(torch.optim.Optimizer):
+    """AdamW: eps outside the square root, decoupled weight decay, bias-corrected (Loshchilov & Hutter, 2019); or Adam.
+
+        m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
+
+    Updates slices and ordinary parameters of one device. Neighbouring slices of a parameter group are updated in one
+    launch. Parameters without a gradient (`.grad is None`) are left as they are; gradients are only read.
+
+    State: m, v and, for half-precision weights, a master copy of w, all float32; the weights are the masters rounded to
+    nearest even. On CUDA the master of a bfloat16 weight is stored, without loss, as the 16 bits by which it differs
+    from the weight (ops/residual.py): 10 bytes of state per element, instead of 12 as for float16 weights; float32
+    weights, their own masters, take 8. `optimizer.state[p]` then has "residual" instead of "master". `state_dict()`
+    contains float32 masters on every device, assembled in host memory.
+
+    Writing half-precision weights between steps (a load, an average, a mask) moves their masters, so that they round to
+    the new weights (see `Master.follow_weight`). Masters of weights that keep their value do not move.
+
+    decoupled: False adds weight_decay·w to g instead, as torch.optim.Adam does (L2 regularisation), for weights of
+    every dtype. BMTrain does so for float32 weights, and decouples the decay of half-precision ones. It is a setting of
+    the parameter group.
+
+    lr, betas, eps, weight_decay: numbers, or tensors of one element; those on the weights' device are read there.
+
+    hold_steps: the number of first steps of a parameter that update m, v and t but not w, so that the moments settle
+    first. t counts these steps, because m and v contain their gradients: the next step has the bias correction of step
+    `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the parameter group, like lr.
+
+    exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically by bits that depend only on the element
+    and the step, not on the number of ranks (but with float8 blocks one rank has other bits than several).
+
+    `grad_scale` and `found_inf` (float32 scalars on the device, set by OptimManager or torch.amp.GradScaler before
+    `step`) divide the gradients and skip the update. The host never waits for the device in `step`.
+
+    Raises ValueError for settings out of range, and for parameters that are not float32, float16 or bfloat16.
+    """
+
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None  # absent between steps: GradScaler multiplies by the value that it finds
+    found_inf: torch.Tensor | None
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        hold_steps: int = 0,
+        *,
+        decoupled: bool = True,
+        exp_avg_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        expect_kind("params", params, Iterable, "model.parameters() or a list of parameter groups")
+        if isinstance(params, torch.Tensor):
+            raise TypeError("params must be a list of parameters, got one tensor: put it in a list")
+        params = list(params)
+        if not params:
+            raise ValueError("params must hold parameters, and is empty: model.parameters() can be read once")
+        if not isinstance(exp_avg_dtype, torch.dtype) or exp_avg_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype!r:.80}")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
+        super().__init__(params, {**defaults, "decoupled": decoupled})
+        self.loss_scale: torch.Tensor | None = None  # OptimManager's
+        self._exp_avg_dtype = exp_avg_dtype
+        self._loaded: set[torch.nn.Parameter] = set()  # whose state was loaded and is in no run yet
+        self.loaded_facts: dict[str, str] | None = None  # of the last load, which the next step compares and drops
+        self._active: list[list[torch.nn.Parameter]] = []  # by group, the parameters of the runs
+        self._states: list[RunState] = []
+        self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
+
+    def add_param_group(self, param_group: dict) -> None:
+        expect_kind("param_group", param_group, dict, 'a dict with "params"')
+        if "params" not in param_group:
+            raise ValueError(f'param_group must have "params", got the keys {", ".join(map(str, param_group))}')
+        _check_settings({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in _DTYPES:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"AdamOptimizer keeps float32 masters, which cannot stand for a {parameter.dtype} parameter of "
+                    f"shape {tuple(parameter.shape)}: give it to torch.optim.AdamW"
+                )
+
+    @property
+    def scale(self) -> float:
+        """The current loss scale, 1 without one. Reading it waits for the device."""
+        return 1.0 if self.loss_scale is None else float(self.loss_scale)
+
+    @torch.no_grad()
+    def step(self, closure=None, scale: float = 1.0):
+        """Update every parameter that has a gradient, divided by `scale`."""
+        loss = None
+        if closure is not None:
+            expect_callable("closure", closure, "a function that computes the loss, or None")
+            with torch.enable_grad():
+                loss = closure()
+        # Subclasses extend `_step`: of an extended `step` torch would call the hooks twice.
+        if type(scale) is not float:
+            scale = _number("scale", scale)
+        if scale == 1.0:
+            self._step()
+            return loss
+        expect_number("scale", scale, "finite and above 0", lambda number: 0 < number < math.inf)
+        given = self.__dict__.get("grad_scale")
+        divisor = torch.tensor(float(scale), device=self.param_groups[0]["params"][0].device)
+        self.grad_scale = divisor if given is None else divisor * given
+        try:
+            self._step()
+        finally:
+            del self.grad_scale
+            if given is not None:
+                self.grad_scale = given
+        return loss
+
+    def _step(self) -> None:
+        # Neighbouring slices with gradients are updated together, as long as they have taken equally many steps.
+        self._arrange([with_gradients(group["params"]) for group in self.param_groups])
+        self._step_runs(range(len(self._states)))
+
+    def _step_runs(self, numbers: Sequence[int]) -> None:
+        """Make one step of the runs with these numbers, in ascending order, whose gradients have arrived."""
+        states = [self._states[number] for number in numbers]
+        # 1. No earlier update of these buffers is under way, and masters follow what was written to the weights.
+        for state in states:
+            if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
+                state.run.buffer.update.wait()
+            if state.is_stale:
+                self._finish()
+                state.master.follow_weight()
+        # 2. The numbers of this step: settings, gradient scale and skip flag, then step counts and bias corrections.
+        self._steps.begin(self._settings(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        self._steps.advance(numbers)
+        # 3. The arithmetic.
+        self._update(numbers)
+        # 4. Count the write, even if this rank holds none of a run: all ranks must see the change and gather anew.
+        torch.autograd.graph.increment_version([state.run.weights for state in states])
+        for state in states:
+            state.version = state.run.weights._version
+
+    def _update(self, numbers: Sequence[int]) -> None:
+        """Update each run in one launch. A subclass may return before weights and state are written."""
+        for number in numbers:
+            state = self._states[number]
+            self._steps.update(number, Elements(state.run.gradient(), state.master, state.exp_avg, state.index_base))
+
+    def _settings(self) -> list[Hyper]:
+        """Return the values of every parameter group, in the order of HYPER."""
+        return [
+            (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
+             0.0 if g["decoupled"] else decay)
+            for g in self.param_groups for decay in (g["weight_decay"],)
+        ]  # fmt: skip
+
+    def wait(self) -> None:
+        """Make the current stream wait until the last update has written the weights. The host does not wait."""
+        for state in self._states:
+            if state.run.buffer is not None:
+                state.run.buffer.update.wait()
+
+    _finish = wait  # before state is read or moved
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.wait()  # an update may still read the gradients
+        with WithoutTorchFunction():  # each attribute of a slice looks for overrides otherwise
+            super().zero_grad(set_to_none)
+
+    # -- runs and state -----------------------------------------------------------------------------------------
+
+    def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
+        """Arrange the `active` parameters, by group, in runs. Return False if they are those of the last step.
+
+        Unchanged runs keep their state in place.
+        """
+        if same_members(active, self._active):
+            return False
+        self._finish()
+        groups = [[Run.over(members) for members in neighbours(group, self._kind)] for group in active]
+        runs = [run for group in groups for run in group]
+        devices = [*dict.fromkeys(run.weights.device for run in runs)] or [torch.device("cpu")]
+        if len(devices) > 1:
+            raise ValueError(f"AdamOptimizer updates the parameters of one device, got {devices}: use one for each")
+        steps = adam_steps([len(group) for group in groups], devices[0], self._exp_avg_dtype)
+        earlier = {tuple(state.run.parameters): state for state in self._states}
+        kept = [earlier.get(tuple(run.parameters)) for run in runs]
+        bases = index_bases(self.param_groups)
+        new = [run for run, state in zip(runs, kept) if state is None]
+        new.sort(key=lambda run: (bases[run.owner], run.start))  # buffers that are first are updated first
+        tensors = dict(zip(new, self._allocate(new)))
+        self._states = []
+        for number, (run, state) in enumerate(zip(runs, kept)):
+            if state is None:
+                stored, exp_avg, exp_avg_sq = tensors[run]
+                master = Master(run.weights, stored, exp_avg_sq)
+                master.reset()
+                offset = 0 if run.buffer is None else run.buffer.rank * run.buffer.layout.shard_numel + run.start
+                state = RunState(run, master, exp_avg, steps.counts[number], bases[run.owner] + offset)
+                for parameter in run.parameters:
+                    views = state.views(parameter)
+                    adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
+                    self._loaded.discard(parameter)
+                    self.state[parameter] = views
+            else:
+                state.step = steps.counts[number].copy_(state.step)
+                for parameter in run.parameters:
+                    self.state[parameter]["step"] = state.step
+            self._states.append(state)
+        self._steps, self._active = steps, active
+        return True
+
+    def _kind(self, parameter: torch.nn.Parameter) -> object:
+        """Return the value that all parameters of a run share: the number of steps taken."""
+        state = self.state.get(parameter)
+        return float(state["step"]) if state else 0.0
+
+    def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
+        """Allocate the state of each run, with moments of zero, before its first step."""
+        tensors: list[StateTensors] = []
+        for weights in (run.weights for run in runs):
+            dtype = master_dtype(weights.dtype, weights.device)
+            stored = None if dtype is None else torch.empty_like(weights, dtype=dtype)
+            exp_avg = torch.zeros_like(weights, dtype=self._exp_avg_dtype)
+            tensors.append(StateTensors(stored, exp_avg, torch.zeros_like(weights, dtype=torch.float32)))
+        return tensors
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # missing in the state of another AdamW
+            for name in ("hold_steps", "decoupled"):
+                group.setdefault(name, self.defaults[name])
+
+    def state_dict(self, gather: bool = False) -> dict:
+        """Return the state of torch's AdamW, with a float32 "master" for half-precision weights.
+
+        Its tensors are the optimizer's own, which the next step changes, except masters and exp_avg_sq assembled from
+        residuals.
+
+        gather: return a copy of the whole state, in host memory on rank 0 (other ranks get no tensors), for any number
+        of ranks; every rank passes it to `load_state_dict`. Collective.
+        """
+        expect_flag("gather", gather)
+        if gather:
+            return save_state(self, current_world(), gather=True)
+        self._finish()
+        kept = self.state
+        self.state = defaultdict(dict, {p: shown(p, held, p in self._loaded) for p, held in kept.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = kept
+
+    def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the state as it is stored, of the present weights: with "residual" where `state_dict` has "master".
+
+        The optimizer's own tensors, which the next step changes; nothing is copied.
+        """
+        self._finish()
+        for state in self._states:
+            if state.is_stale:
+                state.master.follow_weight()
+                state.version = state.run.weights._version
+        return dict(self.state)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state of any AdamW as float32; torch would cast it to the dtype of the parameters.
+
+        Of whole tensors this rank's part is loaded. Until the next step it is a copy in host memory, so that no device
+        stores it twice.
+        """
+        check_state(state_dict)
+        if "sliced" in state_dict:  # a gathered state
+            return load_state(self, state_dict, current_world())
+        self._load(state_dict, copy=True)
+
+    def take_state_dict(self, state_dict: dict) -> None:
+        """Load a state dict as `load_state_dict` does, but keep its tensors where they need no conversion."""
+        self._load(state_dict, copy=False)
+
+    def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Load a state dict whose state is the step counts, and allocate the rest, which the caller is to write.
+
+        Returns it as `stored_state` does, for the parameters that have a step count.
+        """
+        self._load(state_dict, copy=True)
+        self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])
+        return dict(self.state)
+
+    def _load(self, state_dict: dict, copy: bool) -> None:
+        self._finish()
+        groups = state_dict["param_groups"]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        keys = [key for group in groups for key in group["params"]]
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        given = [(each, *item) for key, each in zip(keys, mine) for item in state_dict["state"].get(key, {}).items()]
+        self.loaded_facts = whole_facts(given)
+        for key, parameter in zip(keys, mine):
+            for name, value in state_dict["state"].get(key, {}).items():
+                dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)
+                own = own.part if isinstance(own, Sliced) else own
+                self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copy)
+        self._loaded = {parameter for parameter in mine if parameter in self.state}
+        self._states, self._active = [], []
+
+
+def _check_settings(group: dict) -> None:
+    """Raise TypeError or ValueError for settings of a parameter group that Adam cannot use."""
+    numbers = {name: _number(name, group[name]) for name in ("lr", "eps", "weight_decay", "hold_steps")}
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r:.80}")
+    betas = tuple(_number("betas", beta) for beta in betas)
+    if not all(0 <= value < math.inf for value in numbers.values()) or not all(0 <= beta < 1 for beta in betas):
+        given = ", ".join(f"{name}={value}" for name, value in {**numbers, "betas": betas}.items())
+        raise ValueError(
+            f"AdamOptimizer needs finite lr, eps, weight_decay, hold_steps ≥ 0 and betas in [0, 1), got {given}"
+        )
+    expect_flag("decoupled", group["decoupled"])
+
+
+def _number(name: str, value: Any) -> float:
+    """Return the number that `value`, or a tensor of one element, is. Raises TypeError for anything else."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    expect_number(name, value, "or a tensor of one element")
+    return float(value)

@@ -1,0 +1,504 @@
+"""OptimManager: from mean gradients to one update of every optimizer, or of none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..base.arguments import expect_flag, expect_kind, expect_number, expect_tensor
+from ..base.host_flag import HostFlag
+from ..base.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
+from ..comm.agreement import contents
+from ..comm.collective_log import value_code
+from ..comm.communicator import Communicator
+from ..ops.grad_norm import accumulate_squared_norm, as_real
+from ..runtime.world import current_world
+from ..sharding.parameter import DistributedParameter
+from .adam import AdamOptimizer
+from .runs import Run, gradient_versions, is_unchanged, neighbours, with_gradients
+from .skipped_steps import SkippedSteps
+from .state import load_state, save_state
+
+
+class OptimManager:
+    """Steps optimizers and their schedulers, with loss scaling and clipping, and skips steps that overflow.
+
+        manager.add_optimizer(optimizer, lr_scheduler)
+        for batch in batches:
+            manager.zero_grad()
+            manager.backward(model(batch))
+            manager.clip_grad_norm(optimizer.param_groups, 1.0)
+            manager.step()
+
+    loss_scale: the initial scale, a power of two (for fp16), or None for no scaling. It is multiplied by
+    loss_scale_factor after loss_scale_steps clean steps in a row (defaults: the world's, 2 and 1024), up to
+    max_loss_scale. If a gradient is inf or nan, the scale is divided by the factor while it is above min_loss_scale,
+    the gradients are zeroed, and neither optimizers nor schedulers step. Such a step is skipped without a loss scale
+    as well. One line of the log "hf_bmtrain" tells which block and parameter, and if it is known which rank: a warning
+    where a lower scale could not have helped (there is none, or it is at its minimum), otherwise as info, and as a
+    warning at each eighth in a row. After max_skipped_steps in a row that a lower scale could not have avoided `step`,
+    or the next `backward`, raises RuntimeError; None is no limit.
+
+    grad_scale: what the sum of the ranks' gradients is divided by, None for the world size, which gives their mean.
+
+    With AdamOptimizer the host never waits for the device: norm, clip factor, scale and skip flag are scalars on the
+    device. The host reads the skip flag in the next `backward` or `step`, after it has arrived, and then advances the
+    schedulers; on CPU it does so at once. Other optimizers wait for the flag in `step`.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float | None = None,
+        loss_scale_steps: int | None = None,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = float("inf"),
+        grad_scale: float | None = None,
+        max_skipped_steps: int | None = 25,
+    ) -> None:
+        world = current_world()
+        if loss_scale is not None:
+            _expect_positive("loss_scale", loss_scale, " or None")
+        if grad_scale is not None:
+            _expect_positive("grad_scale", grad_scale, " or None: it divides the sum of the ranks' gradients")
+        _expect_positive("min_loss_scale", min_loss_scale)
+        wanted = f"at least min_loss_scale, {min_loss_scale}"
+        expect_number("max_loss_scale", max_loss_scale, wanted, lambda scale: scale >= min_loss_scale)
+        if loss_scale_factor is not None:
+            wanted = "at least 1 and finite"
+            expect_number("loss_scale_factor", loss_scale_factor, wanted, lambda x: 1 <= x < float("inf"))
+        if loss_scale_steps is not None:
+            expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, whole=True)
+        self.grad_scale = world.size if grad_scale is None else grad_scale
+        self._mean_scale = world.size / self.grad_scale  # the reduction takes the mean
+        self._device, self._reduce = world.device, world.reduce
+        self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
+        self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
+        self._bounds = min_loss_scale, max_loss_scale
+        self._scale: torch.Tensor | None = None
+        if loss_scale is not None:
+            self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
+        self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
+        # For the next step: the clip factors of optimizers of which all gradients are clipped, applied in their update;
+        # the parameters whose gradients have been measured; and 1 if one of those is inf or nan.
+        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}
+        self._checked: set[torch.nn.Parameter] = set()
+        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # the shape that torch's fused take
+        # Of the last step: the skip flag, until the host reads it; True if a backward made a part of the step; and the
+        # gradients with their versions, to be dropped after a skipped step unless they have changed since.
+        self._skipped: HostFlag | None = None
+        self._updated_in_backward = False
+        self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._skips = SkippedSteps(max_skipped_steps)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self._compared = 0  # so many optimizers were compared with the other ranks'
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale, 1 without one; writing it changes it. Reading it waits for the device."""
+        return 1.0 if self._scale is None else float(self._scale)
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        _expect_positive("loss_scale", scale)
+        self._end_last_step()
+        self._clean_steps.zero_()
+        if self._scale is not None:
+            self._scale.fill_(scale)
+        elif scale != 1:
+            self._scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, AdamOptimizer):
+                    optimizer.loss_scale = self._scale
+
+    @property
+    def loss_scale_enabled(self) -> bool:
+        """Whether losses are scaled, and the scale adapted."""
+        return self._scale is not None
+
+    @property
+    def lr_schedulers(self) -> list[Any]:
+        """`schedulers`, under BMTrain's name."""
+        return self.schedulers
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """Add `optimizer`, and `lr_scheduler` (any object with a `step()`), which is stepped after it.
+
+        Raises ValueError for an optimizer that was created before its model was sharded: it would train nothing.
+        """
+        if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+        if any(optimizer is each for each in self.optimizers):
+            raise ValueError(
+                f"optimizer: this {type(optimizer).__name__} was added before, and would step twice: call "
+                "add_optimizer once for each."
+            )
+        if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
+            raise TypeError(f"lr_scheduler must have a step(), or be None, got a {type(lr_scheduler).__name__}")
+        stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
+        if stale:
+            raise ValueError(
+                f"{stale} parameters of this {type(optimizer).__name__} have been replaced by slices since it was "
+                "made: make the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
+            )
+        self.optimizers.append(optimizer)
+        self.schedulers.append(lr_scheduler)
+        if isinstance(optimizer, AdamOptimizer):
+            optimizer.loss_scale = self._scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients of every optimizer to None, or to zero."""
+        if not isinstance(set_to_none, bool):
+            expect_flag("set_to_none", set_to_none)
+        if self._skipped is not None and self._skipped.arrived and self._skipped.read():
+            self._skips.look(self._last_gradients())
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        self._used = {}  # or their memory would not be free in the next forward
+
+    def backward(self, loss: torch.Tensor | None = None) -> None:
+        """Run the backward of `loss` (a scalar) times the loss scale."""
+        if loss is None:
+            raise ValueError("backward() needs the loss: call manager.backward(loss).")
+        if not isinstance(loss, torch.Tensor):
+            expect_tensor("loss", loss)
+        if loss.numel() != 1:
+            raise ValueError(f"loss must be one number, got shape {tuple(loss.shape)}: take its .mean() or .sum()")
+        if not loss.requires_grad:
+            raise ValueError(
+                "loss must require a gradient: compute it from the model's output, not under torch.no_grad(), without "
+                ".detach() or .item(), and with parameters that are not all frozen"
+            )
+        loss = self.scale_loss(loss)
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError as error:
+            current_world().schedule.explain_shortage(error)
+            raise
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times the loss scale, for a `backward()` of your own; `step` divides the gradients by it."""
+        if not isinstance(loss, torch.Tensor):
+            expect_tensor("loss", loss)
+        self._end_last_step()
+        self._forget_norms()
+        if self._mean_scale != 1:
+            loss = loss.float() * self._mean_scale
+        return loss if self._scale is None else loss.float() * self._scale
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
+    ) -> torch.Tensor:
+        """Scale the gradients by max_norm / (norm + eps) if that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+
+        The norm is over all ranks, without the loss scale. If all gradients of an optimizer are clipped, its update
+        scales them; others are scaled in place. Returns the norm before clipping, a float32 scalar on the device
+        (formatting it waits for the device). scale: an argument of BMTrain's, ignored. Collective.
+        Raises RuntimeError after `update_in_backward`, which has used the gradients.
+        """
+        param_groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
+        _check_clipping(param_groups, max_norm, norm_type, eps)
+        parameters = with_gradients(p for group in param_groups for p in group["params"])
+        chosen = set(parameters)
+        own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
+        if any(_updated_in_backward(optimizer) and not chosen.isdisjoint(own[optimizer]) for optimizer in own):
+            raise RuntimeError(
+                "clip_grad_norm after update_in_backward(): these gradients have been used during the backward. Leave "
+                "one of the two out; torch.nn.utils.get_total_norm of the gradients gives their norm."
+            )
+        for optimizer in list(self._clips):  # clipped before, and this norm is that of the clipped gradients
+            if not chosen.isdisjoint(own[optimizer]):
+                foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
+        for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
+            if isinstance(value, (int, float)):  # a tensor may be on a device that has not computed it yet
+                self._reduce.journal.note(value_code(kind, value))
+        norm = self._check(parameters, float(norm_type))
+        if self._scale is not None:
+            norm = norm / self._scale
+        factor = (max_norm / (norm + eps)).clamp_(max=1.0)
+        in_updates: set[torch.nn.Parameter] = set()
+        for optimizer, members in own.items():
+            if chosen.issuperset(members):
+                self._clips[optimizer] = factor
+                in_updates.update(members)
+        rest = [p.grad for p in parameters if p not in in_updates and p.grad is not None]
+        if rest:
+            foreach_mul_(rest, factor)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Make one update of every optimizer, or none of any if a gradient is inf or nan. Collective."""
+        if not self.optimizers:
+            raise RuntimeError("OptimManager has no optimizer: call add_optimizer first.")
+        # 1. The last step is over: advance its schedulers, or drop its gradients if it was skipped.
+        self._end_last_step()
+        if self._compared != len(self.optimizers):
+            self._compare()
+        # 2. Find out whether all gradients are finite; clipping has done so for those that it measured.
+        unchecked = [p for o in self.optimizers for p in _with_gradient(o) if p not in self._checked]
+        self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
+        if unchecked:
+            self._check(unchecked, 2.0)
+        # 3. Update the weights, or not: the flag is on the device, and AdamOptimizer reads it there.
+        try:
+            for optimizer in self.optimizers:
+                self._update(optimizer)
+        except torch.OutOfMemoryError as error:
+            current_world().schedule.explain_shortage(error)
+            raise
+        # 4. Adapt the loss scale.
+        if self._scale is not None:
+            amp_update_scale_(
+                self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
+            )
+            self._scale.clamp_(*self._bounds)
+        # 5. Send the flag to the host, which reads it in the next step; on CPU it is there already.
+        self._skipped = HostFlag(self._found_inf)
+        self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
+        self._skips.end_step()
+        self._forget_norms()
+        if self._skipped.immediate:
+            self._end_last_step()
+
+    def _compare(self) -> None:
+        """Raise RuntimeError unless every rank has such a manager. Collective."""
+        facts: dict[str, Any] = {"loss_scale": self.loss_scale_enabled and self.loss_scale}
+        facts |= {"loss_scale_factor": self._factor, "loss_scale_steps": self._interval, "bounds": self._bounds}
+        facts |= {"grad_scale": self.grad_scale}
+        for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers)):
+            facts[f"optimizer {number}"] = type(optimizer).__qualname__
+            facts[f"scheduler {number}"] = type(scheduler).__qualname__
+        current_world().agree("OptimManager.step", facts)
+        self._compared = len(self.optimizers)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        # The divisor of its gradients, None for 1.
+        clip, divisor = self._clips.get(optimizer), self._scale
+        if clip is not None:
+            divisor = clip.reciprocal() if divisor is None else divisor / clip
+        if isinstance(optimizer, AdamOptimizer):
+            optimizer.grad_scale, optimizer.found_inf = divisor, self._found_inf
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif not self._found_inf.item():
+            gradients = [p.grad for p in _with_gradient(optimizer)]
+            if gradients and divisor is not None:
+                foreach_div_(gradients, divisor)
+            optimizer.step()
+
+    def _check(self, parameters: list, order: float) -> torch.Tensor:
+        """Return the global norm of the parameters' gradients, and set the skip flag if it is inf or nan."""
+        norm = global_norm(parameters, order, self._reduce, self._device)
+        torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
+        self._checked.update(parameters)
+        return norm.float()
+
+    def _forget_norms(self) -> None:
+        self._clips.clear()
+        self._checked.clear()
+        self._found_inf.zero_()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
+        """Return the state of optimizers, schedulers and loss scale, in host memory, for torch.save. Collective.
+
+        gather_opt: gather the optimizers' whole state on rank 0 (other ranks get no tensors), for any number of ranks.
+        Otherwise every rank gets its own part, for the same rank of an equally large world.
+        """
+        world = current_world()
+        expect_flag("gather_opt", gather_opt)
+        world.assemble("OptimManager.state_dict")
+        own = self.own_state()
+        return {"optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers], **own}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state of schedulers and loss scale, without the optimizers'. The same on every rank."""
+        self._end_last_step()
+        return {
+            "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
+            "loss_scale": None if self._scale is None else self.loss_scale,
+            "clean_steps": int(self._clean_steps),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
+        """Load `state_dict`, after the same calls of `add_optimizer` as when it was saved.
+
+        Every rank passes a state saved with gather_opt whole; the argument gather_opt is optional. Raises ValueError,
+        with the manager's own state unchanged, for the state of other optimizers or of another manager. Collective:
+        raises RuntimeError if the ranks pass states that differ in more than their own parts.
+        """
+        expect_kind("state_dict", state_dict, dict, "what OptimManager.state_dict() returned")
+        lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
+        if lacking:
+            raise ValueError(
+                f"state_dict must be what OptimManager.state_dict() returned: it lacks {', '.join(lacking)}"
+            )
+        expect_flag("gather_opt", gather_opt)
+        own = {name: value for name, value in state_dict.items() if name != "optimizers"}
+        current_world().agree("OptimManager.load_state_dict", contents(own))
+        self.check_own_state(state_dict)
+        self._end_last_step()
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"]):
+            gathered = "sliced" in state
+            if gather_opt is not None and gathered != gather_opt:
+                raise ValueError(f"the state was saved with gather_opt={gathered}: load it with that, or leave it out.")
+            load_state(optimizer, state, current_world())
+        self.load_own_state(state_dict)
+
+    def check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `state`, of `own_state`, is of a manager with the same optimizers and schedulers."""
+        schedulers = state["lr_schedulers"]
+        theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
+        if theirs != mine:
+            raise ValueError(
+                f"this is the state of {len(theirs)} optimizers with {sum(theirs)} schedulers, the manager has "
+                f"{len(mine)} with {sum(mine)}: add the same ones first."
+            )
+        scale = None if self._scale is None else self.loss_scale
+        if (state["loss_scale"] is None) != (scale is None):
+            raise ValueError(
+                f"saved with loss_scale {state['loss_scale']}, this manager has {scale}: make "
+                "OptimManager with the same choice of a loss scale or None."
+            )
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Load what `own_state` returned."""
+        self.check_own_state(state)
+        self._end_last_step()
+        for scheduler, saved in zip(self.schedulers, state["lr_schedulers"]):
+            if scheduler is not None:
+                scheduler.load_state_dict(saved)
+        if self._scale is not None:
+            self._scale.fill_(state["loss_scale"])
+        self._clean_steps.fill_(state["clean_steps"])
+
+    # -- the end of the last step -------------------------------------------------------------------------------
+
+    def _end_last_step(self) -> None:
+        """Read the skip flag of the last step. Drop its gradients if it was skipped, else advance the schedulers."""
+        if self._skipped is None:
+            return
+        skipped, self._skipped = self._skipped.read(), None
+        if skipped:
+            self._skips.look(self._last_gradients())
+        used, self._used = self._used, {}
+        if skipped and self._updated_in_backward:
+            raise RuntimeError(
+                "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped: "
+                "the weights are spoilt. Go on from a checkpoint, without update_in_backward."
+            )
+        if skipped:
+            for parameter, seen in used.items():
+                if is_unchanged(parameter, seen):  # not made by a backward since
+                    parameter.grad = None
+            scale = None if self._scale is None else self.loss_scale
+            self._skips.report(self._parameters(), scale, self._bounds[0])
+            return
+        self._skips.clear()
+        for scheduler in self.schedulers:
+            if scheduler is not None:
+                scheduler.step()
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    def _last_gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients of the last step, None for those that have changed since."""
+        used = self._used
+        return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
+
+
+def _expect_positive(name: str, value: Any, more: str = "") -> None:
+    expect_number(name, value, f"finite and positive{more}", lambda number: 0 < number < float("inf"))
+
+
+def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) -> None:
+    """Raise TypeError or ValueError for arguments of `clip_grad_norm` that would not clip."""
+    plain = {type(max_norm), type(norm_type), type(eps)} <= {int, float} and isinstance(param_groups, list)
+    if plain and 0 <= max_norm and 0 < norm_type and 0 <= eps < float("inf"):
+        if all(isinstance(group, dict) for group in param_groups):
+            return  # as in every step
+    wanted = 'optimizer.param_groups, a list of dicts with "params"'
+    expect_kind("param_groups", param_groups, (list, tuple), wanted)
+    for group in param_groups:
+        expect_kind("param_groups", group, dict, wanted)
+    if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:  # a scalar on the device is not read
+        expect_number("max_norm", max_norm, "at least 0", lambda norm: norm >= 0)
+    if norm_type != "inf":  # as torch's
+        expect_number("norm_type", norm_type, "positive or inf", lambda order: order > 0)
+    expect_number("eps", eps, "finite and at least 0", lambda number: 0 <= number < float("inf"))
+
+
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
+    return with_gradients(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(optimizer, "updated_in_backward", False)  # AdamOffloadOptimizer's
+
+
+# -- the norm of gradients over all ranks ---------------------------------------------------------------------------
+
+
+def global_norm(parameters: list, order: float, communicator: Communicator, device: torch.device) -> torch.Tensor:
+    """Return the norm of the parameters' `.grad`s over all ranks, a scalar on `device`. Collective.
+
+    It is inf or NaN if an element is. The 2-norm is float64; it reads every gradient once, a flat range at a time, or
+    not at all if its reduction has measured it. Other orders are computed by torch in float32. One scalar is
+    all-reduced. Ordinary parameters count once, not once per rank. Raises ValueError unless order > 0.
+    """
+    infinite = order == float("inf")
+    add = _squares if order == 2 else _powers
+    sliced = add([p for p in parameters if isinstance(p, DistributedParameter)], order, device)
+    communicator.all_reduce(sliced, maximum=infinite).wait()
+    own = add([p for p in parameters if not isinstance(p, DistributedParameter)], order, device)
+    if infinite:
+        return torch.maximum(sliced, own)[0]
+    return sliced.add_(own)[0].pow(1.0 / order)
+
+
+def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
+    """Return Σg² of all elements, (2,) float64; the second element is `accumulate_squared_norm`'s flag."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    measured = []
+    for members in neighbours(parameters):
+        first, squares = members[0], None
+        if isinstance(first, DistributedParameter):
+            squares = first.buffer.gradient.squares(range(first.index, first.index + len(members)))
+        if squares is not None:
+            measured.append(squares)
+            continue
+        for flat in map(as_real, _flat(members)):
+            if flat.dtype == torch.float64:
+                total[0] += torch.dot(flat, flat)
+            else:
+                accumulate_squared_norm(flat, total)
+    if measured:
+        total[0] += torch.cat(measured).sum()
+    return total
+
+
+def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
+    """Return Σ|g|^order of all elements (the maximum for inf), (1,) float32."""
+    filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
+    filled = [flat.abs() if flat.is_complex() else flat for flat in filled]
+    if not filled:
+        return torch.zeros(1, dtype=torch.float32, device=device)
+    norms = torch.stack(foreach_norm(filled, order, dtype=torch.float32))
+    return norms.max().reshape(1) if order == float("inf") else norms.pow(order).sum().reshape(1)
+
+
+def _flat(members: list) -> list[torch.Tensor]:
+    """Return as few 1-D tensors as possible with every element of adjacent parameters' `.grad`s once, and zeros."""
+    flat = Run.over(members).flat_gradient() if isinstance(members[0], DistributedParameter) else None
+    if flat is not None:
+        return [flat]
+    return [p.grad.as_subclass(torch.Tensor).reshape(-1) for p in members if p.grad is not None]

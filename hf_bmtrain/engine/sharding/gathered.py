@@ -1,0 +1,148 @@
+"""The context manager `gathered`: whole parameters, to be read or modified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ...features.packed.storage import QuantizedParameter
+from ..base.arguments import expect_flag, expect_kind
+from ..runtime.world import World, current_world
+from .parameter import DistributedParameter
+from .slots import Slot, find_slots
+
+Wholes = dict[DistributedParameter, torch.nn.Parameter]
+"""Copies of whole parameters, by their slices."""
+
+
+@contextmanager
+def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
+    """Under `with bmt.gathered(model):` the model's parameters are whole, in their own shapes. Collective.
+
+    The wholes are copies on each rank's device, made without gradients. Inside the context the model cannot be called,
+    nor its `state_dict()`. Raises RuntimeError at the end if another parameter or module was put in the place of one
+    (resizing embeddings, tying): do that before auto_wrap. After an exception inside nothing is written.
+
+    what: a module, which is yielded, its attributes and `parameters()` whole; or one or several parameters, for which
+    a list of the whole tensors is yielded.
+    modify: write back. At the end all ranks get the weights as they are on rank 0; AdamOptimizer's float32 masters
+    follow where the weights differ. If False, changed values raise RuntimeError at the end, and changed values of
+    quantized weights do in any case, before anything is written.
+    """
+    world = current_world()
+    wanted = "a model, or sharded parameters: an ordinary tensor is whole already"
+    expect_kind("what", what, (torch.nn.Module, torch.Tensor, Iterable), wanted)
+    expect_flag("modify", modify)
+    pieces: list[Any] = []
+    if not isinstance(what, torch.nn.Module):
+        pieces = [what] if isinstance(what, torch.Tensor) else list(what)
+    for piece in pieces:
+        if not isinstance(piece, DistributedParameter):
+            raise ValueError(f"what must be {wanted}, got a {type(piece).__name__}")
+    occasion = f"gathered(modify={modify})"
+    world.assemble(occasion)
+    if isinstance(what, torch.nn.Module):
+        slots = find_slots(what.modules())
+        wholes = _copies([slot.piece for slot in slots])
+        inside, result = _shown(what, slots, wholes), what
+    else:
+        wholes = _copies(pieces)
+        inside, result = nullcontext(), [wholes[piece] for piece in pieces]
+    with torch.no_grad():
+        with inside:
+            yield result
+        world.assemble(f"end of {occasion}")
+        fixed = {p: whole for p, whole in wholes.items() if not modify or isinstance(p, QuantizedParameter)}
+        _check_unchanged(world, fixed, modify)
+        if modify:
+            _write_back(world, {p: whole for p, whole in wholes.items() if p not in fixed})
+
+
+def _by_buffer(pieces: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
+    """Yield each slice once, while the wholes of its buffer are readable; one buffer is gathered at a time."""
+    unique = dict.fromkeys(pieces)
+    for buffer in dict.fromkeys(piece.buffer for piece in unique):
+        with buffer.whole_now():
+            yield from (piece for piece in unique if piece.buffer is buffer)
+
+
+def _copies(pieces: Iterable[DistributedParameter]) -> Wholes:
+    """Return a whole parameter in memory of its own for each slice. Collective."""
+    return {p: torch.nn.Parameter(p.whole.detach().clone(), p.requires_grad) for p in _by_buffer(pieces)}
+
+
+@contextmanager
+def _shown(model: torch.nn.Module, slots: Sequence[Slot], wholes: Wholes) -> Iterator[None]:
+    """Put the wholes into the model's slots, and restore its slices and modules at the end in any case."""
+    modules = list(model.modules())
+    hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
+    hooks += [module.register_state_dict_pre_hook(_refuse) for module in modules]
+    for slot in slots:
+        slot.show(wholes[slot.piece])
+    shown: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = []
+    for module in modules:
+        shown += [(module, own, dict(own)) for own in (module._parameters, module._modules)]
+    try:
+        yield
+        replaced = dict.fromkeys(type(module).__name__ for module, own, before in shown if _differ(own, before))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for _, own, before in shown:
+            own.clear()
+            own.update(before)
+        for slot in slots:
+            slot.show(slot.piece)
+    if replaced:
+        raise RuntimeError(
+            f"gathered: another parameter or module was put into {', '.join(replaced)}, and nothing is changed: "
+            "inside, values may change, not shapes, ties or layers. Resize, tie or replace before auto_wrap; of PEFT's "
+            "adapters call merge_adapter() inside, and unload() afterwards."
+        )
+
+
+def _differ(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return list(now) != list(before) or any(now[name] is not value for name, value in before.items())
+
+
+def _refuse(*args: Any) -> None:
+    raise RuntimeError(
+        "Inside bmt.gathered the model holds copies: call it, or its state_dict() (which is whole anyway), after the "
+        "`with`."
+    )
+
+
+def _write_back(world: World, wholes: Wholes) -> None:
+    """Store rank 0's values of the wholes. Collective. Raises RuntimeError if a shape or dtype was changed."""
+    misfits = [
+        f"{tuple(piece.full_shape)} {piece.dtype} became {tuple(whole.shape)} {whole.dtype}"
+        for piece, whole in wholes.items()
+        if whole.dtype != piece.dtype or whole.shape != piece.full_shape
+    ]
+    problem = f"Shapes and dtypes are fixed by auto_wrap, change them before: {', '.join(misfits)}" if misfits else None
+    world.raise_everywhere("gathered: nothing is changed", problem)
+    for piece, whole in wholes.items():
+        values = whole.detach().to(piece.device, copy=True).contiguous()
+        if values.numel():
+            world.gather.broadcast(_bytes(values), 0).wait()
+        piece.copy_(piece.take(values))
+
+
+def _check_unchanged(world: World, wholes: Wholes, modify: bool) -> None:
+    """Raise RuntimeError on every rank if values were changed on one. Collective. modify: these are quantized."""
+    if not wholes:
+        return
+    changed = [p for p in _by_buffer(wholes) if not torch.equal(_bytes(wholes[p]), _bytes(p.whole))]
+    problem = f"shapes {', '.join(str(tuple(piece.full_shape)) for piece in changed)}" if changed else None
+    way_out = "write with bmt.gathered(..., modify=True)"
+    if modify:
+        way_out = "they are quantized. To merge adapters, load the model without quantize_frozen"
+    world.raise_everywhere(f"gathered: parameters were changed inside, which has no effect: {way_out}", problem)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as uint8, which compares NaNs by their bits."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

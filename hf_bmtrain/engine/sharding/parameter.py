@@ -1,0 +1,205 @@
+"""DistributedParameter: this rank's slice of one parameter."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..base.arguments import expect_callable, expect_flag, expect_kind, expect_tensor
+from ..blocks.schedule import double_backward
+from ..runtime.world import current_world
+from ..tensors.tensor import Sliced, SliceTensor
+from .buffer import ShardedBuffer
+from .on_demand import OnDemandGather
+
+
+class Origin(NamedTuple):
+    """Where `auto_wrap` found a parameter.
+
+    model: a number of the model, larger for one that was wrapped later. number: among its parameters. block: the name
+    of the block that holds it, "" outside blocks. name: in the block, or in the model.
+    """
+
+    model: int
+    number: int
+    block: str
+    name: str
+
+
+class DistributedParameter(Sliced, torch.nn.Parameter):
+    """This rank's 1-D slice of a parameter. `model.parameters()` yields slices, and optimizers update them.
+
+    `DistributedParameter(data)` shards `data` (any shape, rank 0's values) over all ranks, as in BMTrain. Collective.
+    The slice is a view of the shard of its `ShardedBuffer`: writing to it writes the shard. Its `part` may be empty.
+    The attribute of a `DistributedModule` is whole when it is read inside a forward. Raises ValueError if `data` is on
+    the meta device.
+
+    full_shape: shape of the whole parameter, as `shape` is. init_method: fills a whole tensor, see `init_parameters`.
+    group: a name for `grouped_parameters`. origin: where `auto_wrap` found it, None without `auto_wrap`.
+
+    A backward sets the `.grad` of every parameter in the blocks that it passed through, and of those outside blocks
+    whose buffers its forward read, if any rank used the parameter; a rank that did not use it counts as zero. A
+    parameter that no rank used is left as it is, with None at first, as in plain torch.
+    """
+
+    is_parameter = True
+    buffer: ShardedBuffer
+    on_demand: OnDemandGather | None
+    index: int
+    init_method: Callable[[torch.Tensor], object] | None
+    group: str | None
+    origin: Origin | None
+    _gradient_hooks: OrderedDict[int, Callable]
+
+    if TYPE_CHECKING:  # torch's metaclass hides what __new__ takes
+
+        def __init__(self, data, requires_grad: bool = True, init_method=None, group: str | None = None) -> None: ...
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, init_method=None, group: str | None = None):
+        expect_tensor("data", data)
+        expect_flag("requires_grad", requires_grad)
+        if requires_grad and not (data.is_floating_point() or data.is_complex()):
+            raise ValueError(f"data must be of a floating dtype, got {data.dtype}: or pass requires_grad=False")
+        if init_method is not None:
+            expect_callable("init_method", init_method, "a function that fills a tensor, or None")
+        expect_kind("group", group, (str, type(None)), "a name (str) or None")
+        if data.is_meta:
+            raise ValueError(
+                "data is a meta tensor, and a DistributedParameter needs values to shard: create it on a real "
+                "device, with init_method= for values that init_parameters() fills in."
+            )
+        whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
+        world = current_world()
+        buffer = ShardedBuffer(world.schedule, [whole], world.device, world.schedule.outside)
+        (piece,) = buffer.make_slices(cls, [whole])
+        piece.init_method, piece.group = init_method, group
+        return piece
+
+    @property
+    def whole(self) -> torch.nn.Parameter:
+        """The whole parameter, a view of the full buffer; its values are readable only while the buffer is whole."""
+        return self.buffer.wholes[self.index]
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """`full_shape`, under the name that PEFT reads."""
+        return self.full_shape
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.buffer.gradient.requires_grad[self.index]
+
+    @requires_grad.setter
+    def requires_grad(self, required: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, required)  # pyright: ignore[reportAttributeAccessIssue]
+        self.buffer.gradient.requires_grad[self.index] = required
+
+    def requires_grad_(self, requires_grad: bool = True) -> DistributedParameter:
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def trained(self) -> bool:
+        """True if a gradient has been reduced while this required one, or a checkpoint of what is trained had it."""
+        return self.buffer.gradient.trained[self.index]
+
+    @trained.setter
+    def trained(self, trained: bool) -> None:
+        self.buffer.gradient.trained[self.index] = trained
+
+    def detach_(self) -> DistributedParameter:
+        return self.requires_grad_(False)
+
+    def settle(self) -> None:
+        self.buffer.update.wait()
+
+    def autograd_leaves(self) -> list[torch.nn.Parameter]:
+        """Return the tensors that autograd knows for this: the whole in a block, or those of its readers outside."""
+        return [self.whole] if self.on_demand is None else self.on_demand.wholes(self.index)
+
+    def read_whole(self) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            schedule = current_world().schedule
+            if schedule.in_forward and not schedule.in_backward:
+                schedule.add_reader(OnDemandGather.of(self, schedule))
+            return _ReadWhole.apply(self)
+        with self.buffer.whole_now():
+            return self.whole.detach().clone()
+
+    def gather(self) -> torch.Tensor:
+        """Return the whole parameter, a new tensor of `full_shape` on this device. Collective.
+
+        Where autograd records, it is differentiable: its gradient is averaged over the ranks into `.grad`.
+        """
+        return self.read_whole()
+
+    def gather_gradient(self) -> torch.Tensor | None:
+        """Return the whole gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
+        return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
+
+    def take(self, whole: torch.Tensor) -> SliceTensor:
+        """Return this rank's part of a `whole` tensor of `full_shape`, as a 1-D view. Not collective.
+
+        Raises ValueError for another shape.
+        """
+        expect_tensor("whole", whole)
+        if whole.shape != self.full_shape:
+            raise ValueError(
+                f"whole must be a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}"
+            )
+        self.buffer.update.wait()  # the part is about to be written
+        return SliceTensor.of(self.placement.cut(whole), self.placement)
+
+    def register_post_accumulate_grad_hook(self, hook):
+        """Call `hook(parameter)` after the gradient, averaged over all ranks, was added to `.grad`."""
+        expect_callable("hook", hook, "a function of the parameter")
+        handle = RemovableHandle(self._gradient_hooks)
+        self._gradient_hooks[handle.id] = hook
+        return handle
+
+    def __repr__(self) -> str:
+        return (
+            f"DistributedParameter(full_shape={tuple(self.full_shape)}, dtype={self.dtype}, device='{self.device}', "
+            f"requires_grad={self.requires_grad}, {self.placement.piece.length} elements on rank {self.buffer.rank})"
+        )
+
+    # -- refused ------------------------------------------------------------------------------------------------
+
+    def register_hook(self, hook):
+        raise RuntimeError(
+            "A tensor hook on a sharded parameter would never fire: its gradient arrives from the reduction, not "
+            "from autograd. Use register_post_accumulate_grad_hook, which sees the averaged gradient in `.grad`."
+        )
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(
+            f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled: this rank holds "
+            f"{self.placement.piece.length} of its elements. Save "
+            "bmt.save(model, file), model.state_dict() or parameter.gather(), on all ranks."
+        )
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError(
+            "A sharded model cannot be deep-copied: copy the model before auto_wrap, or load state_dict() into another."
+        )
+
+
+class _ReadWhole(torch.autograd.Function):
+    """A whole copy of a parameter, whose gradient is averaged over the ranks."""
+
+    @staticmethod
+    def forward(ctx, parameter: DistributedParameter) -> torch.Tensor:
+        ctx.parameter = parameter
+        with parameter.buffer.whole_now():
+            return parameter.whole.detach().clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise double_backward()
+        schedule = current_world().schedule
+        OnDemandGather.of(ctx.parameter, schedule).collect(ctx.parameter.index, gradient)

@@ -1,0 +1,172 @@
+"""Slots: the places in modules that hold sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ...features.float8.storage import Float8Buffer
+from ...features.packed.arithmetic import Format
+from ...features.packed.storage import PackedParameter, Quantization, QuantizedBuffer, QuantizedParameter
+from ..comm.reduce import Reduction
+from ..runtime.world import World
+from .buffer import ShardedBuffer
+from .parameter import DistributedParameter
+from .sourced import ScatteredParameter
+
+
+class Slot(NamedTuple):
+    """The place `name` in the dict of a module that shows a slice or its whole. Tied parameters have several."""
+
+    parameters: dict[str, Any]  # and not the module, which may hold the slot
+    name: str
+    whole: torch.nn.Parameter
+    piece: DistributedParameter
+
+    def show(self, parameter: torch.nn.Parameter | None) -> None:
+        self.parameters[self.name] = parameter
+
+
+Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
+
+
+def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
+    """Return every (module, name, parameter) of the modules themselves, without their children."""
+    return [
+        (module, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
+    """Return the flat buffers of a wrapped model, in the order of its parameters."""
+    return list(dict.fromkeys(p.buffer for p in model.parameters() if isinstance(p, DistributedParameter)))
+
+
+def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
+    """Return the slots of the modules' parameters that are slices now."""
+    return [
+        Slot(module._parameters, name, parameter.whole, parameter)
+        for module, name, parameter in find_places(modules)
+        if isinstance(parameter, DistributedParameter)
+    ]
+
+
+def tensor_facts(model: torch.nn.Module) -> dict[str, str]:
+    """Return what must be equal on all ranks of the parameters and buffers of `model`, by name, for `World.agree`."""
+    facts: dict[str, str] = {"class": type(model).__qualname__}
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        told = [str(tuple(parameter.shape)), str(parameter.dtype), f"requires_grad={parameter.requires_grad}"]
+        if first.setdefault(id(parameter), name) != name:
+            told.append(f"tied to '{first[id(parameter)]}'")
+        if isinstance(parameter, DistributedParameter):
+            told.append("sharded already")
+        if isinstance(parameter, ScatteredParameter):
+            told.append(parameter.fingerprint)
+        facts[f"parameter '{name}'"] = " ".join(told)
+    for name, buffer in model.named_buffers():
+        facts[f"buffer '{name}'"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    return facts
+
+
+def shard_places(
+    world: World,
+    places: Sequence[Place],
+    reduction: Reduction,
+    apart: Set[int] = frozenset(),
+    quantization: Quantization | None = None,
+    for_float8: Set[int] = frozenset(),
+) -> tuple[list[ShardedBuffer], list[Slot]]:
+    """Move the parameters of `places` into flat buffers by dtype and requires_grad, and put slices in the places.
+
+    A parameter that occurs twice is stored once. One group of whole parameters is in memory at a time. The old ones
+    are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
+
+    apart: ids of parameters that share no buffer with others. quantization: the parameters that are packed here. A
+    PackedParameter is packed already. for_float8: ids of weights that may be gathered in float8, but for packed ones.
+    They have a buffer of their own, or with the others of their group if those are few, see `Float8Buffer`.
+    """
+    groups: dict[_Kind, dict[int, torch.nn.Parameter]] = {}
+    for _, _, parameter in places:
+        form = parameter.form if isinstance(parameter, PackedParameter) else None
+        if quantization is not None and id(parameter) in quantization.names:
+            form = quantization.form
+        float8 = form is None and id(parameter) in for_float8
+        key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, form, float8
+        groups.setdefault(key, {})[id(parameter)] = parameter
+    companions = {key: _join_companions(groups, key) for key in [*groups] if key[-1]}
+    slices: dict[int, DistributedParameter] = {}
+    for key, parameters in groups.items():
+        *_, form, float8 = key
+        wholes, cls = [_whole(parameter) for parameter in parameters.values()], DistributedParameter
+        if float8:
+            buffer = Float8Buffer(world.schedule, wholes, world.device, reduction, companions[key])
+        elif form is None:
+            buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction)
+        else:
+            names = {} if quantization is None else quantization.names
+            packing = Quantization(form, names)
+            buffer = QuantizedBuffer(world.schedule, wholes, world.device, reduction, packing)
+            cls = QuantizedParameter
+        slices.update(zip(parameters, buffer.make_slices(cls, wholes)))
+        del wholes
+        for parameter in parameters.values():
+            note: Any = parameter
+            note.sharded_elsewhere = True
+    slots = []
+    for module, name, parameter in places:
+        piece = module._parameters[name] = slices[id(parameter)]
+        slots.append(Slot(module._parameters, name, piece.buffer.wholes[piece.index], piece))
+    return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
+
+
+_Kind = tuple[torch.dtype, bool, bool, Format | None, bool]
+"""What the parameters of a buffer have in common: dtype, requires_grad, apart, the form of packed ones, float8."""
+
+
+def _join_companions(groups: dict[_Kind, dict[int, torch.nn.Parameter]], key: _Kind) -> int:
+    """Put the other parameters of a group of weights for float8 before these if they are few. Return their number."""
+    others = groups.get((*key[:-1], False), {})
+    if not others or not Float8Buffer.takes([*others.values()], [*groups[key].values()]):
+        return 0
+    groups[key] = groups.pop((*key[:-1], False)) | groups[key]
+    return len(others)
+
+
+def _whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return `parameter` itself, or the whole of one that was sharded before."""
+    if not isinstance(parameter, DistributedParameter):
+        return parameter
+    whole: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
+    whole.init_method, whole.group = parameter.init_method, parameter.group
+    return whole
+
+
+@contextmanager
+def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
+    """Under `with`, the slots are empty, so that `module._apply` does not reach the slices.
+
+    Raises RuntimeError if `convert` would move or cast them.
+    """
+    for slot in slots:
+        probe = torch.empty(0, dtype=slot.piece.dtype, device=slot.piece.device)
+        converted = convert(probe)
+        if converted.dtype != probe.dtype or converted.device != probe.device:
+            raise RuntimeError(
+                f"A sharded model cannot be moved or cast ({probe.dtype} on {probe.device} to {converted.dtype} on "
+                f"{converted.device}): its slices would lose their place in the flat buffers. Cast the model "
+                "before auto_wrap; it is moved to the rank's device by auto_wrap."
+            )
+    for slot in slots:
+        slot.show(None)
+    try:
+        yield
+    finally:
+        for slot in slots:
+            slot.show(slot.piece)

@@ -1,0 +1,149 @@
+"""The state dict of a sharded model: save whole tensors, load this rank's parts of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from ..comm.agreement import fingerprint
+from ..runtime.world import current_world
+from ..tensors.tensor import Sliced
+from .slots import Slot, find_slots
+
+
+class StateDict(OrderedDict):
+    """The result of a collective `state_dict` under construction.
+
+    keep: False on a rank that participates without keeping values; it gets empty tensors.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
+        super().__init__()
+        self._metadata = OrderedDict()
+        self._keep = keep
+        self.copies: dict[Hashable, torch.Tensor] = {}
+
+    def copy_to_cpu(self, source: Hashable, value: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor with the values, one for each `source`, so that tied weights stay tied."""
+        if source not in self.copies:
+            self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0, device="cpu")
+        return self.copies[source]
+
+    def on_cpu(self) -> OrderedDict:
+        """Return the entries, all in new memory on the CPU, tied ones tied."""
+        made = {id(copy) for copy in self.copies.values()}
+        for key, value in self.items():
+            if isinstance(value, torch.Tensor) and id(value) not in made:
+                place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+                self[key] = self.copy_to_cpu(place, value) if value.numel() else value.detach().cpu()
+        return self.plain()
+
+    def plain(self) -> OrderedDict:
+        result = OrderedDict(self)
+        result._metadata = self._metadata  # pyright: ignore[reportAttributeAccessIssue]
+        return result
+
+
+def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
+    """Run `collect`, which fills `destination` from the slots' modules, with whole parameters; store CPU copies.
+
+    Collective. destination: a StateDict, or a dict of torch's own when a plain module is the root.
+    """
+    wholes = {slot.whole for slot in slots}
+    with ExitStack() as stack:
+        for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
+            stack.enter_context(buffer.whole_now())
+        for slot in slots:
+            stack.callback(slot.show, slot.piece)
+            slot.show(slot.whole)
+        collect()
+        copies = destination if isinstance(destination, StateDict) else StateDict()
+        for key, value in destination.items():
+            if isinstance(value, torch.nn.Parameter) and value in wholes:
+                destination[key] = copies.copy_to_cpu(value, value)
+
+
+def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
+    """Return the whole state dict of `model` on the CPU, in new memory, tied weights tied. Collective.
+
+    keep: if False, this rank participates and gets the keys, with empty tensors.
+    """
+    destination = StateDict(keep)
+    type(model).state_dict(model, destination=destination)  # not a state_dict set on the instance
+    return destination.on_cpu()
+
+
+def agree_on_wholes(model: torch.nn.Module, state: Mapping[str, object]) -> None:
+    """Raise RuntimeError unless all ranks are about to load equal parameters. Collective.
+
+    Module buffers may differ: those that a forward writes do.
+    """
+    world = current_world()
+    if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper is rank 0's everywhere
+        return
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    facts = {
+        f"'{name}'": f"{tuple(value.shape)} {value.dtype} {fingerprint(value)}"
+        for name, value in sorted(state.items(), key=lambda item: str(item[0]))
+        if name in names and isinstance(value, torch.Tensor) and not isinstance(value, Sliced)
+    }
+    world.agree("load_state_dict", facts)
+
+
+def slice_on_load(
+    module: torch.nn.Module,
+    state_dict: dict,
+    prefix: str,
+    metadata: dict,
+    strict,
+    missing,
+    unexpected,
+    errors: list[str],
+) -> None:
+    """Replace the whole tensors of the module's slots in `state_dict` by this rank's part, to be loaded in place.
+
+    A hook before a module loads. It may run twice for one (a DistributedModule inside a block); entries that are parts
+    already stay as they are.
+    """
+    slots = find_slots([module])
+    for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
+        buffer.prepare_write()
+    for slot in slots:
+        key = prefix + slot.name
+        if key not in state_dict or isinstance(state_dict[key], Sliced):
+            continue
+        if metadata.get("assign_to_params_buffers", False):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace the slices of a sharded model: use assign=False, "
+                "which copies into them."
+            )
+        try:
+            state_dict[key] = slot.piece.take(state_dict[key])
+        except ValueError as error:
+            errors.append(f"{key}: {error}. Is this the state dict of another model?")
+            state_dict[key] = slot.piece.detach()
+
+
+def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
+    """Register hooks on the modules of `layer` with these slots: each saves wholes and loads this rank's parts."""
+    filled = {id(slot.parameters) for slot in slots}
+    for module in layer.modules():
+        if id(module._parameters) in filled:
+            module.register_load_state_dict_pre_hook(slice_on_load)
+            module.register_state_dict_post_hook(_gather_on_save)
+
+
+def _gather_on_save(module, state_dict, prefix, metadata) -> None:
+    """Replace slices by wholes on the CPU in the state dict of a module inside a block, called alone. Collective.
+
+    The block's own state dict shows wholes in the slots.
+    """
+    slots = find_slots([module])
+    if slots:
+        current_world().assemble("state_dict")
+    for slot in slots:
+        if prefix + slot.name in state_dict:
+            state_dict[prefix + slot.name] = slot.piece.gather().cpu()

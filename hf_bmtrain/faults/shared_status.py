@@ -1,0 +1,141 @@
+"""What the ranks show each other without waiting: in memory that the ranks of a host share, or in the store."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import tempfile
+import threading
+from typing import Any
+
+from ..engine.comm.collective_log import WORDS, Journal
+from ..engine.comm.object_comm import Control
+
+_log = logging.getLogger("hf_bmtrain")
+_TEXT_BYTES = 32 << 10
+"""Of one of the two places for a text; it begins with the text's length."""
+_JOURNALS = 8
+_JOURNALS_START = 8 + 2 * _TEXT_BYTES
+_PAGE_BYTES = _JOURNALS_START + _JOURNALS * WORDS * 8
+_KEY = "board/{}"
+
+
+class Board:
+    """One page per rank, with a text and the rank's journals, which the others may read at any time.
+
+    Ranks of one host map the pages of all of them, so that those of a stopped or killed process can still be read, and
+    no server is asked. Ranks of other hosts read the text in the launcher's store, where it is shown as well.
+
+    neighbours: the other ranks of this host.
+    """
+
+    def __init__(self, control: Control, rank: int) -> None:
+        """Map the pages of this host's ranks. Collective."""
+        self._control, self._rank, self._journals = control, rank, 0
+        places = control.gather(_place())
+        self.neighbours = [r for r, place in enumerate(places) if place == places[rank] and r != rank]
+        self._several_hosts = len(self.neighbours) + 1 < control.size
+        self._pages: dict[int, memoryview] = {}
+        self._writing = threading.Lock()
+        if control.size > 1:
+            self._map()
+
+    def _map(self) -> None:
+        ranks = sorted([self._rank, *self.neighbours])
+        path = _create(len(ranks) * _PAGE_BYTES) if self._rank == ranks[0] else None
+        path = self._control.gather(path)[ranks[0]]
+        memory = None
+        try:
+            if path is not None:
+                with open(path, "r+b") as file:
+                    memory = memoryview(mmap.mmap(file.fileno(), len(ranks) * _PAGE_BYTES))
+        except OSError as error:
+            _log.info("rank %d: the pages of this host's ranks could not be mapped: %s", self._rank, error)
+        mapped = self._control.gather(memory is not None)
+        if path is not None and self._rank == ranks[0]:
+            os.unlink(path)  # the mappings stay
+        if memory is not None and all(mapped[rank] for rank in ranks):
+            for number, rank in enumerate(ranks):
+                self._pages[rank] = memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]
+
+    def add(self, journal: Journal) -> None:
+        """Keep `journal` on this rank's page, and compare it at every entry with those of the ranks before and after.
+
+        Each comparison takes time at every operation, and where any two ranks differ, two that are next to each other
+        do. Every rank adds the same journals in the same order, with the same entries.
+        """
+        number, self._journals = self._journals, self._journals + 1
+        if self._pages and number < _JOURNALS:
+            start = _JOURNALS_START + number * WORDS * 8
+            ranks = sorted(self._pages)
+            memories = [self._pages[rank][start : start + WORDS * 8].cast("Q") for rank in ranks]
+            mine = ranks.index(self._rank)
+            nearest = {(mine + step) % len(ranks) for step in (1, -1)} - {mine}
+            journal.publish(memories[mine], {ranks[place]: memories[place] for place in nearest})
+
+    def show(self, text: str) -> None:
+        """Replace this rank's text. Longer ones than the page are cut. Any thread may call it."""
+        if self._pages:
+            with self._writing:
+                _write(self._pages[self._rank], text.encode()[: _TEXT_BYTES - 8])
+        if self._several_hosts or not self._pages:
+            self._control.show(_KEY.format(self._rank), text)
+
+    def read(self, rank: int) -> str | None:
+        """Return the text of `rank`, None if it has not shown any yet."""
+        if rank in self._pages:
+            return _read(self._pages[rank])
+        return self._control.look(_KEY.format(rank))
+
+
+def _place() -> tuple[str, ...]:
+    """Return what only processes share that can share memory and see each other's process identifiers."""
+    names = [socket.gethostname(), tempfile.gettempdir()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/mnt"):
+        try:
+            names.append(os.readlink(path) if "/ns/" in path else open(path).read().strip())
+        except OSError:
+            names.append("")
+    return tuple(names)
+
+
+def _create(nbytes: int) -> str | None:
+    """Create a file of zeros for shared memory and return its path, None if there is no space."""
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        try:
+            handle, path = tempfile.mkstemp(prefix="hf_bmtrain_board_", dir=folder)
+        except OSError:
+            continue
+        try:
+            os.posix_fallocate(handle, 0, nbytes)  # a mapped file without space would end the process
+            return path
+        except OSError:
+            os.unlink(path)
+        finally:
+            os.close(handle)
+    return None
+
+
+def _write(page: memoryview, data: bytes) -> None:
+    """Write `data` to the place that is not read, then count the texts, which makes it the one that is.
+
+    A process that is stopped or killed meanwhile leaves the text before.
+    """
+    count: Any = page[:8].cast("Q")
+    start = 8 + (count[0] + 1) % 2 * _TEXT_BYTES
+    page[start + 8 : start + 8 + len(data)] = data
+    page[start : start + 8].cast("Q")[0] = len(data)  # pyright: ignore[reportArgumentType]
+    count[0] += 1
+
+
+def _read(page: memoryview) -> str | None:
+    count: Any = page[:8].cast("Q")
+    while before := count[0]:
+        start = 8 + before % 2 * _TEXT_BYTES
+        length: Any = page[start : start + 8].cast("Q")
+        data = bytes(page[start + 8 : start + 8 + min(length[0], _TEXT_BYTES)])
+        if count[0] == before:
+            return data.decode(errors="replace")
+    return None

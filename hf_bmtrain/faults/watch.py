@@ -1,0 +1,414 @@
+"""Finds out that the ranks do different things, or wait for one, and says which rank, where and why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from ..engine.comm.collective_log import UNKNOWN, Excerpt, Journal, describe
+from ..engine.comm.communicator import Communicator
+from ..engine.comm.object_comm import Control
+from . import flight_recorder
+from .shared_status import Board
+from .status import Status, condition
+
+_log = logging.getLogger("hf_bmtrain")
+SECONDS = 1.0
+"""Between two looks."""
+CROSSED_SECONDS = 5.0
+"""For which two ranks have each waited for an operation of the other."""
+EXIT = "the end of the program"
+"""The occasion for which ranks wait before they leave together."""
+_SILENT_SECONDS = 5.0
+_GRACE_SECONDS = 5.0
+_LONGEST = 4000
+"""Characters of an exception that are shown to the other ranks."""
+
+
+def hang_seconds() -> float:
+    """Return the seconds after which a rank that does not come is named."""
+    return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "30"))
+
+
+class Watch:
+    """A thread that shows what this rank does, and looks at what the others show.
+
+    * Ranks whose journals differ: every rank gets the reason as `problem` of its journals, which the next operation
+      raises, and an operation on CPU that waits. One on GPUs is ended by `interrupt`.
+    * A rank that raised, or left while others wait for it: likewise.
+    * A rank for which others have waited for HF_BMTRAIN_HANG_SECONDS (30): one of them logs a warning that names it,
+      the line where it is, and the likely cause. It may only be slow, so nothing else happens before the timeout.
+
+    names: the buffers' names by number, for messages. status: what this rank shows.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        board: Board,
+        rank: int,
+        communicators: Sequence[Communicator],
+        interrupt: Callable[[], None],
+    ) -> None:
+        """communicators: those that are open, in the order of their opening; more may be added."""
+        self.names: dict[int, str] = {}
+        self.status = Status()
+        self._control, self._board, self._rank = control, board, rank
+        self._communicators, self._interrupt = communicators, interrupt
+        self._delay = self._next = hang_seconds()
+        self._dumped = False
+        self._stopped = threading.Event()
+        self._since = time.monotonic()  # no rank of the two has issued anything since
+        self._seen: tuple[list[int], list[int]] = [], []
+        self._own_counts: list[int] = []
+        self._program = threading.get_ident()  # the thread that trains, which need not be the main one
+        self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
+        if control.size > 1:
+            self._observe()
+            self._show()  # now: it may be stopped within a second
+            self._thread.start()
+
+    @property
+    def _journals(self) -> list[Journal]:
+        return [self._control.journal, *(communicator.journal for communicator in list(self._communicators))]
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * SECONDS)
+
+    def end(self, how: str) -> None:
+        """Show at once how this rank's program ended."""
+        self.status.ended, self.status.ended_at = how[:_LONGEST], time.time()
+        if self._control.size > 1:
+            self._show()
+            if self.problem is not None:
+                self._dump_if_asked()
+
+    def dump(self, path: str) -> None:
+        """Write this rank's last operations to `path` in the schema of torch's Flight Recorder, for `torchfrtrace`."""
+        self.status.look(self._program)
+        shown, waits, entries = self._read_all().values(), self.status.waits, []
+        lanes = [("gloo", waits.startswith("'"))]
+        lanes += [
+            (type(each).__name__.lower().removesuffix("communicator"), each.unfinished())
+            for each in self._communicators
+        ]
+        for number, (journal, (backend, unfinished)) in enumerate(zip(self._journals, lanes)):
+            counts = [status.excerpts[number].stop for status in shown if number < len(status.excerpts)]
+            first = flight_recorder.first_of([journal.count, *counts])
+            # An operation that failed because another rank has ended is complete, and still waited for.
+            unfinished = unfinished or f"communicator '{journal.name}'" in waits
+            entries += flight_recorder.entries_of(
+                journal, backend, self._control.size, first, unfinished, self._describe
+            )
+        flight_recorder.write(path, self._rank, self._control.size, entries)
+
+    def _dump_if_asked(self) -> None:
+        """Write the last operations once, before this rank ends, if the environment says where."""
+        path, dumped, self._dumped = flight_recorder.path_of(self._rank), self._dumped, True
+        if path is not None and not dumped:
+            try:
+                self.dump(path)
+            except Exception as error:  # the problem itself must be told
+                _log.warning("rank %d: its last operations could not be written to %s: %s", self._rank, path, error)
+
+    def raised_before(self) -> tuple[int, Status] | None:
+        """Return the other rank whose program was the first to end by an exception, and its status, if there is one."""
+        others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
+        raised = [each for each in others if each[1].ended.startswith(("raised", "ended"))]
+        return min(raised, key=lambda each: each[1].ended_at, default=None)
+
+    @property
+    def problem(self) -> str | None:
+        """Why every rank must stop, None if nothing is known."""
+        return next((journal.problem for journal in self._journals if journal.problem is not None), None)
+
+    def wait_for_end(self, rank: int, seconds: float) -> None:
+        """Wait until the process of another rank has ended, at most `seconds`; not at all for one of another host."""
+        status, end = self._read(rank), time.monotonic() + seconds
+        while status is not None and rank in self._board.neighbours and time.monotonic() < end:
+            if condition(status.pid):
+                return
+            time.sleep(0.1)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(SECONDS):
+                problem = self._look()
+                if problem is not None:
+                    self._tell(problem)
+                    return
+        except Exception as error:  # the store is gone, and with it the launcher or rank 0
+            _log.debug("rank %d: the ranks are no longer compared: %s", self._rank, error, exc_info=True)
+
+    def _look(self) -> str | None:
+        """Show this rank's status, and return what is wrong, if anything is known to be."""
+        self._observe()
+        self._show()
+        if self.problem is not None:  # found by an operation
+            return self.problem
+        # Of two ranks, the one that is ahead still has the entries that the other one shows.
+        after, before = ((self._rank + step) % self._control.size for step in (1, -1))
+        for other in sorted({after, before, *self._board.neighbours}):
+            theirs = self._read(other)
+            if theirs is not None:
+                problem = theirs.problem or self._of_one(other, theirs)
+                if problem is not None:
+                    self.status.blamed = theirs.blamed
+                    return problem
+        return self._of_all()
+
+    def _of_one(self, other: int, theirs: Status) -> str | None:
+        """Return why every rank must stop because of rank `other`, None if nothing is known."""
+        if theirs.ended.startswith("raised"):
+            return f"rank {other} {theirs.ended}; see the traceback that it printed."
+        if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
+            return f"rank {other} was last seen at {theirs.place}; {self._why_absent(other, theirs)}."
+        crossed = self._crossed(other, theirs) if other == (self._rank + 1) % self._control.size else None
+        return self.compare(other, theirs.excerpts) or crossed
+
+    def _observe(self) -> None:
+        """Look where this rank is, and since when it waits."""
+        counts = [journal.count for journal in self._journals]
+        self.status.look(self._program)
+        if not self.status.waits and any(each.unfinished() for each in list(self._communicators)):
+            journal = max(self._journals[1:], key=lambda journal: journal.count)
+            self.status.waits = self._describe(journal.entry(journal.count) or 0)
+        if not self.status.waits or counts != self._own_counts or not self.status.waits_since:
+            self.status.waits_since = time.time()
+            self._next = self._delay
+        self._own_counts = counts
+
+    def _show(self) -> None:
+        self.status.excerpts = self.excerpts()
+        self.status.occasions = {str(number): text for number, text in list(self._control.occasions.items())[-32:]}
+        self._board.show(self.status.to_text())
+
+    def _read(self, rank: int) -> Status | None:
+        text = self._board.read(rank)
+        return None if text is None else Status.from_text(text)
+
+    def _read_all(self) -> dict[int, Status]:
+        found = {rank: self._read(rank) for rank in range(self._control.size)}
+        return {rank: status for rank, status in found.items() if status is not None}
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _tell(self, problem: str) -> None:
+        """Make this rank raise `problem`, and end it if it cannot."""
+        self._dump_if_asked()  # while nothing is issued any more
+        for rank in self._board.neighbours:
+            theirs = self._read(rank)
+            stuck = rank in self.status.blamed and time.time() - theirs.written > _SILENT_SECONDS if theirs else False
+            if theirs is not None and (stuck or condition(theirs.pid) == "stopped"):
+                # It would stay for ever, and its launcher with it. It ends first, and is the one to look at.
+                os.kill(theirs.pid, signal.SIGKILL)
+                self.wait_for_end(rank, SECONDS)
+        self.status.problem = problem
+        for journal in self._journals:
+            journal.problem = journal.problem or problem
+        self._show()
+        blamed, end = self._rank in self.status.blamed, time.monotonic() + self._control.timeout
+        while not blamed and time.monotonic() < end:
+            if self._is_told(_GRACE_SECONDS):
+                return
+            self._observe()
+            self._show()
+            if self.status.waits:
+                break  # where it does not see the problem; otherwise it may have work of its own to do before it does
+        _log.error("rank %d: %s", self._rank, problem)
+        self._interrupt()
+        if self._is_told(SECONDS if blamed else _GRACE_SECONDS):
+            return
+        frame = sys._current_frames().get(self._program)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        sys.stderr.write(f"rank {self._rank} is ended where it is, because it does not reach the error:\n{stack}")
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _is_told(self, seconds: float) -> bool:
+        """Return whether the problem is raised, or the program ends otherwise, within `seconds`."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.status.ended or any(journal.told for journal in self._journals) or self._stopped.wait(0.1):
+                return True
+        return False
+
+    # -- one rank that does not come ----------------------------------------------------------------------------
+
+    def _of_all(self) -> str | None:
+        """Explain for whom this rank waits, after the delay. Returns the explanation after the timeout, or None."""
+        waited = time.time() - self.status.waits_since if self.status.waits else 0.0
+        over = waited >= self._control.timeout and not self.status.ended  # a rank that has left may wait in vain
+        if waited < self._next and not over:
+            return None
+        ranks = self._read_all()
+        waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
+        text = self._explain_wait(ranks, waiting)
+        if over:
+            self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
+            return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, is over."
+        self._next = max(2 * self._next, waited + self._delay)
+        if self._rank == min(waiting, default=self._rank):
+            _log.warning("%s", text)
+        return None
+
+    def _is_waiting(self, rank: int, status: Status) -> bool:
+        return bool(status.waits) and not self._why_absent(rank, status)
+
+    def _why_absent(self, rank: int, status: Status) -> str:
+        """Return why a rank cannot come, "" if that is not known."""
+        state = condition(status.pid) if rank in self._board.neighbours else ""
+        if state == "stopped":
+            return f"its process {status.pid} is stopped (SIGSTOP, or a debugger), and runs on after kill -CONT"
+        if state == "gone" and not status.ended:
+            return "its process has ended without an exception (killed by a signal, for want of memory, or by os._exit)"
+        if status.ended:
+            return f"it {status.ended}"
+        silent = time.time() - status.written
+        if silent > _SILENT_SECONDS:
+            return (
+                f"it has been silent for {silent:.0f} s: its Python is blocked (by code that holds the interpreter's "
+                "lock), or its host or network is gone"
+            )
+        return ""
+
+    def missing(self) -> str:
+        """Return for whom this rank waits."""
+        self._observe()
+        ranks = {**self._read_all(), self._rank: self.status}
+        return self._explain_wait(ranks, [rank for rank, status in ranks.items() if self._is_waiting(rank, status)])
+
+    def _explain_wait(self, ranks: dict[int, Status], waiting: Sequence[int]) -> str:
+        """Return who is waited for, where it is and why, and what the waiting ranks wait for."""
+        now = time.time()
+        lines = []
+        for rank in sorted(set(range(self._control.size)) - set(waiting)):
+            status = ranks.get(rank)
+            if status is None:
+                lines.append(f"rank {rank} has shown nothing yet")
+                continue
+            absent = self._why_absent(rank, status)
+            if absent:
+                lines.append(f"rank {rank} was last seen at {status.place or 'no line of its program'}; {absent}")
+            else:
+                at = f" at {status.place}, for {now - status.since:.0f} s" if status.place else " between two lines"
+                lines.append(f"rank {rank} is{at}, {_guess(status)}")
+        missing = "; ".join(lines) or "every rank waits for others, in operations that do not match"
+        waits = "; ".join(
+            f"rank {rank} waits for {ranks[rank].waits} at {ranks[rank].place}" for rank in sorted(waiting)[:4]
+        )
+        more = f"; {len(waiting) - 4} more wait" if len(waiting) > 4 else ""
+        seconds = max([now - ranks[rank].waits_since for rank in waiting], default=0.0)
+        return f"Nothing has arrived for {seconds:.0f} s: {missing}. {waits}{more}."
+
+    # -- comparisons --------------------------------------------------------------------------------------------
+
+    def excerpts(self) -> list[Excerpt]:
+        """Return the last entries of each journal, for `compare` on another rank."""
+        return [journal.excerpt() for journal in self._journals]
+
+    def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
+        """Return how this rank's journals differ from those of rank `other`, or None."""
+        for journal, shown in zip(self._journals, theirs):
+            text = self.difference(journal, other, shown)
+            if text is not None:
+                return text
+        return None
+
+    def difference(self, journal: Journal, other: int, theirs: Excerpt) -> str | None:
+        """Return how a journal differs from that of rank `other`, or None."""
+        found = journal.compare(theirs)
+        if found is None:
+            return None
+        when = f"Operation {found.number}" if found.first else f"An operation before number {found.number}"
+        places = {self._rank: self._describe(found.mine), other: self._describe(found.theirs, other)}
+        return self._explain(places, f"{when} of communicator '{journal.name}' differs")
+
+    def _crossed(self, other: int, theirs: Status) -> str | None:
+        """Return why two ranks wait for each other: each has issued an operation to which the other does not come."""
+        mine = [journal.count for journal in self._journals]
+        counts = mine, [shown.stop for shown in theirs.excerpts]
+        if counts != self._seen:
+            self._seen, self._since = counts, time.monotonic()
+        pairs = list(zip(*counts))
+        if time.monotonic() - self._since < CROSSED_SECONDS or not (
+            any(own > their for own, their in pairs) and any(own < their for own, their in pairs)
+        ):
+            return None
+        ahead = next(number for number, (own, their) in enumerate(pairs) if own > their)
+        behind = next(number for number, (own, their) in enumerate(pairs) if own < their)
+        entry = self._journals[ahead].entry(pairs[ahead][1] + 1)
+        shown = theirs.excerpts[behind]
+        last = shown.entries[max(pairs[behind][0] - shown.count, 0)]
+        places = {self._rank: "?" if entry is None else self._describe(entry), other: self._describe(last, other)}
+        return self._explain(places, "Each waits for the other")
+
+    def _describe(self, entry: int, other: int | None = None) -> str:
+        """Return an entry in words. other: the rank whose entry it is, if it is another one."""
+        occasions = dict(self._control.occasions)
+        end = time.monotonic() + 2.5 * SECONDS
+        while True:  # until it has shown its last occasion
+            status = None if other is None else self._read(other)
+            if status is not None:
+                occasions.update({int(number): text for number, text in status.occasions.items()})
+            text = describe(entry, self.names, occasions)
+            if other is None or not text.startswith(UNKNOWN) or time.monotonic() > end:
+                return text
+            time.sleep(0.1)
+
+    def _explain(self, places: dict[int, str], what: str) -> str:
+        self.status.look(self._program)
+        self._show()
+        begun, end = time.time(), time.monotonic() + 1.5 * SECONDS
+        ranks = {rank: self._read(rank) for rank in places if rank != self._rank}
+        while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
+            time.sleep(0.1)  # until they have looked where they are now
+            ranks = {rank: self._read(rank) for rank in ranks}
+        at = {rank: (self.status if status is None else status).place for rank, status in ranks.items()}
+        at[self._rank] = self.status.place
+        seen = {rank: ", last seen at" if place == repr(EXIT) else " at" for rank, place in places.items()}
+        doing = "; ".join(
+            f"rank {rank}: {place}{f'{seen[rank]} {at[rank]}' if at[rank] else ''}"
+            for rank, place in sorted(places.items())
+        )
+        return (
+            f"the ranks do different things, and would wait for each other for ever or mix up their data. {what}. "
+            f"{doing}. {_advice(list(places.values()))}"
+        )
+
+
+def _advice(places: Sequence[str]) -> str:
+    """Return the way out for ranks that do different things. places: what they do."""
+    if repr(EXIT) in places:
+        return (
+            "A rank made fewer steps, or left by sys.exit(). Give every rank as many batches (drop_last, or a sampler "
+            "that repeats rows), and leave on all ranks."
+        )
+    if any(place.startswith("'") for place in places):
+        return "What is named in quotes is for all ranks: call it on every rank, in the same order, not on one alone."
+    if any(place.startswith(("step with", "clipping", "change of requires_grad")) for place in places):
+        return (
+            "Every rank must make the same steps: the same learning rate, options of the optimizer, clipping and "
+            "frozen parameters, as many times. Take none of them from the rank or its rows."
+        )
+    return (
+        "Every rank must call the same modules in the same order, as many times, and backward as often: no evaluation "
+        "on one rank alone, and modules also where its data do not need them (no image, fewer tiles, a skipped layer): "
+        "pass them some input there, and add their output times 0 to the loss."
+    )
+
+
+def _guess(status: Status) -> str:
+    """Return the likely cause of a rank that runs and does not come."""
+    if status.loading:
+        return "in its data loader, which is slow or stuck"
+    return "and runs: code for this rank alone, or slow work"

@@ -1,0 +1,1 @@
+"""Linear layers whose matrix products and all-gathers are in float8."""

@@ -1,0 +1,294 @@
+"""Matrix products of float8 factors: e4m3 values with a float32 scale for each row, of which a weight has one alone.
+
+An element is value x scale. A scale is absmax / 448, and a value is the element times 448 / absmax, in float32, rounded
+to float8_e4m3fn. An absmax of inf or NaN makes its elements NaN, so that overflows are found as in other dtypes. Below
+1e-30 it counts as 1e-30.
+
+A product is computed from the values, with sums in float32, and multiplied by both scales. Both factors of `product`
+have the summed dimension last. A GPU's product takes scales that are the same for all summed elements, so a matrix that
+is used in both directions is rounded twice: `quantize_both` rounds it by its rows and, transposed, by its columns. A
+weight has one scale for all its elements, and is rounded once for both; so its pieces on different ranks can be rounded
+apart (`measure_pieces`, `round_pieces`) once the ranks know its largest magnitude. On a GPU kernels/float8.cu rounds;
+its bits are those of the reference, but for the sign of NaN.
+
+References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...engine.base.arguments import expect
+from ...engine.base.autocast import autocast_type
+from ...engine.base.launch import C_NAMES, Variant, kernel
+from ...engine.base.torch_internals import scaled_mm
+
+MOST = 448.0
+"""The largest value of float8_e4m3fn."""
+ALIGNMENT = 16
+"""Rows of factors and of results have a multiple of so many elements; GPUs read 16 bytes at a time."""
+_LEAST = 1e-30
+_THREADS = 256
+_TILE = 64  # rows
+_PARTS = 4  # of 16 bytes, that a thread keeps
+_CAPABILITY = (8, 9)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError if a GPU has no float8 products."""
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"{name} has no float8 products: its compute capability is {found[0]}.{found[1]}, they need 8.9. Leave out "
+            "float8, or use a GPU of the generations Ada, Hopper or Blackwell."
+        )
+    if device.type == "cuda":
+        ones = torch.ones(ALIGNMENT, 1, dtype=torch.float32, device=device)
+        factor = Float8(torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(torch.float8_e4m3fn), ones)
+        try:
+            product(factor, factor, torch.bfloat16, fast=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"torch {torch.__version__} has no float8 products with scales of rows for {device}: {error}. Leave "
+                "out float8, or install a newer torch."
+            ) from error
+
+
+class Float8(NamedTuple):
+    """A matrix. values: (R, C) float8_e4m3fn, contiguous. scales: (R, 1) float32."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantize_rows(x: Tensor) -> Float8:
+    """Return x (M, K), float32, float16 or bfloat16, with a scale for each row."""
+    expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
+    if not _by_kernels(x):
+        return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
+    width, out = x.shape[1], _empty(x, *x.shape)
+    warps = -(-width * x.element_size() // (32 * _PARTS * 16))
+    _launch("quantize_rows", len(x), x, width, *out, threads=min(32 * warps, _THREADS), aligned=width % ALIGNMENT == 0)
+    return out
+
+
+def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
+    """Return x (M, K) with a scale for each row, and its transpose (K, M') with a scale for each of its rows.
+
+    M' is M rounded up to a multiple of ALIGNMENT; the columns behind M are zero.
+    """
+    if torch.compiler.is_compiling():
+        values, scales, transposed, transposed_scales = torch.ops.hf_bmtrain.quantize_both(x)
+        return Float8(values, scales), Float8(transposed, transposed_scales)
+    expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
+    if not _by_kernels(x):
+        return quantize_rows(x), quantize_rows(torch.nn.functional.pad(x.t(), (0, -len(x) % ALIGNMENT)).contiguous())
+    rows, width = x.shape
+    aligned = width % ALIGNMENT == 0
+    most = torch.zeros(rows + width, dtype=torch.int32, device=x.device)
+    own = most[:rows], most[rows:]
+    _launch("absmax_both", _tiles(x, 32), x, rows, width, *own, aligned=aligned)
+    by_rows, by_columns = _empty_both(x)
+    values = rows, width, *own, *by_rows, *by_columns, by_columns.values.shape[1]
+    _launch("round_both", _tiles(x, 16), x, *values, aligned=aligned)
+    return by_rows, by_columns
+
+
+def quantize_whole(weight: Tensor) -> Float8:
+    """Return weight (N, K) with one scale, N times."""
+    expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
+    if not _by_kernels(weight):
+        return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
+    return _launch_whole("round_whole", weight, _empty(weight, *weight.shape))
+
+
+def quantize_transposed(weight: Tensor) -> Float8:
+    """Return the transpose of `quantize_whole(weight)`, (K, N), without the copy in between."""
+    expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
+    if not _by_kernels(weight):
+        values, scales = quantize_whole(weight)
+        return Float8(values.t().contiguous(), scales[:1].expand(weight.shape[1], 1).contiguous())
+    return _launch_whole("round_transposed", weight, _empty(weight, *weight.shape[::-1]))
+
+
+class Pieces:
+    """Ranges of a flat tensor, each a part of a weight. Make it once for a layout: its table stays on the device.
+
+    ranges   (start, stop) of each piece, one behind the other, perhaps with gaps; a piece may be empty
+    dtype    of the tensor
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device):
+        self.ranges = tuple(ranges)
+        self.aligned = all(bound % ALIGNMENT == 0 for piece in ranges if piece[0] < piece[1] for bound in piece)
+        firsts = [0, *itertools.accumulate(_blocks(stop - start, dtype.itemsize) for start, stop in ranges)]
+        self.blocks = firsts.pop()  # of a kernel
+        starts, stops = zip(*ranges)
+        self.table = torch.tensor([starts, stops, firsts], dtype=torch.int64, device=device)
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+
+def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
+    """Set `bits` (k,) int32, 0 before, to those of the largest magnitude of each piece of x (n,), as float32.
+
+    As integers the bits are in the order of the magnitudes, and those of NaN are the largest. Those of an empty piece
+    stay 0.
+    """
+    expect("x", x, tuple(C_NAMES), (len(x),), x.device)
+    expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
+    if _by_kernels(x):
+        _launch_pieces("absmax_pieces", x, pieces, bits, aligned=pieces.aligned)
+        return
+    for found, (start, stop) in zip(bits.split(1), pieces.ranges):
+        if start < stop:
+            found.copy_(x[start:stop].abs().float().view(torch.int32).amax())
+
+
+def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
+    """Write the pieces of x (n,) into `out` (n,) uint8, each as `quantize_whole` of its weight rounds it.
+
+    bits: (k,) int32, of each weight the largest that `measure_pieces` finds in its pieces. The rest of `out` stays.
+    """
+    expect("x", x, tuple(C_NAMES), (len(x),), x.device)
+    expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
+    expect("out", out, (torch.uint8,), (len(x),), x.device)
+    if _by_kernels(x):
+        aligned = pieces.aligned and out.data_ptr() % 16 == 0
+        _launch_pieces("round_pieces", x, pieces, bits, out.view(torch.float8_e4m3fn), aligned=aligned)
+        return
+    for most, (start, stop) in zip(bits.split(1), pieces.ranges):
+        if start < stop:
+            out[start:stop] = _rounded(x[start:stop], most.view(torch.float32)).values.view(torch.uint8)
+
+
+def scales_of(bits: Tensor) -> Tensor:
+    """Return the scales (n,) float32 of weights whose largest magnitudes have the `bits` (n,) int32."""
+    absmax = bits.view(torch.float32).clamp(min=_LEAST)
+    return absmax / torch.full_like(absmax, MOST)  # a GPU would multiply by the rounded 1 / MOST
+
+
+def transpose(values: Tensor) -> Tensor:
+    """Return the transpose of values (R, C) float8_e4m3fn, contiguous, in new memory."""
+    if torch.compiler.is_compiling():
+        return torch.ops.hf_bmtrain.transpose_codes(values)
+    rows, width = values.shape
+    expect("values", values, (torch.float8_e4m3fn,), (rows, width), values.device)
+    if not values.is_cuda or rows % ALIGNMENT or width % ALIGNMENT or values.data_ptr() % 16:
+        return values.t().clone(memory_format=torch.contiguous_format)
+    out = torch.empty(width, rows, dtype=values.dtype, device=values.device)
+    grid = -(-rows // _TILE) * -(-width // _THREADS)
+    kernel(variant(torch.bfloat16, True), "transpose_codes", values.device)(grid, _THREADS, values, rows, width, out)
+    return out
+
+
+def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return a @ b.T: (M, K), (N, K) -> (M, N) of `dtype`.
+
+    K and N are multiples of ALIGNMENT on a GPU. fast: its sums may be kept in fewer bits between steps of tensor cores,
+    which is faster. A GPU rounds to bfloat16 first, whatever `dtype` is.
+    """
+    device = a.values.device.type  # torch 2.6 traces neither `is_meta` nor `is_cuda` here
+    if device == "meta":
+        return a.values.new_empty(len(a.values), len(b.values), dtype=torch.bfloat16).to(dtype)
+    if not (a.values.numel() and b.values.numel()):
+        return torch.zeros(len(a.values), len(b.values), dtype=dtype, device=a.values.device)
+    if device == "cuda":
+        scales = a.scales, b.scales.t()
+        y = scaled_mm(a.values, b.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    else:
+        with torch.autocast(autocast_type(a.values.device), enabled=False):
+            y = torch.mm(a.values.float(), b.values.float().t()) * a.scales * b.scales.t()
+    # What an autograd.Function returns by a `to` that changes nothing has no gradient once torch 2.11 compiles it.
+    return y if y.dtype == dtype else y.to(dtype)
+
+
+def _by_kernels(x: Tensor) -> bool:
+    """Return whether kernels round x, or would on the GPU that the meta device stands for.
+
+    Compilers make their own, but for `quantize_both`, which is an operator to them: Inductor fuses largest magnitudes
+    of columns with what computes the elements, and took 1.3 ms where a pass for each takes 0.6 (H200, SwiGLU of 8192 x
+    14336, backward).
+    """
+    return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
+
+
+def _rounded(x: Tensor, absmax: Tensor) -> Float8:
+    absmax = absmax.float().clamp(min=_LEAST)
+    factor = torch.full_like(absmax, MOST) / absmax  # MOST / absmax would be rounded twice: 1 / absmax, times MOST
+    values = (x.float() * factor).clamp(-MOST, MOST)
+    return Float8(values.to(torch.float8_e4m3fn), absmax / MOST)
+
+
+def _empty(x: Tensor, rows: int, columns: int) -> Float8:
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    return Float8(values, torch.empty(rows, 1, dtype=torch.float32, device=x.device))
+
+
+def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
+    rows, width = x.shape
+    return _empty(x, rows, width), _empty(x, width, rows + -rows % ALIGNMENT)
+
+
+def _tiles(x: Tensor, parts: int) -> int:
+    """Return the number of tiles of _TILE rows and `parts` times 16 bytes that cover x."""
+    return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
+
+
+def _blocks(numel: int, itemsize: int) -> int:
+    """Return the number of blocks whose threads keep _PARTS times 16 bytes each that cover `numel` elements."""
+    return -(-numel * itemsize // (_THREADS * _PARTS * 16))
+
+
+def _launch_whole(name: str, weight: Tensor, out: Float8) -> Float8:
+    aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
+    most = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    blocks = _blocks(weight.numel(), weight.element_size())
+    _launch("absmax_whole", blocks, weight, weight.numel(), most, aligned=aligned)
+    _launch(name, _tiles(weight, 16), weight, *weight.shape, most, *out, aligned=aligned)
+    return out
+
+
+def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligned: bool) -> None:
+    if pieces.blocks:
+        _launch(name, pieces.blocks, x, pieces.table, len(pieces), *values, aligned=aligned)
+
+
+def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
+    """Launch a kernel over x. aligned: whether all rows have a multiple of ALIGNMENT elements."""
+    if x.is_meta:
+        return
+    chosen = variant(x.dtype, aligned and x.data_ptr() % 16 == 0)
+    kernel(chosen, name, x.device)(grid, threads, x, *values)
+
+
+@cache
+def variant(dtype: torch.dtype, aligned: bool) -> Variant:
+    return Variant("float8", (("ALIGNED", str(int(aligned))), ("ELEMENT", C_NAMES[dtype])))
+
+
+def variants(arch: int) -> list[Variant]:
+    """Return all variants that this module can compile."""
+    return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
+
+
+def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
+    return tuple(tensor for factor in factors for tensor in factor)
+
+
+# In compiled code `quantize_both` and `transpose` are these operators.
+_library = torch.library.Library("hf_bmtrain", "DEF")
+_library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
+_library.define("transpose_codes(Tensor values) -> Tensor", tags=torch.Tag.needs_fixed_stride_order)
+for _key in ("CPU", "CUDA"):
+    _library.impl("quantize_both", lambda x: _flat(quantize_both(x)), _key)
+    _library.impl("transpose_codes", transpose, _key)
+torch.library.register_fake("hf_bmtrain::quantize_both", lambda x: _flat(_empty_both(x)), lib=_library)
+torch.library.register_fake("hf_bmtrain::transpose_codes", lambda x: x.new_empty(x.shape[1], x.shape[0]), lib=_library)

@@ -1,0 +1,242 @@
+"""Which float8 layers leave float8 for their noise, which is measured once: in the first training step, or before it.
+
+Compiled blocks are measured before it, in a forward that is not compiled, so that no graph contains the measurement, or
+is compiled anew for a layer that leaves float8.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...engine.base.torch_internals import pytree
+from ...engine.blocks.block import uncompiled
+from ...engine.runtime.world import World
+from ...engine.wrap.find import adapter_parameters
+from ..replay.snapshot import ForwardState
+from .gather import gather_float8
+from .linear import Float8Linear, Float8State
+
+_log = logging.getLogger("hf_bmtrain")
+LEAST_DECIBELS = 20.0
+"""The signal-to-noise ratio of a layer's output below which it does not compute in float8: rounding adds 10 %."""
+
+
+def install_signal_guard(
+    model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World, compiled: bool
+) -> None:
+    """Measure the float8 `layers` of `model`, by path, in its first training step, and gather their weights in float8.
+
+    On the meta device nothing is measured, and weights are gathered in float8 at once. compiled: `blocks` are.
+    """
+    states = {path: layer.float8_state for path, layer in layers.items()}
+    if not states:
+        return
+    if world.device.type == "meta":
+        gather_float8(world, states)
+        return
+    guard = (CalibrationGuard if compiled else StepGuard)(world, model, states, blocks)
+    hook: Any = torch.compiler.disable(guard) if compiled else guard  # the model around the blocks may be compiled too
+    guard.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    for state in states.values():
+        state.guard = weakref.ref(guard)  # the hook keeps it
+
+
+class SignalGuard:
+    """A forward pre-hook of a model that decides which of its float8 layers have too much noise, and removes itself.
+
+    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
+    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes the hook. states:
+    of the layers, by path in the model.
+    """
+
+    handle: Any
+
+    def __init__(
+        self, world: World, model: torch.nn.Module, states: dict[str, Float8State], blocks: Sequence[Any]
+    ) -> None:
+        self._world, self._model, self.states, self._blocks = world, weakref.ref(model), states, blocks
+
+    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @property
+    def has_measured(self) -> bool:
+        """True if layers have measured, and nothing is to come but the decision."""
+        raise NotImplementedError
+
+    def decide(self) -> None:
+        """Compare the ranks' measurements, and leave out layers that are below the bound. Collective.
+
+        Weights are gathered in float8 from then on, but for those of layers that were left out, or that no rank called.
+        Does nothing while a rank has a block whose backward is to come: it would be recomputed in another dtype.
+        """
+        nothing = torch.zeros(2, device=self._world.device)
+        mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
+        pending = any(block._bmt.pending for block in self._blocks)
+        called = [state.powers is not None for state in self.states.values()]
+        found = self._world.control.gather((pending, called, mine.tolist()), "the measurement of float8's noise")
+        if any(pending for pending, *_ in found):
+            return
+        ratios: dict[str, float] = {}
+        model = self._model()
+        adapters = model is not None and bool(adapter_parameters(model))
+        for number, (path, state) in enumerate(self.states.items()):
+            signal, noise = (sum(powers[number][part] for *_, powers in found) for part in (0, 1))
+            ratios[path] = decibels(signal, noise)
+            state.active = ratios[path] >= LEAST_DECIBELS
+            if not state.active:
+                state.reason = "has left float8"
+            elif not any(called[number] for _, called, _ in found):
+                state.reason = "was not called"
+            elif adapters:
+                state.reason = "of a model with adapters"
+        if self._world.rank == 0:
+            _tell(ratios)
+        self.finish()
+
+    def finish(self) -> None:
+        """Remove the hook, and gather the layers' weights as their states say. Collective."""
+        self.handle.remove()
+        for state in self.states.values():
+            state.measures, state.powers, state.guard = False, None, None
+        gather_float8(self._world, self.states)
+
+
+class StepGuard(SignalGuard):
+    """Measures layers in the first training forward itself, and decides in a later one, after each rank's backward."""
+
+    _begun: int | None = None  # backwards before the measured forward
+
+    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        schedule, training = self._world.schedule, torch.is_grad_enabled()
+        if schedule.in_backward:
+            return
+        for state in self.states.values():
+            state.measures = training and state.powers is None
+        if not training:
+            return
+        if self._begun is None:
+            self._begun = schedule.backwards
+        elif self.has_measured:
+            self.decide()
+
+    @property
+    def has_measured(self) -> bool:
+        return self._begun is not None and self._world.schedule.backwards > self._begun
+
+
+class CalibrationGuard(SignalGuard):
+    """Measures layers in a forward of its own, ahead of the first training forward, and decides before that begins.
+
+    It runs on the same arguments, without gradients and not compiled, and leaves no trace: random generators, buffers,
+    attributes and containers are put back, also if it raises.
+    """
+
+    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._world.schedule.in_backward:
+            self._measure(model, args, kwargs)
+            self.decide()
+
+    @property
+    def has_measured(self) -> bool:
+        return False  # it decides at once
+
+    @torch.no_grad()
+    def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        before = ForwardState(model, self._world.device, (*args, *kwargs.values()))
+        # The forward may modify tensors in place, also those inside of lists and dictionaries.
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
+        for state in self.states.values():
+            state.measures, state.powers = True, None
+        try:
+            with uncompiled(self._blocks), self._world.schedule.calibration():
+                model.forward(*args, **kwargs)
+        except BaseException:
+            for state in self.states.values():
+                state.powers = None
+            raise
+        finally:
+            for state in self.states.values():
+                state.measures = False
+            before.put_back()
+
+
+Decision = dict[str, tuple[bool, str | None]]
+"""Of float8 layers, by path: whether a layer computes in float8, and why its weight is gathered in its own dtype."""
+
+
+def float8_decision(world: World, model: torch.nn.Module) -> Decision:
+    """Return what is decided of the float8 layers of `model`, now that layers may have measured. Collective."""
+    states = _states_of(model)
+    for guard in _guards_of(states):
+        if all(world.control.gather(guard.has_measured, "whether float8's noise is measured")):
+            guard.decide()
+    return {path: (state.active, state.reason) for path, state in states.items() if state.guard is None}
+
+
+def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
+    """Let the float8 layers of `model` compute as was decided when it was saved, without a measurement. Collective.
+
+    Layers of which this model has decided already stay as they are, with a warning if that differs. Those of a guard
+    of which not all layers are in the decision are measured.
+    """
+    states = _states_of(model)
+    differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
+    if differing and world.rank == 0:
+        _log.warning(
+            "float8: %d of this model's %d float8 layers, such as '%s', compute otherwise than those that were saved, "
+            "and stay as they are: training does not go on with the same bits.",
+            len(differing), len(states), differing[0],
+        )  # fmt: skip
+    paths = {state: path for path, state in states.items()}
+    for guard in _guards_of(states):
+        found = {state: decision.get(paths.get(state, "")) for state in guard.states.values()}
+        known = {state: each for state, each in found.items() if each is not None}
+        if len(known) == len(found):
+            for state, (active, reason) in known.items():
+                state.active, state.reason = active, reason
+            guard.finish()
+        elif known and world.rank == 0:
+            _log.warning(
+                "float8: of %d float8 layers the checkpoint knows %d, so all of them are measured anew: training does "
+                "not go on with the same bits.", len(found), len(known),
+            )  # fmt: skip
+
+
+def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
+    """Whether a layer of which it is decided computes as the one that was saved."""
+    return state.guard is not None or found is None or found[0] == state.active
+
+
+def _guards_of(states: Mapping[str, Float8State]) -> list[SignalGuard]:
+    """Return what is still to decide of layers, once each."""
+    found = [state.guard() for state in states.values() if state.guard is not None]
+    return [guard for guard in dict.fromkeys(found) if guard is not None]
+
+
+def _states_of(model: torch.nn.Module) -> dict[str, Float8State]:
+    return {path: module.float8_state for path, module in model.named_modules() if isinstance(module, Float8Linear)}
+
+
+def _tell(ratios: dict[str, float]) -> None:
+    for path, ratio in ratios.items():
+        if ratio < LEAST_DECIBELS:
+            _log.warning(
+                "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f: from now on it computes in its own "
+                "dtype. keep=[%r] leaves such layers out from the start.",
+                path, ratio, LEAST_DECIBELS, path.rpartition(".")[2],
+            )  # fmt: skip
+    _log.info("float8: signal-to-noise in dB: %s", ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()))
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return the ratio of two sums of squares in decibels; inf without noise, or without a measurement."""
+    if not math.isfinite(signal) or not math.isfinite(noise):
+        return math.inf  # an overflow, of which the loss scale takes care
+    return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

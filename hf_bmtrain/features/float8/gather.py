@@ -1,0 +1,71 @@
+"""Which weights of float8 layers are gathered in float8, and from when on.
+
+A buffer is gathered in float8 once it is known that all its layers compute in float8 and are called, see `SignalGuard`.
+The rounded shard takes one byte more for each of this rank's elements.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...engine.runtime.world import World
+from ...engine.sharding.slots import find_places
+from ...engine.wrap.find import adapter_parameters
+from .linear import Float8State
+from .storage import Float8Buffer, Rounding
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], world: World) -> set[int]:
+    """Return the ids of the weights of float8 `layers` that may be gathered in float8.
+
+    That is none with one rank, and none with adapters, since some (DoRA) read the weights of the layers they are on.
+    """
+    if world.size == 1 or adapter_parameters(model):
+        return set()
+    places = Counter(id(parameter) for _, _, parameter in find_places(model.modules()))
+    weights: list[Any] = [layer.weight for layer in layers]
+    return {id(weight) for weight in weights if places[id(weight)] == 1}
+
+
+def link_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Tell those of `layers` whose weights are in a Float8Buffer where they are."""
+    for layer in layers:
+        piece: Any = layer._parameters.get("weight")
+        buffer = getattr(piece, "buffer", None)
+        if isinstance(buffer, Float8Buffer):
+            state: Any = layer.float8_state
+            state.buffer, state.index = buffer, piece.index
+
+
+def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
+    """Gather the weights of float8 layers in float8 from now on, and log of how many buffers. Collective.
+
+    states: of all float8 layers, by path, in the same order on every rank. The buffer of one with a `reason` stays as
+    it is.
+    """
+    layers: dict[Float8Buffer, list[str]] = {}
+    for path, state in states.items():
+        if state.buffer is not None:
+            layers.setdefault(state.buffer, []).append(path)
+    left: Counter[str] = Counter()
+    rounding = Rounding(world.schedule.shards.communicator)
+    for buffer, paths in layers.items():
+        found = [f"{path.rpartition('.')[2]} {states[path].reason}" for path in paths if states[path].reason]
+        if found:
+            left[found[0]] += 1
+        else:
+            buffer.use_float8(rounding, [states[path] for path in paths])
+    if world.rank == 0 and layers:
+        count = sum(left.values())
+        told = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""
+        _log.info(
+            "float8: weights are gathered in float8 in %d buffers, in their own dtype in %d%s",
+            len(layers) - count, count, told,
+        )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Float8Linear: a linear layer in a block whose three matrix products have float8 factors.
+
+The forward computes y = x Wᵀ from x by rows, the backward dx = dy W from dy by rows and dW = dyᵀ x from both by
+columns, see `ops.float8`. Between them autograd keeps x by columns, 8 bits an element, instead of x. The weight is the
+block's whole in its own dtype, and rounded where it is used, or gathered in float8 (`Float8Buffer`). The bias is added
+in the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...engine.base.autocast import autocast_type
+from ...engine.blocks.schedule import double_backward
+from ...engine.blocks.sharded_module import extend_class
+from .arithmetic import Float8, product, quantize_both, quantize_rows, quantize_transposed, quantize_whole
+from .storage import Float8Buffer, GatheredFactor
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CHUNK = 1024  # rows that are measured at a time
+
+
+class Float8Inputs:
+    """The factors of the last activation, for several layers that have it as their input (queries, keys and values).
+
+    They are kept as long as it is alive and no layer has had another one.
+    """
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Tensor] | None = None
+        self._state: tuple[torch.dtype, int] | None = None
+        self._factors: tuple[Float8, Float8 | None] | None = None
+
+    def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
+        """Return x by rows and, if `both`, by columns, each as values and scales."""
+        # A compiler finds by itself what is computed twice, and cannot trace `_is_view`.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _flattened(*_round(x, dtype, both))
+        # Tensors of torch.inference_mode have no version, and that of a whole parameter does not change when it is
+        # gathered.
+        owner = x._base if x._is_view() else x
+        if x.is_inference() or isinstance(owner, torch.nn.Parameter):
+            return _flattened(*_round(x, dtype, both))
+        state, last = (dtype, x._version), self._last
+        known = self._factors if last is not None and last() is x and self._state == state else None
+        if known is None or (both and known[1] is None):
+            known = self._factors = _round(x, dtype, both)
+            self._state, self._last = state, weakref.ref(x, self._forget)
+        return _flattened(known[0], known[1] if both else None)
+
+    def _forget(self, dead: weakref.ref[Tensor]) -> None:
+        if dead is self._last:
+            self._last = self._state = self._factors = None
+
+
+@dataclass(eq=False)
+class Float8State:
+    """What a Float8Linear knows of itself.
+
+    transposed: its weight is (K, N), as that of transformers' Conv1D, and not (N, K). active: whether it computes in
+    float8. guard: what will decide that, None once it is final. reason: why the weight is gathered in its own dtype,
+    None if it is gathered in float8; known once it is decided. measures: whether the next forward sets `powers`: the
+    squares, summed, of the output without rounding and of what rounding adds to it, (2,) float32. inputs: shared with
+    other layers. buffer: which may gather the weight in float8, None if it is stored elsewhere. index: of the weight in
+    it.
+    """
+
+    transposed: bool
+    inputs: Float8Inputs
+    active: bool = True
+    guard: weakref.ref[Any] | None = None
+    reason: str | None = None
+    measures: bool = False
+    powers: Tensor | None = None
+    buffer: Float8Buffer | None = None
+    index: int = 0
+
+    def gathered(self, weight: Tensor) -> GatheredFactor | None:
+        """Return the weight as it was gathered in float8; None if it was not, or is not the block's whole."""
+        buffer = self.buffer
+        if buffer is None or not buffer.in_float8:
+            return None
+        # Compiled blocks are called with their wholes alone; a compiler would have to compare tensors in its graph.
+        shown = torch.compiler.is_compiling() or weight is buffer.wholes[self.index]
+        return buffer.factors[self.index] if shown else None
+
+
+class Float8Linear(torch.nn.Module):
+    """A linear layer, extended in place."""
+
+    float8_state: Float8State
+    weight: Any
+    bias: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        state, dtype = self.float8_state, _dtype_of(input)
+        if not state.active or dtype not in _DTYPES:
+            return super().forward(input)
+        factors = state.inputs.factors(input, dtype, self.weight.requires_grad and torch.is_grad_enabled())
+        flat = input.to(dtype).reshape(-1, input.shape[-1])
+        gathered = state.gathered(self.weight) or (None, None, None)
+        y: Any = _Product.apply(flat, self.weight, *factors, *gathered, state.transposed)
+        if state.measures:
+            state.measures, state.powers = False, _powers(flat, self.weight, y, state.transposed)
+        y = y.view(*input.shape[:-1], y.shape[-1])
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs) -> Float8State:
+    """Make `layer` a Float8Linear, and return its state."""
+    state = layer.float8_state = Float8State(transposed, inputs)  # pyright: ignore[reportArgumentType]
+    layer.__class__ = _extended_class(type(layer))
+    return state
+
+
+@functools.cache
+def _extended_class(cls: Any) -> Any:
+    """Return the one class for all layers of `cls` that compute in float8."""
+    return extend_class(Float8Linear, cls, {})
+
+
+@torch.no_grad()
+def _round(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Float8, Float8 | None]:
+    flat = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
+    return quantize_both(flat) if both else (quantize_rows(flat), None)
+
+
+def _flattened(rows: Float8, columns: Float8 | None) -> tuple[Tensor | None, ...]:
+    return *rows, *(columns or (None, None))
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer computes with x: that of autocast under autocast."""
+    kind = autocast_type(x.device)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, weight, rows, row_scales, columns, column_scales, values, of_rows, of_columns, transposed: bool
+    ):
+        """values, of_rows, of_columns: a GatheredFactor, or None to round the weight itself."""
+        ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
+        weight = (weight,) if values is None else (values, of_rows, of_columns)
+        ctx.save_for_backward(columns, column_scales, *weight)
+        return product(Float8(rows, row_scales), _factor(weight, transposed), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise double_backward()
+        columns, column_scales, *weight = ctx.saved_tensors
+        dy, dw = dy.contiguous(), None
+        if ctx.needs_input_grad[1]:
+            rows, of_dy = quantize_both(dy)
+            of_x = Float8(columns, column_scales)
+            pair = (of_x, of_dy) if ctx.transposed else (of_dy, of_x)
+            dw = product(*pair, ctx.weight_dtype, fast=False)
+        else:
+            rows = quantize_rows(dy)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = product(rows, _factor(weight, not ctx.transposed), ctx.dtype, fast=False)
+        return dx, dw, *[None] * 8
+
+
+def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
+    """Return a weight, or its transpose, as a factor. weight: itself alone, or the fields of a GatheredFactor."""
+    if len(weight) > 1:
+        return GatheredFactor(*weight).factor(turned)
+    return quantize_transposed(weight[0]) if turned else quantize_whole(weight[0])
+
+
+@torch.no_grad()
+def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
+    weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
+    for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):
+        exact = linear(some, weight).float()
+        powers += torch.stack([exact.square().sum(), (rounded.float() - exact).square().sum()])
+    return powers

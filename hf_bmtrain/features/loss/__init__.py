@@ -1,0 +1,1 @@
+"""Cross-entropy losses: fused, and without storing the logits."""

@@ -1,0 +1,240 @@
+"""fuse_causal_loss: compute the loss of a Hugging Face language model without its logits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import numbers
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...engine.base.arguments import expect_module
+from ...engine.base.torch_internals import pytree
+from ...engine.blocks.sharded_module import extend_class
+from ..packed.bitsandbytes import Linear4bit
+from .fused import linear_cross_entropy
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+def fuse_causal_loss(model: torch.nn.Module) -> bool:
+    """Make `model(input_ids, labels=…)` compute its training loss by `linear_cross_entropy`. Return whether it does.
+
+    The returned `loss` is the model's own (shift and `num_items_in_batch` included) and `logits` is None: the logits
+    never exist whole. In evaluation and without labels nothing changes. The model's own forward runs; its head returns
+    UnbornLogits, which record the operations on them until the cross entropy. Scaling (Cohere, Granite), soft-capping
+    (Gemma), casts, reshaping and slicing of rows are recorded; any other operation computes the logits, and one log
+    line names it.
+
+    model: any model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`. If its
+    loss cannot be fused, it is left unchanged, and one log line gives the reason.
+    """
+    expect_module("model", model)
+    find_head = getattr(model, "get_output_embeddings", None)
+    head: Any = find_head() if callable(find_head) else None
+    reason = _why_not(model, head)
+    if reason:
+        _log.warning("%s keeps its own loss, with whole logits: %s", type(model).__name__, reason)
+        return False
+    if not isinstance(head, ChunkedHead):
+        head.__class__ = _chunked_class(type(head))
+        head.armed = head.warned = False
+        model.register_forward_pre_hook(_arm, with_kwargs=True)
+        model.register_forward_hook(_disarm, with_kwargs=True, always_call=True)
+    _log.info("%s computes its training loss without whole logits", type(model).__name__)
+    return True
+
+
+class ChunkedHead:
+    """Extends the class of an output layer. armed: a training forward with labels is running. warned: about logits."""
+
+    armed: bool
+    warned: bool
+
+
+@functools.cache
+def _chunked_class(cls: Any) -> type:
+    @functools.wraps(cls.forward)
+    def forward(self, hidden):
+        if self.armed and isinstance(hidden, torch.Tensor):
+            return UnbornLogits(self, functools.partial(cls.forward, self), hidden)
+        return cls.forward(self, hidden)
+
+    return extend_class(ChunkedHead, cls, {"forward": forward})
+
+
+class UnbornLogits:
+    """Represents `logits = head(hidden) * scale`, with a cap `cap * tanh(logits)`, without computing them.
+
+    It is not a tensor, but torch's functions accept it: those that it knows return a loss or another UnbornLogits, all
+    others receive the logits, computed on the spot.
+    """
+
+    def __init__(self, head: Any, linear: Any, hidden: torch.Tensor, scale: float = 1.0, cap: float | None = None):
+        self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
+
+    def _but(self, **changes) -> UnbornLogits:
+        values = {"hidden": self._hidden, "scale": self._scale, "cap": self._cap} | changes
+        return UnbornLogits(self._head, self._linear, **values)
+
+    def _born(self, asked: str) -> torch.Tensor:
+        """Compute the logits, and log once which operation `asked` for them."""
+        if not self._head.warned:
+            self._head.warned = True
+            _log.warning("whole logits are made after all: the model, or its loss, calls %s on them", asked)
+        logits = self._linear(self._hidden)
+        logits = logits * self._scale if self._scale != 1 else logits
+        return logits if self._cap is None else torch.tanh(logits) * self._cap
+
+    def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
+        """Compute the loss that F.cross_entropy is called for. size_average, reduce: None, see `_is_usual_loss`."""
+        # cap * tanh(scale * x) is a soft cap of scale * cap * x
+        factor = self._scale * (self._cap or 1.0)
+        return linear_cross_entropy(
+            self._hidden if factor == 1 else self._hidden * factor,
+            self._head._parameters["weight"],  # of a sharded head the slice: gathered for the loss alone
+            target,
+            self._head._parameters["bias"],
+            class_weight=weight,
+            softcap=self._cap or 0.0,
+            **options,
+        )
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs, first = kwargs or {}, args[0] if args else None
+        if isinstance(first, UnbornLogits):
+            if function is F.cross_entropy and first._is_usual_loss(args, kwargs):
+                return first._loss(*args[1:], **kwargs)
+            if function in (torch.tanh, F.tanh) and len(args) == 1 and not kwargs:
+                return first.tanh()
+        name = getattr(function, "__name__", str(function))
+        args, kwargs = pytree.tree_map(
+            lambda value: value._born(name) if isinstance(value, UnbornLogits) else value, (args, kwargs)
+        )
+        return function(*args, **kwargs)
+
+    def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
+        """Return whether the loss takes rows and class indices, and no deprecated argument other than None."""
+        if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+            return False
+        target = args[1] if len(args) > 1 else kwargs.get("target")
+        indices = isinstance(target, torch.Tensor) and target.dim() == 1 and not target.is_floating_point()
+        return indices and self.dim() == 2 and len(args) <= 3
+
+    # -- operations between the head and the loss ----------------------------------------------------------------
+
+    def __mul__(self, other):
+        if not isinstance(other, numbers.Real) or not float(other) > 0:
+            return self._born("a product") * other
+        if self._cap is not None:
+            return self._but(cap=self._cap * float(other))
+        return self._but(scale=self._scale * float(other))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        if not isinstance(other, numbers.Real) or not float(other) > 0:
+            return self._born("a quotient") / other
+        return self * (1 / float(other))
+
+    def tanh(self):
+        return self._but(cap=1.0) if self._cap is None else self._born("tanh").tanh()
+
+    def float(self):
+        return self  # the loss is computed in float32 anyway
+
+    def contiguous(self):
+        return self
+
+    def to(self, *args, **kwargs):
+        if len(args) == 1 and not kwargs and args[0] in (torch.float32, self.dtype, self.device):
+            return self
+        return self._born("to").to(*args, **kwargs)
+
+    def view(self, *shape):
+        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if len(shape) < 2 or shape[-1] != self.shape[-1]:
+            return self._born("view").view(*shape)
+        return self._but(hidden=self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
+
+    reshape = view
+
+    def __getitem__(self, index):
+        parts = index if isinstance(index, tuple) else (index,)
+        known = all(part is ... or isinstance(part, (slice, int)) for part in parts)
+        whole_rows = len(parts) < self.dim() and ... not in parts or parts[-1] == slice(None)
+        if known and whole_rows and len(parts) <= self.dim():
+            return self._but(hidden=self._hidden[index])
+        return self._born("indexing")[index]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self._hidden.dim()
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._hidden.dtype
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._born(name), name)
+
+
+def _operator(name: str):
+    return lambda self, *others: getattr(self._born(name), name)(*others)
+
+
+for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "iter", "len"):
+    setattr(UnbornLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+# -- the model ------------------------------------------------------------------------------------------------
+
+
+def _why_not(model: torch.nn.Module, head: Any) -> str | None:
+    """Return why the loss of `model` cannot be fused, or None."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return "its forward takes no labels"
+    if head is None:
+        return "it has no output embeddings"
+    if isinstance(head, ChunkedHead):
+        return None
+    foreign = [c for c in type(head).__mro__[:-1] if not c.__module__.startswith(("torch.nn.", "hf_bmtrain."))]
+    changed = foreign or isinstance(head, Linear4bit) or "forward" in head.__dict__
+    if not isinstance(head, torch.nn.Linear) or changed:
+        return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a plain torch.nn.Linear"
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+        return "its head has hooks, which want the logits"
+    return None
+
+
+def _arm(model: Any, args: tuple, kwargs: dict) -> None:
+    labels = kwargs.get("labels")
+    if labels is None and args:
+        labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
+    model.get_output_embeddings().armed = model.training and labels is not None
+
+
+def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+    model.get_output_embeddings().armed = False
+    if isinstance(output, tuple):
+        return type(output)(value for value in output if not isinstance(value, UnbornLogits))
+    if isinstance(output, dict):  # a ModelOutput; a None in it cannot be set, only left out
+        return type(output)(**{key: value for key, value in output.items() if not isinstance(value, UnbornLogits)})
+    return output

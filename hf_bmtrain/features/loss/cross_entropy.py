@@ -1,0 +1,276 @@
+"""Cross-entropy over rows of logits: losses, and the gradient written over the logits, in one launch or two.
+
+The methods of `CrossEntropy` use kernels/cross_entropy*.cu for CUDA tensors and float32 torch for others. The caller
+reduces the rows: the factor of each row is an argument.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...engine.base.arguments import expect, expect_number
+from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
+
+SCRATCH = 640  # bytes of shared memory in addition to the staged row, as in the source
+SHARE = 72 << 10  # bytes of a row per block: three such blocks fit on an SM of 227 KiB
+BYTES_A_THREAD = 256  # sixteen 16-byte vectors, all in flight at once
+PART_VECTORS = 2048  # 16-byte vectors of a row per block of the streaming kernels
+
+
+@cache
+def gradient_variant(dtype: torch.dtype, general: bool, weighted: bool) -> Variant:
+    macros = ("ELEMENT", C_NAMES[dtype]), ("GENERAL", str(int(general))), ("WEIGHT", "float" if weighted else "none")
+    return Variant("cross_entropy_gradient", macros)
+
+
+@cache
+def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int) -> Variant:
+    macros = gradient_variant(dtype, general, weighted).macros
+    return Variant("cross_entropy", (("CLUSTER", str(cluster)), *macros))
+
+
+def variants(arch: int) -> list[Variant]:
+    """Return all variants that this module can compile."""
+    clusters = (1, 2, 4, 8) if arch >= 90 else (1,)
+    kinds = [(dtype, *kind) for dtype in C_NAMES for kind in ((False, False), (True, False), (True, True))]
+    rows = [rows_variant(*kind, cluster) for kind in kinds for cluster in clusters]
+    return [gradient_variant(*kind) for kind in kinds] + rows
+
+
+class Plan(NamedTuple):
+    """The division of a row: blocks per row, threads per block, and 16-byte vectors that a block keeps on chip."""
+
+    cluster: int
+    threads: int
+    stage: int
+
+
+def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
+    """Choose the fewest blocks per row such that three fit on an SM. Vectors beyond that are read twice."""
+    row_bytes += 16  # a row that is not aligned touches one vector more
+    cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1
+    share = -(-row_bytes // (16 * cluster))  # vectors
+    stage = min(share, (shared_limit - SCRATCH) // 16)
+    wanted = 1 << (16 * share // BYTES_A_THREAD - 1).bit_length()
+    return Plan(cluster, min(max(64, wanted), 1024 if share > stage else 512), stage)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The loss of one row with logits x, target t and class weights w (1 if none are given):
+
+        z = softcap * tanh(x / softcap) if softcap else x,   lse = log(sum(exp(z)))
+        loss = (1 - s) w_t (lse - z_t)  +  s / V * sum_j w_j (lse - z_j)  +  z_loss * lse^2
+
+    s is `label_smoothing`, V the number of classes (as torch.nn.functional.cross_entropy before its reduction; z_loss
+    as in PaLM, Chowdhery et al. 2022). A row whose target is `ignore_index` has loss 0 and gradient 0; a target outside
+    0 .. V - 1 has loss NaN and gradient 0. -inf logits are impossible classes; logits below -2e38 count as -inf; a row
+    with a NaN or +inf logit is NaN.
+
+    class_weight: (V,) float32, or None. Arguments of all methods:
+        logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
+        targets        (N,) int64
+        lses           (N,) float32: logsumexp of each row, as `losses` returns it
+        scale          (1,) or (N,) float32: 1 / number of targets for a mean, times the loss scale. For float16 it
+                       must include the loss scale, or the gradient underflows when rounded.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    class_weight: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        expect_number("ignore_index", self.ignore_index, "of 64 bits", lambda n: -(2**63) <= n < 2**63, whole=True)
+        wanted = "a share and must lie in [0, 1]"
+        expect_number("label_smoothing", self.label_smoothing, wanted, lambda part: 0 <= part <= 1)
+        for name, factor in (("z_loss", self.z_loss), ("softcap", self.softcap)):
+            expect_number(name, factor, "finite and must not be negative", lambda factor: 0 <= factor < math.inf)
+        if self.class_weight is not None and self.class_weight.dim() != 1:
+            shape = tuple(self.class_weight.shape)
+            raise ValueError(
+                f"class weights (weight, class_weight) must have shape (C,), one number a class, got {shape}"
+            )
+
+    def count(self, targets: Tensor) -> Tensor:
+        """Return the divisor of a mean, (1,) float32: the sum of w_t over rows that are not ignored."""
+        counted = targets != self.ignore_index
+        if self.class_weight is not None:
+            counted = self.class_weight[targets.clamp(0, len(self.class_weight) - 1)] * counted
+        return counted.sum(dtype=torch.float32).view(1)
+
+    def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (losses, lses), each (N,) float32. The arguments are not written."""
+        self._check(logits, targets)
+        if logits.is_meta:
+            return _empty_losses(logits)
+        if not logits.is_cuda:
+            return self.reference_losses(logits, targets)
+        return self._launch_rows("cross_entropy_losses", logits, targets)
+
+    def losses_and_gradient_(self, logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `losses`, and write the gradient of sum(scale * losses) over the logits: one read, one write."""
+        self._check(logits, targets)
+        _check_scale("scale", scale, logits)
+        if logits.is_meta:
+            return _empty_losses(logits)
+        if not logits.is_cuda:
+            losses, lses = self.reference_losses(logits, targets)
+            logits.detach().copy_(self.reference_gradient(logits, targets, lses, scale))
+            return losses, lses
+        return self._launch_rows("cross_entropy_fused", logits, targets, scale, _stride(scale))
+
+    def gradient_(
+        self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor, out: Tensor | None = None
+    ) -> None:
+        """Write the gradient of sum(scale * losses) over the logits, or into `out`, whose rows have equal strides and
+        alignment."""
+        self._check(logits, targets)
+        _check_scale("scale", scale, logits)
+        expect("lses", lses, (torch.float32,), (logits.shape[0],), logits.device)
+        out = logits if out is None else out
+        if logits.is_meta:
+            return
+        if not logits.is_cuda:
+            out.detach().copy_(self.reference_gradient(logits, targets, lses, scale))
+        elif logits.shape[0] > 0:
+            parts = _parts(logits)
+            arguments = (*self._arguments(logits, targets), parts, scale, _stride(scale), lses, out)
+            launch = kernel(gradient_variant(logits.dtype, *self._kind), "cross_entropy_gradient", logits.device)
+            launch(logits.shape[0] * parts, 256, *arguments)
+
+    def gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
+        """Return the gradient of `gradient_` as a new tensor; `logits` are not written."""
+        if logits.is_contiguous() and logits.data_ptr() % 16 == 0:  # a new tensor has equal strides and alignment
+            gradient = torch.empty_like(logits)
+            self.gradient_(logits, targets, lses, scale, gradient)
+        else:
+            gradient = logits.detach().clone(memory_format=torch.contiguous_format)
+            self.gradient_(gradient, targets, lses, scale)
+        return gradient
+
+    def plan(self, logits: Tensor) -> Plan:
+        """Return the plan for rows of `logits` on their device."""
+        clusters = torch.cuda.get_device_capability(logits.device)[0] >= 9
+        return plan(logits.shape[1] * logits.element_size(), clusters, shared_memory_limit(logits.device))
+
+    @property
+    def _kind(self) -> tuple[bool, bool]:
+        """`general` and `weighted` of the variants."""
+        weighted = self.class_weight is not None
+        return bool(self.label_smoothing or self.softcap or weighted), weighted
+
+    def _arguments(self, logits: Tensor, targets: Tensor) -> tuple[object, ...]:
+        weight = self.class_weight
+        total = None if weight is None else weight.sum().view(1)
+        rows = (logits, logits.stride(0), logits.shape[1], targets, self.ignore_index)
+        return (*rows, self.label_smoothing, self.z_loss, self.softcap, weight, total)
+
+    def _launch_rows(self, name: str, logits: Tensor, targets: Tensor, *scale: object) -> tuple[Tensor, Tensor]:
+        """Launch a kernel that computes losses. Return (losses, lses)."""
+        out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
+        if logits.shape[0] > 0:
+            cluster, threads, stage = self.plan(logits)
+            launch = kernel(rows_variant(logits.dtype, *self._kind, cluster), name, logits.device)
+            arguments = (*self._arguments(logits, targets), stage, *scale, out[0], out[1])
+            launch(logits.shape[0] * cluster, threads, *arguments, shared_memory=SCRATCH + 16 * stage)
+        return out[0], out[1]
+
+    def _check(self, logits: Tensor, targets: Tensor) -> None:
+        _check_logits(logits)
+        expect("targets", targets, (torch.int64,), (logits.shape[0],), logits.device)
+        if self.class_weight is not None:
+            expect("class_weight", self.class_weight, (torch.float32,), (logits.shape[1],), logits.device)
+
+    # -- in float32 torch, on any device ------------------------------------------------------------------------
+
+    def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `losses` in float32 torch, on any device."""
+        z, at, weight = self._prepare(logits, targets)
+        ignored, outside = targets == self.ignore_index, (targets < 0) | (targets >= len(weight))
+        lses = z.logsumexp(1)
+        hit, smooth = (1 - self.label_smoothing) * weight[at[:, 0]], self.label_smoothing / len(weight)
+        losses = hit * (lses - z.gather(1, at)[:, 0]) + self.z_loss * lses.square()
+        if self.label_smoothing:
+            losses = losses + smooth * (weight.sum() * lses - (weight * z).sum(1))
+        losses = losses.masked_fill(outside, torch.nan).masked_fill(ignored, 0)
+        return losses, lses.masked_fill(ignored | outside, 0)
+
+    def reference_gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
+        """Return the gradient of sum(scale * losses), computed in float32 torch on any device."""
+        z, at, weight = self._prepare(logits, targets)
+        nothing = (targets == self.ignore_index) | (targets < 0) | (targets >= len(weight))
+        hit, smooth = (1 - self.label_smoothing) * weight[at[:, 0]], self.label_smoothing / len(weight)
+        factor = hit + smooth * weight.sum() + 2 * self.z_loss * lses
+        gradient = torch.exp(z - lses[:, None]).mul_(factor[:, None])
+        if self.label_smoothing:
+            gradient -= smooth * weight
+        gradient.scatter_add_(1, at, -hit[:, None])
+        if self.softcap:
+            gradient *= 1 - (z / self.softcap).square()
+        return gradient.mul_(scale[:, None]).masked_fill_(nothing[:, None], 0)
+
+    def _prepare(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return z (N, V), targets (N, 1) that are classes, also where no class is meant, and class weights (V,)."""
+        z = logits.detach().float()
+        z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
+        weight = z.new_ones(z.shape[1]) if self.class_weight is None else self.class_weight
+        return z.masked_fill(z < -2e38, -torch.inf), targets.clamp(0, len(weight) - 1)[:, None], weight
+
+
+def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
+    """Multiply rows by wanted / used, in place. On CUDA rows with equal factors are neither read nor written.
+
+    gradient       (N, V)
+    wanted, used   (1,) or (N,) float32: the scale given to backward, and the scale with which the gradient was
+                   written. A row written with scale 0 stays as it is.
+    """
+    _check_logits(gradient)
+    _check_scale("wanted", wanted, gradient)
+    _check_scale("used", used, gradient)
+    if gradient.is_meta:
+        return
+    if not gradient.is_cuda:
+        factor = torch.where((wanted == used) | (used == 0), torch.ones_like(used), wanted / used)
+        gradient.copy_(gradient.float() * factor[:, None])
+    elif gradient.shape[0] > 0:
+        parts = _parts(gradient)
+        launch = kernel(gradient_variant(gradient.dtype, False, False), "rescale", gradient.device)
+        rows = (gradient, gradient.stride(0), gradient.shape[1], parts)
+        launch(gradient.shape[0] * parts, 256, *rows, wanted, _stride(wanted), used, _stride(used))
+
+
+def _empty_losses(logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows = logits.new_empty(len(logits), dtype=torch.float32)
+    return rows, torch.empty_like(rows)
+
+
+def _parts(logits: Tensor) -> int:
+    return -(-(logits.shape[1] * logits.element_size() // 16 + 2) // PART_VECTORS)
+
+
+def _stride(scale: Tensor) -> int:
+    return int(scale.numel() > 1)
+
+
+def _check_logits(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.dtype not in C_NAMES:
+        raise ValueError(
+            "logits must be float32, float16 or bfloat16 of shape (rows, classes), got "
+            f"{logits.dtype} of shape {tuple(logits.shape)}"
+        )
+    rows, classes = logits.shape
+    if classes < 1 or logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < classes):
+        raise ValueError(
+            f"rows of logits must be contiguous and not overlap: shape {tuple(logits.shape)}, strides {logits.stride()}"
+        )
+
+
+def _check_scale(name: str, scale: Tensor, logits: Tensor) -> None:
+    rows = 1 if scale.numel() == 1 else logits.shape[0]
+    expect(name, scale, (torch.float32,), (rows,), logits.device)

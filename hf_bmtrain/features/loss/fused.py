@@ -1,0 +1,174 @@
+"""Loss functions that compute in float32 for logits of any floating dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...engine.base.arguments import expect_flag, expect_tensor
+from ...engine.runtime.world import refuse_parallelism
+from .criterion import Criterion, NumItems, criterion, refuse_double_backward
+from .cross_entropy import rescale_
+from .linear import DTYPES, linear_cross_entropy
+
+__all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
+
+
+class FusedCrossEntropy(torch.nn.Module):
+    """Cross entropy between logits and class indices, computed in float32 also for half-precision logits.
+
+    One kernel computes the losses, and a second one the gradient, a new tensor like the logits.
+
+    Args:
+        weight: one weight per class, shape (C,), any floating dtype; the mean divides by the sum of targets' weights.
+        ignore_index: targets with this value contribute neither to the loss nor to the gradient.
+        reduction: "mean" over the targets that count, "sum", or "none".
+        label_smoothing: weight of the uniform distribution over all classes in each target, in [0, 1].
+        parallel: BMTrain's, for logits that are split over ranks; True raises NotImplementedError.
+        inplace: write the gradient over the logits, which saves their size in memory; for a mean or a sum of bfloat16
+            or float32 logits this happens in the forward, in one launch. The caller must not read the logits
+            afterwards (autograd raises if it needs them itself).
+        z_loss: add z_loss * logsumexp(logits)^2 to every row that counts.
+        softcap: replace the logits by softcap * tanh(logits / softcap); 0 for none.
+
+    Raises:
+        ValueError: an unknown reduction, a label smoothing outside [0, 1], a negative z_loss or softcap, or a weight
+            that is not 1-D.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        parallel: bool = False,
+        *,
+        inplace: bool = False,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
+    ):
+        super().__init__()
+        expect_flag("parallel", parallel)
+        expect_flag("inplace", inplace)
+        if parallel:
+            refuse_parallelism("FusedCrossEntropy(parallel=True)")
+        criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)  # raises now, not later
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.inplace, self.z_loss, self.softcap = inplace, z_loss, softcap
+
+    def forward(self, input: Tensor, target: Tensor, num_items_in_batch: NumItems = None) -> Tensor:
+        """Return the loss of the logits `input`, shape (N, C) or (N, C, d...), for `target`, shape (N,) or (N, d...).
+
+        Args:
+            input: float16, bfloat16 or float32; its gradient has the same dtype.
+            target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
+            num_items_in_batch: the divisor of the mean in place of the targets that count in this call; a number or a
+                tensor of one element.
+
+        Returns:
+            float32: a scalar, or the targets' shape with reduction "none". The mean of no targets at all is 0 with
+            zero gradient, because under data parallelism one rank may have only padding. -inf logits are impossible
+            classes; a row with a NaN or +inf logit has loss and gradient NaN.
+
+        Raises:
+            ValueError: wrong shapes or dtypes; on CPU also a target out of range. On CUDA, to avoid a synchronization,
+                a target out of range makes its row's loss, and so a mean or a sum, NaN instead; its row's gradient is
+                zero, the others are unaffected.
+            RuntimeError: in backward, for create_graph=True and, with `inplace`, for a second backward.
+        """
+        return cross_entropy(
+            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, self.inplace,
+            z_loss=self.z_loss, softcap=self.softcap, num_items_in_batch=num_items_in_batch,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        names = ("ignore_index", "reduction", "label_smoothing", "inplace", "z_loss", "softcap")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    inplace: bool = False,
+    *,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    num_items_in_batch: NumItems = None,
+) -> Tensor:
+    """Compute the loss of `FusedCrossEntropy`, which documents the arguments."""
+    how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
+    expect_tensor("logits", logits)
+    expect_tensor("targets", targets)
+    expect_flag("inplace", inplace)
+    if logits.dtype not in DTYPES:
+        raise ValueError(f"logits must be float16, bfloat16 or float32, got {logits.dtype}")
+    if logits.dim() < 2 or targets.shape != logits.shape[:1] + logits.shape[2:]:
+        raise ValueError(
+            f"logits of shape (N, C) need targets of shape (N,), and (N, C, d...) need (N, d...); "
+            f"got logits {tuple(logits.shape)} and targets {tuple(targets.shape)}"
+        )
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes")
+    targets = how.indices(targets, logits.shape[1])
+    wanted = torch.is_grad_enabled() and logits.requires_grad
+    if inplace and wanted and logits.is_leaf:
+        raise ValueError(
+            "inplace=True writes the gradient over the logits, and these are a leaf whose values would be lost: "
+            "use inplace=False, or pass the output of a layer"
+        )
+    losses = _CrossEntropy.apply(_rows(logits), targets.reshape(-1).contiguous(), how, inplace, wanted)
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Rows of logits (N, C), targets (N,) → losses (N,) or a scalar; everything in float32."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):
+        factor = how.factor(targets)
+        # A float16 gradient that does not include the loss scale yet would underflow: backward writes it.
+        early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
+        if early:
+            losses, lses = how.rows.losses_and_gradient_(logits, targets, factor)
+        else:
+            losses, lses = how.rows.losses(logits, targets)
+        if wanted:
+            ctx.how, ctx.inplace, ctx.early, ctx.spent = how, inplace, early, False
+            ctx.save_for_backward(logits, targets, lses, factor)
+        return how.reduce(losses, factor)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        refuse_double_backward("cross_entropy")
+        if ctx.spent:
+            raise RuntimeError(
+                "A second backward through cross_entropy(…, inplace=True): the first one wrote its gradient over the "
+                "logits and handed it on. Use inplace=False where retain_graph=True is needed."
+            )
+        how, (logits, targets, lses, factor) = ctx.how, ctx.saved_tensors
+        ctx.spent = ctx.inplace
+        scale = (gradients[0] * factor).contiguous()
+        if not ctx.inplace:
+            return how.rows.gradient(logits, targets, lses, scale), None, None, None, None
+        if ctx.early:
+            rescale_(logits.detach(), scale, factor)
+        else:
+            how.rows.gradient_(logits, targets, lses, scale)
+        return logits.detach(), None, None, None, None
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """Return (N, C, d...) as contiguous rows (N * d..., C): a copy unless they are stored so."""
+    rows = logits if logits.dim() == 2 else logits.movedim(1, -1).reshape(-1, logits.shape[1])
+    count, classes = rows.shape
+    if rows.stride(1) == 1 and (count <= 1 or rows.stride(0) >= classes):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,241 @@
+"""Cross entropy of a linear layer's output, computed by chunks of rows, so that the logits never exist as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.base.arguments import expect_number, expect_tensor
+from ...engine.base.autocast import autocast_type
+from ...engine.runtime.world import current_world
+from ...engine.sharding.on_demand import OnDemandGather
+from ...engine.sharding.parameter import DistributedParameter
+from .criterion import Criterion, NumItems, criterion, refuse_double_backward
+from .cross_entropy import rescale_
+from .wide_product import add_product
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight and bias
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    num_items_in_batch: NumItems = None,
+    chunk_bytes: int = 1 << 30,
+) -> Tensor:
+    """Compute `cross_entropy(hidden @ weight.T + bias, targets)` with at most `chunk_bytes` of logits in memory.
+
+    The gradients are computed in the forward, by chunks, and multiplied by the incoming gradient in backward; the
+    weight's is summed in float32. With reduction "none", where the incoming gradient has a value per row, backward
+    computes the logits again. Only gradients that are needed are computed. Targets are not shifted: `targets[i]`
+    belongs to `hidden[i]`.
+
+    `weight` and `bias` may be slices of a sharded model (`model.lm_head.weight`), inside or outside its forward: they
+    are gathered, released before this function returns, and their gradient is reduced when backward reaches the loss.
+    Every rank must call it then.
+
+    Args:
+        hidden: (..., H) float16, bfloat16 or float32.
+        weight: (V, H), bias: (V,), of hidden's dtype; under autocast all are cast to its dtype.
+        targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
+        class_weight: (V,), one weight per class.
+        ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch: as in `FusedCrossEntropy`,
+            also for targets out of range, no targets at all, and infinite logits.
+        chunk_bytes: the most bytes of logits at a time. In addition, from forward to backward, the weight's gradient
+            takes 4 bytes per element, and hidden's gradient as much as hidden.
+
+    Returns:
+        float32: a scalar, or the targets' shape with reduction "none".
+
+    Raises:
+        ValueError: wrong shapes, dtypes or settings; on CPU also a target out of range.
+        RuntimeError: in backward, for create_graph=True or a second backward through the same mean or sum.
+    """
+    how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
+    _check(hidden, weight, targets, bias)
+    targets = how.indices(targets, weight.shape[0])
+    expect_number("chunk_bytes", chunk_bytes, "at least 1", lambda size: size >= 1, whole=True)
+    recorded, device = torch.is_grad_enabled(), autocast_type(hidden.device)
+    wants = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    work = _Work(how, wants, dtype, chunk_bytes)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1).contiguous(), work)
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The arguments of the computation. wants: for each of hidden, weight and bias, whether it needs a gradient."""
+
+    how: Criterion
+    wants: tuple[bool, ...]
+    dtype: torch.dtype
+    chunk_bytes: int
+
+    def run(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Gradients]:
+        """Return the losses (N,) and the wanted gradients of sum(scale * losses), all None if scale is None.
+
+        The gradients of weight and bias are float32. Collective for sharded parameters.
+        """
+        with _whole(weight) as whole, _whole(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
+            shift = None if shift is None else shift.to(self.dtype)
+            return self._chunks(rows.to(self.dtype), whole.to(self.dtype), shift, targets, scale)
+
+    def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
+        (count, _), classes = rows.shape, weight.shape[0]
+        for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
+        losses = rows.new_empty(count, dtype=torch.float32)
+        d_rows = rows.new_empty(rows.shape) if for_rows else None
+        d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
+        size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
+        space = rows.new_empty(size, -(-classes // 8) * 8)  # rows aligned to 16 bytes for cuBLAS
+        space[:, classes:].zero_()  # the product of torch 2.13 on CPUs with AMX multiplies what is there by 0
+        space = space[:, :classes]
+        for start in range(0, count, size):
+            chunk, part = rows[start : start + size], targets[start : start + size]
+            logits, here = space[: len(chunk)], losses[start : start + size]
+            if bias is None:
+                torch.mm(chunk, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, chunk, weight.t(), out=logits)
+            if scale is None:
+                here.copy_(self.how.rows.losses(logits, part)[0])
+                continue
+            factor = scale if scale.numel() == 1 else scale[start : start + size]
+            here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor)[0])
+            if d_rows is not None:
+                torch.mm(logits, weight, out=d_rows[start : start + size])
+            if for_weight:
+                d_weight = add_product(d_weight, logits.t(), chunk)
+            if d_bias is not None:
+                d_bias += logits.sum(0, dtype=torch.float32)
+        if for_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        return losses, (d_rows, d_weight, d_bias)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Rows (N, H), weight, bias, targets (N,) → losses (N,) or a scalar."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias, targets, work: _Work):
+        factor = work.how.factor(targets)
+        # A float16 gradient that does not include the loss scale yet would underflow: it is written for scale 1.
+        written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
+        at_once = any(work.wants) and work.how.reduction != "none"
+        for parameter in (weight, bias):
+            if isinstance(parameter, DistributedParameter):  # gradients of a failed backward, or unused by now
+                current_world().schedule.discard_failed_backward()
+                parameter.buffer.gradient.free_if_unused()
+        losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)
+        ctx.work, ctx.at_once, ctx.gradients = work, at_once, gradients
+        ctx.like = rows.dtype, weight, bias
+        if any(work.wants):
+            ctx.save_for_backward(factor, written, *(() if at_once else (rows, weight, bias, targets)))
+        return work.how.reduce(losses, factor)
+
+    @staticmethod
+    def backward(ctx, *incoming: Tensor):
+        refuse_double_backward("linear_cross_entropy")
+        factor, written, *inputs = ctx.saved_tensors
+        wanted = (incoming[0] * factor).contiguous()
+        if ctx.at_once:
+            if ctx.gradients is None:
+                raise RuntimeError(
+                    "A second backward through linear_cross_entropy: its gradients were made in the forward, and the "
+                    "first backward handed them on. Call it again, or use reduction='none' and reduce its result, "
+                    "which computes them in backward."
+                )
+            d_rows, d_weight, d_bias = ctx.gradients
+            ctx.gradients = None
+        else:
+            d_rows, d_weight, d_bias = ctx.work.run(*inputs, wanted)[1]
+            wanted = written = torch.ones_like(factor)
+        dtype, weight, bias = ctx.like
+        if d_rows is not None:
+            rescale_(d_rows, wanted, written)
+            d_rows = d_rows.to(dtype)
+        ratio = torch.where(written == 0, 1.0, wanted / written)
+        return d_rows, _hand_over(weight, d_weight, ratio), _hand_over(bias, d_bias, ratio), None, None
+
+
+def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
+    """Return `ratio * gradient` for autograd, or pass it to the reduction, and return None, for a sharded parameter."""
+    if gradient is None:
+        return None
+    if parameter.dtype == torch.float32:
+        gradient.mul_(ratio)
+    else:
+        narrow = torch.empty_like(gradient, dtype=parameter.dtype)
+        gradient = torch.mul(gradient, ratio, out=narrow)  # rounded once
+    if not isinstance(parameter, DistributedParameter):
+        return gradient
+    OnDemandGather.of(parameter, current_world().schedule).collect(parameter.index, gradient)
+    return None
+
+
+@contextmanager
+def _whole(parameter: Tensor | None) -> Iterator[Any]:
+    """Yield the whole parameter. A slice is gathered, and released at the end unless it was whole before."""
+    if isinstance(parameter, DistributedParameter):
+        with parameter.buffer.whole_now():
+            yield parameter.buffer.wholes[parameter.index].detach()
+    else:
+        yield parameter
+
+
+def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
+    """Return the number of rows per chunk: at most `budget` bytes, in chunks of about equal size."""
+    most = max(1, budget // row_bytes)
+    even = -(-rows // max(1, -(-rows // most)))
+    return min(most, max(1, -(-even // 128) * 128))
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless shapes, dtypes and devices are those that `linear_cross_entropy` names."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets)):
+        expect_tensor(name, tensor)
+    if bias is not None:
+        expect_tensor("bias", bias)
+    shape = weight.shape
+    if len(shape) != 2 or 0 in shape or hidden.dim() < 1 or hidden.shape[-1] != shape[1]:
+        raise ValueError(
+            f"hidden of shape (..., H) needs a weight of shape (V, H); got hidden {tuple(hidden.shape)} and weight "
+            f"{tuple(shape)}"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"hidden of shape {tuple(hidden.shape)} needs targets of shape {tuple(hidden.shape[:-1])}, got "
+            f"{tuple(targets.shape)}"
+        )
+    if bias is not None and bias.shape != shape[:1]:
+        raise ValueError(
+            f"a weight of shape {tuple(shape)} needs a bias of {shape[0]} numbers, got {tuple(bias.shape)}"
+        )
+    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    autocast = torch.is_autocast_enabled(autocast_type(hidden.device))
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and not autocast):
+        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise ValueError(f"hidden, weight and bias must share one dtype of float16, bfloat16, float32; got {found}")
+    devices = {str(tensor.device) for tensor in (*tensors.values(), targets)}
+    if len(devices) > 1:
+        raise ValueError(f"hidden, weight, bias and targets must be on one device, got {', '.join(sorted(devices))}")

@@ -1,0 +1,66 @@
+"""What is said when the memory of the device runs out: what takes it, and what would take less."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ...engine.blocks.block import CheckpointBlock
+from ...engine.runtime.world import World
+from ...engine.sharding.slots import buffers_of
+from .meter import DeviceMemory
+
+
+class Shortage:
+    """Describes the memory that a wrapped model takes now, for an error by which memory ran out.
+
+    predicted: the table of a prediction that was asked for.
+    """
+
+    def __init__(self, model: torch.nn.Module, world: World) -> None:
+        self._model, self._world = weakref.ref(model), world
+        self.predicted: str | None = None
+
+    def __call__(self) -> str:
+        model = self._model()
+        if model is None:
+            return "The model that auto_wrap has sharded was dropped."
+        lines = [f"Memory on rank {self._world.rank}, in GiB:", *self._table(model)]
+        if self.predicted is not None:
+            lines += ["It was predicted as:", self.predicted]
+        return "\n".join([*lines, "What takes less, the first thing first:", *self._advice(model)])
+
+    def _table(self, model: torch.nn.Module) -> list[str]:
+        buffers = buffers_of(model)
+        whole = [b for b in buffers if b.sharded and b.is_whole]
+        gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
+        rows = {
+            "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.shards),
+            f"whole parameters ({len(whole)} buffers)": sum(b.whole_nbytes for b in whole),
+            "shards of the gradients": sum(shard.nbytes for shard in gradients),
+        }
+        taken = self._world.schedule.mapped_bytes
+        if self._world.device.type != "cpu":
+            taken += DeviceMemory(self._world.device).allocated()
+        rows["optimizer state, activations and temporary tensors"] = max(0, taken - sum(rows.values()))
+        rows["all tensors"] = taken
+        return [f"  {nbytes / 2**30:8.2f}  {what}" for what, nbytes in rows.items()]
+
+    def _advice(self, model: torch.nn.Module) -> list[str]:
+        states: list[Any] = [block._bmt for block in model.modules() if isinstance(block, CheckpointBlock)]
+        advice = []
+        if any(buffer.is_kept for buffer in buffers_of(model)):
+            advice.append("auto_wrap(model, keep_frozen=False) gathers frozen parameters at each use, and keeps none")
+        if any(state.policy is not True for state in states):
+            advice.append("auto_wrap(model, use_checkpoint=True) keeps the inputs of each block alone")
+        if self._world.size > 1 and any(state.zero_level == 2 for state in states):
+            advice.append("zero_level=3 frees a block's parameters between its forward and its backward")
+        advice += [
+            "bmt.optim.AdamOffloadOptimizer keeps the optimizer's state in host memory",
+            "bmt.hf.fuse_causal_loss(model) never makes the logits of a language model",
+            "fewer rows in a batch, and several backwards a step, take less for activations",
+            "more ranks: each keeps 1/N of parameters, gradients and optimizer state",
+        ]
+        return [f"  {number}. {line}." for number, line in enumerate(advice, 1)]

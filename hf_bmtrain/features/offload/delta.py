@@ -1,0 +1,54 @@
+"""The mean and the variance of an optimizer step's update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ...engine.ops.adam_step import Hyper
+from ...engine.optim.runs import RunState, stored_numel
+from ...engine.runtime.world import current_world
+
+PIECE = 1 << 20  # elements at once, so that intermediate results take little memory
+
+
+def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
+    """Return mean and variance, over the elements of all ranks, of the last update in units of the learning rate:
+
+        δ = d + wd·w    d = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps)    w' = w − lr·δ
+
+    computed after the step from m, v and the new masters w', which give w = (w' + lr·d) / (1 − lr·wd). m and v hold the
+    step's gradient, so d is the update's except for the rounding of the stored m: none in float32; in bfloat16 up to
+    2⁻⁸ of d, stochastic and unbiased. w is exact to a few units in the last place of float32 as long as lr·wd is well
+    below 1 (at 1 it cannot be recovered). Sums are float64. Ordinary parameters count once, not once per rank.
+
+    states: of one run or more, each with its `settings`. Returns (2,) float64 on the weights' device. Collective if
+    there are slices among the parameters.
+    """
+    totals = torch.zeros(2, 3, dtype=torch.float64, device=states[0].run.weights.device)
+    ordinary, sliced = totals.unbind()  # the number of elements, Σδ, Σδ²
+    for state, values in zip(states, settings):
+        sums = ordinary if state.run.buffer is None else sliced
+        sums[0] += sum(stored_numel(parameter) for parameter in state.run.parameters)
+        for delta in _deltas(state, values):
+            sums[1:] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
+    if any(state.run.buffer is not None for state in states):
+        current_world().reduce.all_reduce(sliced).wait()
+    count, first, second = totals.sum(0)
+    mean = first / count
+    return torch.stack((mean, (second / count - mean * mean).clamp_min(0)))
+
+
+def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
+    """Yield δ of the last step for parts of a run, (≤ _PIECE,) float32 on the device of its weights."""
+    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # l2 is in m already
+    device, t = state.run.weights.device, state.step.double()
+    lr = lr * (t > hold_steps)
+    for start in range(0, state.run.weights.numel(), PIECE):
+        part = slice(start, start + PIECE)
+        master, v = state.master.part(part, device).read()
+        m = state.exp_avg[part].to(device).float()
+        direction = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
+        before = (master + lr * direction) / (1 - lr * weight_decay)
+        yield direction + weight_decay * before

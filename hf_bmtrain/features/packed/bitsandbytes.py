@@ -1,0 +1,188 @@
+"""Weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`), which are sharded as it has packed them.
+
+bitsandbytes is not imported: its classes are recognised by name, as in transformers and PEFT.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+
+from ...engine.sharding.slots import Place, find_places
+from ...engine.wrap.find import Chain
+from ...engine.wrap.root_params import shared_parameters
+from .arithmetic import BLOCK, CELL, FORMATS, Format, dynamic_values, nf4_values
+from .storage import PackedParameter
+
+_log = logging.getLogger("hf_bmtrain")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LOAD = (
+    "Load the model with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', "
+    "bnb_4bit_compute_dtype=torch.bfloat16), or in an ordinary dtype and pass quantize_frozen='nf4' or 'fp8' to "
+    "auto_wrap."
+)
+
+
+class Linear4bit(torch.nn.Linear):
+    """A linear layer of bitsandbytes whose weight is sharded, and whole in `compute_dtype` where it computes.
+
+    compute_dtype: None for that of the input.
+    """
+
+    compute_dtype: torch.dtype | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        dtype = self.compute_dtype or input.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias).to(input.dtype)
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Return whether bitsandbytes has made `parameter` to be quantized, to 4 or 8 bits."""
+    return type(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def admit_quantized(model: torch.nn.Module) -> None:
+    """Raise ValueError for the first weight of bitsandbytes that cannot be sharded as it is."""
+    for name, place in _find(model).items():
+        reason = _refusal(*place)
+        if reason is not None:
+            raise ValueError(f"auto_wrap: '{name}', a weight of bitsandbytes, {reason}")
+
+
+def refuse_quantized(model: torch.nn.Module, why: str) -> None:
+    """Raise ValueError, with the reason `why`, if bitsandbytes has quantized a weight of `model`."""
+    for name in _find(model):
+        raise ValueError(f"auto_wrap: '{name}' is quantized by bitsandbytes already: {why}")
+
+
+def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
+    """Return how each weight is quantized, by name, for `World.agree`. The weights are admitted."""
+    return {
+        f"quantized '{name}'": f"{_form(_state(module, parameter)).name} {_dtype(module, parameter)}"
+        for name, (module, _, parameter) in _find(model).items()
+    }
+
+
+def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
+    """Make ordinary layers of bitsandbytes' in `model`, with weights that `shard_places` stores as they are packed.
+
+    Weights that are stored outside blocks are unpacked on `device`. Afterwards nothing says that the model is quantized
+    (to Trainer, or to a file of its configuration), since all that reads it gets unpacked values. The weights are
+    admitted.
+    """
+    found = _find(model)
+    apart = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
+    made: dict[int, torch.nn.Parameter] = {}  # by the id of the old one, for tied weights
+    unpacked: list[str] = []
+    for name, (module, key, parameter) in found.items():
+        if id(parameter) not in made:
+            made[id(parameter)] = packed = _packed(module, parameter)
+            if id(parameter) in apart:
+                made[id(parameter)] = _unpack(packed, device)
+                unpacked.append(name)
+        module._parameters[key] = made[id(parameter)]
+        vars(module).pop("quant_state", None)
+        module.__class__ = Linear4bit
+    if unpacked:
+        _log.warning(
+            "%d weights that bitsandbytes has quantized lie outside blocks and are unpacked, '%s' first: list their "
+            "modules in llm_int8_skip_modules, or in blocks=.", len(unpacked), unpacked[0],
+        )  # fmt: skip
+    if found:
+        _forget(model)
+
+
+def _find(model: torch.nn.Module) -> dict[str, Place]:
+    """Return the places of bitsandbytes' weights, by name."""
+    return {
+        f"{path}.{key}".lstrip("."): (module, key, parameter)
+        for path, module in model.named_modules()
+        for _, key, parameter in find_places([module])
+        if is_quantized(parameter)
+    }
+
+
+def _refusal(module: Any, key: str, parameter: Any) -> str | None:
+    """Return why a weight of bitsandbytes cannot be sharded, and the way out, or None."""
+    computes = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
+    if type(parameter).__name__ == "Int8Params":
+        return f"is quantized to 8 bits (load_in_8bit=True), which cannot be sharded. {_LOAD}"
+    if computes != "Linear4bit" or key != "weight" or "forward" in vars(module):
+        return (
+            f"is the {key} of a {type(module).__name__} with a forward of {computes}'s or its own, and auto_wrap knows "
+            f"Linear4bit's alone (models that are dispatched to several devices have others). {_LOAD}"
+        )
+    state, wanted = _state(module, parameter), (module.out_features, module.in_features)
+    if state is None:
+        return "is not quantized yet: call model.to(device) before auto_wrap, which quantizes it."
+    if state.quant_type != "nf4" or state.blocksize != BLOCK:
+        return f"is quantized to {state.quant_type} in blocks of {state.blocksize} elements, not nf4 in 64. {_LOAD}"
+    if getattr(state, "packing_format_for_cpu", False):
+        return (
+            "was packed in another way when the model was evaluated on the CPU, which auto_wrap does not know: load "
+            "the model again, and call auto_wrap before that."
+        )
+    if parameter.requires_grad:
+        return "requires a gradient, which packed weights cannot have: call requires_grad_(False) on it."
+    nbytes = parameter.numel() * parameter.element_size()
+    if tuple(state.shape) != wanted or nbytes != -(-math.prod(state.shape) // 2):
+        return f"has {nbytes} bytes for shape {tuple(state.shape)}, and the layer's is {wanted}. {_LOAD}"
+    tables = [(state.code, nf4_values)]
+    if state.nested:
+        if state.state2.blocksize != 256:
+            return f"has scales that are quantized in blocks of {state.state2.blocksize}, not 256. {_LOAD}"
+        tables.append((state.state2.code, dynamic_values))
+    if any(not torch.equal(table.float().cpu(), values(torch.device("cpu"))) for table, values in tables):
+        return f"is quantized to a table of values of its own. {_LOAD}"
+    if _dtype(module, parameter) not in _DTYPES:
+        return f"is computed with in {_dtype(module, parameter)}, not in float32, float16 or bfloat16. {_LOAD}"
+    return None
+
+
+def _state(module: Any, parameter: Any) -> Any:
+    """Return bitsandbytes' statistics of a weight; some that make a new Parameter of it leave them on the layer."""
+    return getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
+
+
+def _form(state: Any) -> Format:
+    return FORMATS["nf4" if state.nested else "nf4_float32"]
+
+
+def _dtype(module: Any, parameter: Any) -> torch.dtype:
+    """Return the dtype to which forward dequantizes, that of the whole."""
+    return module.compute_dtype or _state(module, parameter).dtype
+
+
+def _packed(module: Any, parameter: Any) -> PackedParameter:
+    """Return the weight as cells, which are put together when they are stored; until then the old memory is used."""
+    state = _state(module, parameter)
+    codes = parameter.data.contiguous().view(-1).view(torch.uint8)
+    scales = (state.absmax.view(-1),)
+    if state.nested:
+        scales = (*scales, state.state2.absmax, state.offset)
+    form = _form(state)
+    pack = functools.partial(form.assemble, math.prod(state.shape), codes, *scales)
+    return PackedParameter.of(state.shape, _dtype(module, parameter), form, pack)
+
+
+def _unpack(packed: PackedParameter, device: torch.device) -> torch.nn.Parameter:
+    cells = packed.pack().to(device)
+    values = torch.empty(len(cells) // packed.form.cell_bytes * CELL, dtype=packed.dtype, device=device)
+    packed.form.unpack(cells, values)
+    return torch.nn.Parameter(values[: packed.numel()].view(packed.shape), requires_grad=False)
+
+
+def _forget(model: torch.nn.Module) -> None:
+    """Remove what transformers noted on the modules and configuration of a quantized model."""
+    for module in model.modules():
+        noted = vars(module)
+        if noted.pop("hf_quantizer", None) is not None:
+            noted["is_quantized"] = noted["is_loaded_in_4bit"] = False
+            noted.pop("quantization_method", None)
+            if hasattr(noted.get("config"), "quantization_config"):
+                del noted["config"].quantization_config

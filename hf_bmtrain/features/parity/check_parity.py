@@ -1,0 +1,217 @@
+"""check_parity: one training step of a sharded model against plain torch, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...engine.base.pinned import available_bytes
+from ...engine.runtime.launcher import mixed_precision
+from ...engine.runtime.world import World, current_world
+from ...engine.sharding.parameter import DistributedParameter
+from ..memory.meter import DeviceMemory
+from .outputs import Outputs, recorded, watched_modules
+from .parity import Difference, Parity, largest_difference, largest_of, merge
+from .plain import Wholes, gather_wholes, shown_plain
+from .training_state import TrainingState
+
+_BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+_HALF_BOUND = 2e-2
+_OF_MODEL = 0.2
+
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
+
+
+def check_parity(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: MakeOptimizer | None = None,
+    bound: float | None = None,
+    verbose: bool = True,
+) -> Parity:
+    """Compare one training step of a wrapped model with the same step in plain torch, and print a table. Collective.
+
+    Both run on this rank's `batch`, in the model's present mode (dropout included), from the same states of all random
+    generators. The plain step runs the model's own code on whole copies of the weights, without gathers, reductions,
+    recomputation or compiled blocks. Compared are the outputs of every block and of every module with parameters
+    outside blocks, the loss, the gradient of every parameter, whose truth is the mean over the ranks' plain gradients,
+    and the weights after one step of a new optimizer, both from the sharded gradients. Weights, gradients, buffers,
+    attributes and generators are as before afterwards, also if this raises; tensors that the model keeps elsewhere than
+    in buffers and writes in place are not.
+
+    batch: keywords of the model as a dict, its arguments as a tuple or list, or its only argument; each rank has its
+    own. loss: makes the scalar loss of what the model returns; by default that is its `loss`, or itself.
+    optimizer: makes an optimizer of a list of parameters; by default SGD with lr=0.1.
+    bound: how far an output or gradient may be off, in units of the tensor's largest element (gradients also by a fifth
+    of that in units of the model's largest); by default 1e-5 in float32 and 2e-2 if weights or autocast are in 16 bits.
+    verbose: print the table on rank 0.
+
+    Meanwhile every rank holds two whole copies of the weights, their gradients and the optimizer's state. Raises
+    RuntimeError, with the numbers, if a rank has not as much memory, and ValueError if the model is not wrapped.
+    """
+    world = current_world()
+    _check_arguments(model, optimizer, bound)
+    world.assemble("check_parity")
+    pieces = [p for p in dict.fromkeys(model.parameters()) if isinstance(p, DistributedParameter)]
+    if not pieces:
+        raise ValueError(f"check_parity takes a wrapped model: call bmt.auto_wrap on {type(model).__name__} first.")
+    world.raise_everywhere("check_parity holds the whole model on every rank", _shortage(pieces, world))
+    comparison = _Comparison(model, world, bound)
+    state, stepped = TrainingState(model, world), False
+    try:
+        watched = watched_modules(model)
+        with recorded(watched, world.schedule) as sharded:
+            mine = _run(model, batch, loss)
+        state.rewind()
+        wholes = gather_wholes(model)
+        with recorded(watched, world.schedule) as plain, shown_plain(model, wholes):
+            expected = _run(model, batch, loss)
+        comparison.of_outputs(sharded, plain, mine, expected)
+        comparison.of_gradients(wholes)
+        stepped = True
+        comparison.of_update(wholes, optimizer or partial(torch.optim.SGD, lr=0.1))
+    finally:
+        state.put_back(weights=stepped)
+    mean = sum(world.gather_objects(float(expected))) / world.size
+    parity = Parity(merge(world.gather_objects(comparison.differences)), mean)
+    if verbose and world.rank == 0:
+        print(parity)
+    return parity
+
+
+def _check_arguments(model: Any, optimizer: Any, bound: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"check_parity(model, batch): model must be a torch.nn.Module, not a {type(model).__name__}")
+    if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
+        raise TypeError(
+            "optimizer must make an optimizer of a list of parameters, as functools.partial(torch.optim.SGD, lr=0.1) "
+            f"does, not be a {type(optimizer).__name__}: one is made for slices and one for whole weights."
+        )
+    if bound is not None and not bound >= 0:
+        raise ValueError(f"bound must be 0 or more, or None, not {bound}")
+
+
+def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    """Run forward and backward of one batch. Returns the loss."""
+    with torch.enable_grad():
+        if isinstance(batch, dict):
+            outputs = model(**batch)
+        else:
+            outputs = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        value = outputs if loss is None and isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
+        if loss is not None:
+            value = loss(outputs)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise ValueError(
+                f"check_parity needs a scalar loss, and the model returned a {type(outputs).__name__} without one: "
+                "put labels into the batch, or pass loss=, a function of what the model returns."
+            )
+        value.backward()
+    return value.detach()
+
+
+def _shortage(pieces: Sequence[DistributedParameter], world: World) -> str | None:
+    """Return how much memory this rank lacks for whole weights and gradients, or None."""
+    needed = 3 * sum(piece.numel() * piece.element_size() for piece in pieces)
+    if world.device.type == "cpu":
+        free, where = available_bytes() // world.size, f"of host memory, shared by {world.size} ranks,"
+    else:
+        memory = DeviceMemory(world.device)
+        free, where = memory.usable() - memory.allocated(), f"of {world.device}"
+    if needed <= free:
+        return None
+    return (
+        f"{needed / 2**30:.3g} GiB are needed for weights and gradients, {free / 2**30:.3g} GiB {where} are left. Use "
+        "a model of the same class with fewer layers, or a machine with more memory"
+    )
+
+
+class _Comparison:
+    """Adds up what differs on this rank. Its methods are collective and called in this order."""
+
+    def __init__(self, model: torch.nn.Module, world: World, bound: float | None) -> None:
+        self._model, self._world, self._bound = model, world, bound
+        self.differences: list[Difference] = []
+        self._names = {p: name for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
+
+    def _allowed(self, tensor: torch.Tensor) -> float:
+        """Return the bound for a tensor of this dtype."""
+        if self._bound is not None:
+            return self._bound
+        device = self._world.device.type
+        dtypes = {tensor.dtype, *(piece.dtype for piece in self._names if piece.is_floating_point())}
+        if (
+            torch.is_autocast_enabled(device)
+            or mixed_precision() != "no"
+            or any(dtype.itemsize == 2 for dtype in dtypes)
+        ):
+            return _HALF_BOUND
+        return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
+
+    def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
+        self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
+
+    def of_outputs(self, sharded: Outputs, plain: Outputs, mine: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare what the modules returned, and the losses."""
+        for block, name in dict.fromkeys([*plain, *sharded]):
+            got, wanted = sharded.get((block, name), []), plain.get((block, name), [])
+            allowed = max((self._allowed(tensor) * largest_of(tensor) for tensor in wanted), default=0.0)
+            apart = [largest_difference(a, b) for a, b in zip(got, wanted)]
+            if len(got) != len(wanted) or ((block, name) in sharded) != ((block, name) in plain):
+                apart = [float("inf")]  # one of the two did not run, or returned fewer
+            self.differences.append(Difference("output", block, name, max(apart, default=0.0), allowed))
+        self._add("output", "", "", mine, expected, self._allowed(expected) * largest_of(expected))
+
+    @torch.no_grad()
+    def of_gradients(self, wholes: Wholes) -> None:
+        """Compare the averaged gradients, and leave the sharded ones in `.grad` of the wholes."""
+        found = []
+        for piece, whole in reversed(wholes.items()):
+            got, wanted = piece.gather_gradient(), self._mean(whole)
+            whole.grad = got
+            if wanted is not None or got is not None:
+                nothing = whole.detach().new_zeros(1).expand_as(whole)  # no gradient is one of zeros
+                got, wanted = nothing if got is None else got, nothing if wanted is None else wanted
+                found.append((piece, largest_difference(got, wanted), largest_of(wanted), self._allowed(wanted)))
+        floor = _OF_MODEL * max((largest for _, _, largest, _ in found), default=0.0)
+        for piece, apart, largest, bound in found:
+            name = self._names[piece]
+            self.differences.append(Difference("gradient", self._block(piece), name, apart, bound * (largest + floor)))
+
+    def _mean(self, whole: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the mean of the ranks' gradients, in float32 or wider; None if no rank has one."""
+        present = torch.tensor([float(whole.grad is not None)], device=self._world.device)
+        self._world.reduce.all_reduce(present, maximum=True).wait()
+        if not present.item():
+            return None
+        wide = torch.promote_types(whole.dtype, torch.float32)
+        total = torch.zeros_like(whole, dtype=wide) if whole.grad is None else whole.grad.to(wide, copy=True)
+        total = total.contiguous()
+        real = torch.view_as_real(total) if total.is_complex() else total
+        self._world.reduce.all_reduce(real.view(-1)).wait()
+        return total / self._world.size
+
+    def of_update(self, wholes: Wholes, make: MakeOptimizer) -> None:
+        """Compare the weights after one step of an optimizer over slices and of one over wholes."""
+        trained = [piece for piece in wholes if piece.requires_grad]
+        before = {piece: wholes[piece].detach().clone() for piece in trained}
+        if not trained:
+            return
+        make(list(trained)).step()
+        make([wholes[piece] for piece in trained]).step()
+        with torch.no_grad():
+            for piece in trained:
+                with piece.buffer.whole_now():
+                    got, wanted = piece.whole - before[piece], wholes[piece] - before[piece]
+                rounding = torch.finfo(piece.dtype).eps * largest_of(before.pop(piece))
+                allowed = self._allowed(wanted) * largest_of(wanted) + rounding
+                self._add("update", self._block(piece), self._names[piece], got, wanted, allowed)
+
+    def _block(self, piece: DistributedParameter) -> str:
+        name, origin = self._names[piece], piece.origin
+        return name if origin is None or not origin.block else origin.block

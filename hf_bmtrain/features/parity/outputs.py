@@ -1,0 +1,55 @@
+"""The outputs of blocks, and of modules with parameters outside blocks, in the order of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...engine.base.torch_internals import pytree
+from ...engine.blocks.block import CheckpointBlock
+from ...engine.blocks.schedule import Schedule
+
+Outputs = dict[tuple[str, str], list[torch.Tensor]]
+"""By (name of the module, name of its call): copies in host memory of the floating-point tensors that it returned."""
+
+
+def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the outermost blocks of `model`, and outside them the modules with parameters of their own, by name."""
+    found: dict[str, torch.nn.Module] = {}
+    inside: set[torch.nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        if isinstance(module, CheckpointBlock):
+            inside.update(module.modules())
+        if isinstance(module, CheckpointBlock) or (module._parameters and module is not model):
+            found[name] = module
+    return found
+
+
+@contextmanager
+def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterator[Outputs]:
+    """Record, under `with`, what the modules return in forwards; not in those that repeat one (a recomputation)."""
+    outputs: Outputs = {}
+    calls = dict.fromkeys(modules, 0)
+
+    def record(name: str, result: Any) -> None:
+        if schedule.repeats:
+            return
+        calls[name] += 1
+        key = name, name if calls[name] == 1 else f"{name} (call {calls[name]})"
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs[key] = [leaf.detach().to("cpu", copy=True) for leaf in leaves if leaf.is_floating_point()]
+
+    def hook(name: str) -> Any:
+        return lambda module, args, result: record(name, result)
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

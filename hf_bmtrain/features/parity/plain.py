@@ -1,0 +1,66 @@
+"""A wrapped model as plain torch sees it: whole weights in its slots, and its modules' own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...engine.blocks.block import CheckpointBlock
+from ...engine.blocks.sharded_module import ShardedModule
+from ...engine.sharding.parameter import DistributedParameter
+from ...engine.sharding.slots import find_slots
+
+Wholes = dict[DistributedParameter, torch.nn.Parameter]
+
+
+@torch.no_grad()
+def gather_wholes(model: torch.nn.Module) -> Wholes:
+    """Return a whole Parameter in memory of its own for each slice of `model`. Collective.
+
+    They are assembled from the slices, by other means than those of a forward, which are to be checked.
+    """
+    wholes: Wholes = {}
+    for piece in model.parameters():
+        if isinstance(piece, DistributedParameter):
+            whole: Any = torch.nn.Parameter(piece.placement.gather(piece.part), piece.requires_grad)
+            whole.is_whole = True  # or the guard of the model would refuse it
+            wholes[piece] = whole
+    return wholes
+
+
+@contextmanager
+def shown_plain(model: torch.nn.Module, wholes: Wholes) -> Iterator[None]:
+    """Under `with`, calling `model` runs its own code on `wholes`, without gathers, reductions or recomputation.
+
+    Compiled blocks run their own forward, not compiled.
+    """
+    slots = find_slots(model.modules())
+    extended = [(module, type(module)) for module in model.modules() if _own_class(module) is not type(module)]
+    replaced: list[dict[str, Any]] = []
+    try:
+        for slot in slots:
+            slot.show(wholes[slot.piece])
+        for module, _ in extended:
+            own = module._bmt.own_forward if isinstance(module, CheckpointBlock) and not module._bmt.compiled else None
+            module.__class__ = _own_class(module)
+            if own is not None:
+                vars(module)["forward"] = own
+                replaced.append(vars(module))
+        yield
+    finally:
+        for attributes in replaced:
+            del attributes["forward"]
+        for module, cls in extended:
+            module.__class__ = cls
+        for slot in slots:
+            slot.show(slot.piece)
+
+
+def _own_class(module: torch.nn.Module) -> Any:
+    cls: Any = type(module)
+    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # a Float8Linear is none, and stays
+        cls = cls._extends
+    return cls

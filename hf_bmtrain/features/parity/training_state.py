@@ -1,0 +1,51 @@
+"""All that a training step changes, put back afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...engine.blocks.block import CheckpointBlock
+from ...engine.runtime.world import World
+from ...engine.sharding.parameter import DistributedParameter
+from ..replay.snapshot import ForwardState
+
+
+class TrainingState:
+    """The weights, gradients, buffers and attributes of `model`, and the random generators, when this object was made.
+
+    The slices have no gradients and no hooks until `put_back`. Values are copied: 1/N of the weights, and the buffers.
+    Blocks with use_checkpoint="auto" recompute until then, so that their plan does not measure what is not training.
+    """
+
+    def __init__(self, model: torch.nn.Module, world: World) -> None:
+        self._world = world
+        self._forward = ForwardState(model, world.device)
+        pieces = [p for p in model.parameters() if isinstance(p, DistributedParameter)]
+        self._weights = [(piece, piece.part.clone()) for piece in pieces]
+        self._others = [(p, p.grad) for p in model.parameters() if not isinstance(p, DistributedParameter)]
+        self._states: list[Any] = [module._bmt for module in model.modules() if isinstance(module, CheckpointBlock)]
+        self._policies = [state.policy for state in self._states]
+        for state in self._states:
+            state.policy = state.policy is not False
+        self._gradients = [b.gradient.set_aside() for b in dict.fromkeys(piece.buffer for piece in pieces)]
+
+    def rewind(self) -> None:
+        """Put buffers, attributes and generators back, so that another forward begins as the first one did."""
+        self._forward.put_back()
+
+    @torch.no_grad()
+    def put_back(self, weights: bool) -> None:
+        """Put everything back. weights: they may have been written."""
+        self._world.schedule.discard_failed_backward()
+        self.rewind()
+        if weights:
+            for piece, value in self._weights:
+                piece.part.copy_(value)
+        for put_back in self._gradients:
+            put_back()
+        for parameter, gradient in self._others:
+            parameter.grad = gradient
+        for state, policy in zip(self._states, self._policies):
+            state.policy = policy

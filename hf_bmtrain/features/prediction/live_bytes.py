@@ -1,0 +1,158 @@
+"""LiveBytes: the bytes of all storages on the meta device that are alive, as the caching allocator would count them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...engine.base.torch_internals import TorchDispatchMode
+
+_aten = torch.ops.aten
+_ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims)
+_ROUND = 512
+"""Bytes to which the caching allocator rounds every request."""
+
+
+class Change(NamedTuple):
+    """One storage allocated (nbytes > 0) or freed (nbytes < 0).
+
+    number: of the storage. label: what allocated it. shape: of the first tensor in it, () if that is not known.
+    """
+
+    number: int
+    nbytes: int
+    label: str
+    shape: tuple[int, ...] = ()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Under `with`, follows the storages of tensors on the meta device, which stands for a GPU.
+
+    Storages count from the operation that makes them until the last reference is gone, or `resize_` empties them.
+    Page-locked tensors (`pin_memory=True`) count as `host`. Operations that read a value on the host get 0 or False,
+    while `torch.equal` and `all` are True, as they are where a model asks whether a usual case is there: values are not
+    known.
+
+    live, host: the bytes now. peak: the most bytes live at once since `reset_peak`. changes: everything that happened.
+    label: returns a name for what allocates now.
+    """
+
+    def __init__(self, label: Callable[[], str]) -> None:
+        super().__init__()
+        self.live = self.host = self.peak = 0
+        self.changes: list[Change] = []
+        self._label = label
+        self._known: dict[int, tuple[Any, int, int]] = {}  # by storage: weak reference, bytes, number
+        self._hosted: dict[int, Any] = {}
+        self._all: set[int | None] = set()  # results of `all`, by number
+        self._count = 0
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def __enter__(self):
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, nbytes: int):
+            result = plain(storage, nbytes)
+            if storage.device.type == "meta":
+                self._follow(storage)
+            return result
+
+        # A resize of a storage, by which the engine frees and allocates full buffers, is no operation that dispatches.
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *exception) -> None:
+        del torch.UntypedStorage.resize_
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is _aten._local_scalar_dense.default and args[0].is_meta:
+            if args[0].dtype is torch.bool:
+                return self.number_of(args[0]) in self._all
+            return 0.0 if args[0].dtype.is_floating_point else 0
+        if function is _aten.equal.default and args[0].is_meta:
+            return True
+        hosted = kwargs.get("pin_memory") and torch.device(kwargs.get("device") or "cpu").type == "meta"
+        if hosted:
+            kwargs = kwargs | {"pin_memory": False}
+        outputs = function(*args, **kwargs)
+        for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+            if isinstance(output, torch.Tensor):
+                self._see(output, bool(hosted))
+            elif isinstance(output, (tuple, list)):
+                for each in output:
+                    if isinstance(each, torch.Tensor):
+                        self._see(each, False)
+        if function in _ALL and isinstance(outputs, torch.Tensor):
+            self._all.add(self.number_of(outputs))
+        nbytes = workspace(function, args)
+        if nbytes:
+            self.peak = max(self.peak, self.live + nbytes)
+            self._count += 1
+            self.changes += [Change(self._count, nbytes, "workspace"), Change(self._count, -nbytes, "workspace")]
+        return outputs
+
+    def _see(self, tensor: torch.Tensor, hosted: bool) -> None:
+        if not tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        if hosted:
+            key = storage._cdata
+            self.host += storage.nbytes()
+            self._hosted[key] = weakref.ref(storage, lambda _: self._hosted.pop(key))
+        elif storage._cdata not in self._known and storage._cdata not in self._hosted:
+            self._follow(storage, tuple(tensor.shape))
+
+    def _follow(self, storage: torch.UntypedStorage, shape: tuple[int, ...] = ()) -> None:
+        """Note the present size of a storage."""
+        key, nbytes = storage._cdata, -(-storage.nbytes() // _ROUND) * _ROUND
+        known = self._known.get(key)
+        if known is None:
+            self._count += 1
+            reference, before, number = weakref.ref(storage, lambda _: self._freed(key)), 0, self._count
+        else:
+            reference, before, number = known
+        self._known[key] = reference, nbytes, number
+        self._change(number, nbytes - before, shape)
+
+    def _freed(self, key: int) -> None:
+        _, nbytes, number = self._known.pop(key)
+        self._change(number, -nbytes)
+
+    def _change(self, number: int, nbytes: int, shape: tuple[int, ...] = ()) -> None:
+        if nbytes:
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            self.changes.append(Change(number, nbytes, self._label() if nbytes > 0 else "", shape))
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor's storage, None if it is not followed."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[2]
+
+
+def workspace(function: Any, args: tuple) -> int:
+    """Return the bytes that a CUDA operation allocates for itself and frees before it returns."""
+    if function is _aten._scaled_dot_product_flash_attention_backward.default:
+        query, key = args[1], args[2]
+        batch, heads, length, width = query.shape
+        length, wide = _round_up(length, 128), _round_up(width, 32)
+        sums = batch * heads * length * (wide + 1) * 4
+        expanded = 2 * batch * heads * key.shape[2] * width * key.itemsize if key.shape[1] != heads else 0
+        return sums + expanded
+    if function is _aten._scaled_dot_product_efficient_attention_backward.default:
+        query = args[1]
+        wide = math.prod(query.shape) * 4 * 3 if query.dtype != torch.float32 else 0
+        return wide + math.prod(query.shape[:3]) * 4
+    return 0
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

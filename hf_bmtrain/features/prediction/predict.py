@@ -1,0 +1,104 @@
+"""predict_memory: a prediction for a model of the running world, which is compared with what the model then takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...engine.optim.adam import AdamOptimizer
+from ...engine.runtime.world import check_zero_level, current_world
+from ...engine.wrap.refuse import check_frozen_and_float8
+from ..float8.choose import UseFloat8
+from ..memory.meter import DeviceMemory
+from ..memory.policy import UseCheckpoint
+from ..memory.residents import KeepFrozen
+from ..memory.shortage import Shortage
+from .prediction import Prediction, predict
+from .simulation import on_meta
+
+_log = logging.getLogger("hf_bmtrain")
+TOLERANCE = 0.05
+"""The relative difference of predicted and measured peak from which a warning is logged."""
+
+
+def predict_memory(
+    model: torch.nn.Module,
+    batch: dict[str, Any],
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = AdamOptimizer,
+    *,
+    zero_level: int | None = None,
+    use_checkpoint: UseCheckpoint = True,
+    micro_batches: int = 1,
+    keep_frozen: KeepFrozen = "auto",
+    quantize_frozen: str | None = None,
+    float8: UseFloat8 = False,
+) -> Prediction:
+    """Return what a training step of `model` will take on each rank. Call it before `auto_wrap`; not collective.
+
+    After the second step with the model one log line compares this with what was measured; a difference of more than
+    5 % is a warning with the table. `str(prediction)` is the table.
+
+    model: not wrapped, on any device; it is not changed. batch: the keyword arguments of its forward, whose output has
+    a `loss`; their shapes and dtypes count, their device does not. make_optimizer: makes the optimizer of a list of
+    parameters. zero_level, use_checkpoint, keep_frozen, quantize_frozen, float8: as for `auto_wrap`. micro_batches:
+    backwards per step.
+
+    Raises ValueError for settings out of range or a wrapped model, and RuntimeError for a forward that depends on the
+    values of its inputs.
+    """
+    world = current_world()
+    level = world.zero_level if zero_level is None else zero_level
+    check_zero_level(level)
+    check_frozen_and_float8(keep_frozen, quantize_frozen, float8, ())
+    if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
+        raise ValueError("predict_memory: this model is wrapped already. Predict before auto_wrap.")
+    if micro_batches < 1:
+        raise ValueError(f"predict_memory: micro_batches must be 1 or more, not {micro_batches}.")
+    on_device = world.device.type != "cpu"
+    total = torch.get_device_module(world.device).mem_get_info(world.device)[1] if on_device else 1 << 62
+    prediction = predict(
+        on_meta(model).train(), batch, make_optimizer, ranks=world.size, zero_level=level,
+        use_checkpoint=use_checkpoint, total=total, micro_batches=micro_batches, keep_frozen=keep_frozen,
+        quantize_frozen=quantize_frozen, float8=float8,
+    )  # fmt: skip
+    if on_device:
+        comparison = Comparison(prediction, micro_batches)
+        comparison.handle = model.register_forward_pre_hook(comparison)
+    return prediction
+
+
+class Comparison:
+    """A forward pre-hook that compares a prediction with the second step, whose peak it has to itself, and goes."""
+
+    handle: Any
+
+    def __init__(self, prediction: Prediction, micro_batches: int) -> None:
+        self._prediction, self._micro_batches, self._forwards = prediction, micro_batches, 0
+
+    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        steps, rest = divmod(self._forwards, self._micro_batches)
+        self._forwards += 1
+        world = current_world()
+        if rest == 0 and steps == 0 and isinstance(world.schedule.on_shortage, Shortage):
+            world.schedule.on_shortage.predicted = str(self._prediction)
+        if rest == 0 and steps == 1:
+            DeviceMemory(world.device).reset_peak()
+        if rest == 0 and steps == 2:
+            self.handle.remove()
+            self.report(DeviceMemory(world.device).peak() + world.schedule.mapped_bytes)
+
+    def report(self, measured: int) -> None:
+        """Log the predicted and the `measured` bytes."""
+        predicted = self._prediction.peak
+        apart = predicted / measured - 1
+        line = "memory of a step, at its peak: %.2f GiB predicted, %.2f GiB measured (%+.1f %%)"
+        values = predicted / 2**30, measured / 2**30, 100 * apart
+        if abs(apart) > TOLERANCE:
+            _log.warning(f"{line}. Predicted:\n%s", *values, self._prediction)
+        else:
+            _log.info(line, *values)

@@ -1,0 +1,146 @@
+"""Prediction: the bytes that a training step takes on one rank, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..float8.choose import UseFloat8
+from ..memory.policy import UseCheckpoint
+from ..memory.residents import KeepFrozen
+from .simulation import Phase, Simulated, simulate
+
+CUBLAS_BYTES = 64 << 20
+"""Workspaces of cuBLAS in torch's allocator: one for the thread of forwards and one for that of backwards."""
+CONTEXT_BYTES = 800 << 20
+"""What the CUDA driver keeps on the device for a process: context, modules, stacks."""
+NCCL_BYTES = 400 << 20
+"""What NCCL allocates for the two communicators of a world with several ranks."""
+_SMALLEST_RESERVE = 2 << 30
+_PARTS = 10_000
+"""Less than this part of the peak has no line in the table."""
+
+ROWS = (
+    ("shard", "parameters, this rank's shards"),
+    ("whole", "whole parameters of gathered blocks and modules"),
+    ("gradient", "gradient shards"),
+    ("sum", "running sums, and gradients in flight or being packed"),
+    ("optimizer", "optimizer state"),
+    ("block", "activations saved by blocks"),
+    ("outside", "activations outside blocks"),
+    ("logits", "logits and loss"),
+    ("recomputation", "activations of the block that is recomputed"),
+    ("backward", "temporary tensors of the backward"),
+    ("workspace", "workspace of the operation"),
+    ("cublas", "workspaces of cuBLAS"),
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one rank needs for a step in which the optimizer's state exists.
+
+    table: bytes at the peak, by the keys of ROWS. mapped: of these, bytes outside torch's allocator (shards and
+    mailboxes that the ranks of a host share). context: bytes of the device that no tensor has. host: page-locked host
+    memory. phases: of a step. kept: whether each block keeps its activations.
+    """
+
+    table: dict[str, int]
+    mapped: int
+    context: int
+    host: int
+    phases: list[Phase] = field(repr=False)
+    kept: tuple[bool, ...] = field(repr=False)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of tensors, those outside torch's allocator included."""
+        return sum(self.table.values())
+
+    @property
+    def allocated(self) -> int:
+        """The prediction of torch.cuda.max_memory_allocated()."""
+        return self.peak - self.mapped
+
+    @property
+    def device(self) -> int:
+        """Bytes of the device, without what the allocator loses to fragmentation."""
+        return self.peak + self.context
+
+    def __str__(self) -> str:
+        lines = [(text, self.table[key]) for key, text in ROWS if self.table.get(key, 0) >= self.peak / _PARTS]
+        lines += [("peak of tensors", self.peak), ("CUDA context and libraries", self.context)]
+        lines += [("on the device", self.device)]
+        lines += [("page-locked host memory", self.host)] if self.host else []
+        return "\n".join(f"{text:54} {nbytes / 2**30:9.2f} GiB" for text, nbytes in lines)
+
+
+def usable_bytes(total: int, ranks: int) -> int:
+    """Return the bytes of a device with `total` that tensors can have, as use_checkpoint="auto" counts them."""
+    return total - _context(ranks) - max(_SMALLEST_RESERVE, total // 20)
+
+
+def _context(ranks: int) -> int:
+    return CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+
+
+def predict(
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    *,
+    ranks: int,
+    zero_level: int = 3,
+    use_checkpoint: UseCheckpoint = True,
+    total: int,
+    micro_batches: int = 1,
+    keep_frozen: KeepFrozen = "auto",
+    quantize_frozen: str | None = None,
+    float8: UseFloat8 = False,
+) -> Prediction:
+    """Predict a step of `model`, which is on the meta device, not wrapped, and not usable afterwards.
+
+    total: bytes of the device. The other arguments are those of `simulate`.
+    """
+    usable = usable_bytes(total, ranks)
+    done = simulate(
+        model, batch, make_optimizer, ranks, zero_level, use_checkpoint, usable, micro_batches,
+        keep_frozen=keep_frozen, quantize_frozen=quantize_frozen, float8=float8,
+    )  # fmt: skip
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    shapes = {tuple(p.shape) for p in model.parameters()}
+    table = _table(done, vocabulary, shapes) | {"cublas": CUBLAS_BYTES}
+    return Prediction(table, done.mapped, _context(ranks), done.host, done.phases, done.kept)
+
+
+def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]) -> dict[str, int]:
+    """Return the bytes that are live at the peak of the last step, by the keys of ROWS."""
+    live = most = 0
+    at = 0
+    for index, change in enumerate(done.changes):
+        live += change.nbytes
+        if index >= done.begin and live > most:
+            most, at = live, index
+    present: dict[int, list[Any]] = {}
+    for change in done.changes[: at + 1]:
+        entry = present.setdefault(change.number, [0, change.label, change.shape])
+        entry[0] += change.nbytes
+        if change.nbytes > 0 and change.label:
+            entry[1] = change.label
+    table: dict[str, int] = {}
+    for number, (nbytes, label, shape) in present.items():
+        kind = done.kinds.get(number) or _kind(label, shape, vocabulary, shapes)
+        table[kind] = table.get(kind, 0) + nbytes
+    return {key: nbytes for key, nbytes in table.items() if nbytes}
+
+
+def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
+    if label in ("backward", "recomputation", "outside"):
+        if tuple(shape) in shapes or (label == "backward" and not shape):
+            return "sum" if label != "outside" else label
+        if vocabulary is not None and len(shape) > 1 and shape[-1] == vocabulary:
+            return "logits"
+    return {"wrap": "optimizer", "forward": "outside"}.get(label, label)

@@ -1,0 +1,100 @@
+"""A world of any size in one process, on the meta device: its communicators move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ...engine.blocks.schedule import Schedule
+from ...engine.comm.communicator import CollectiveGather, Gather, SingleProcess
+from ...engine.comm.object_comm import Control
+from ...engine.comm.peer_gather import PeerGather
+from ...engine.comm.peer_reduce import PeerReduction
+from ...engine.comm.reduce import CollectiveReduction, LocalReduction, Reduction
+from ...engine.comm.streams import DONE, Ticket
+from ...engine.runtime.backend import SMALLEST_PULLED
+from ...engine.runtime.world import World
+from ...faults.shared_status import Board
+from ...faults.watch import Watch
+
+META = torch.device("meta")
+
+
+class _Quiet(SingleProcess):
+    """The communicator of rank 0 of `size` ranks, of which the others do not exist."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        return DONE
+
+    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+        return DONE
+
+
+class _Echo(Control):
+    """Returns this rank's own values for all ranks."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(1, timedelta(0))
+        self._ranks = size
+
+    def gather(self, value: Any, occasion: str = "") -> list[Any]:
+        return [value] * self._ranks
+
+
+class _MetaPeers:
+    """Memory outside torch's allocator, of which only sizes are known: see `PeerMemory`."""
+
+    def __init__(self) -> None:
+        self.mapped: list[torch.Tensor] = []
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, int, Callable[[], object]]:
+        memory = torch.empty(numel, dtype=dtype, device=META)
+        self.mapped.append(memory)
+        return memory, 0, lambda: memory
+
+    def map(self, handle: Any, nbytes: int) -> int:
+        return 0
+
+    def part(self, source: Any, start: int, stop: int) -> int:
+        return 0
+
+    def unlink(self, handle: Any) -> None:
+        pass
+
+    def unmap(self, source: Any) -> None:
+        pass
+
+    def free(self, handle: Any) -> None:
+        self.mapped.clear()
+
+    def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
+        return DONE
+
+    def order(self) -> None:
+        pass
+
+
+def quiet_world(size: int, zero_level: int, copies: bool) -> World:
+    """Make rank 0 of a world of `size` ranks. copies: large shards are gathered and reduced by copies (one host)."""
+    communicator, control = _Quiet(size), _Echo(size)
+    shards: Gather = CollectiveGather(communicator)
+    blocks: Reduction = LocalReduction()
+    outside = blocks
+    if size > 1:
+        blocks = outside = reduction = CollectiveReduction(communicator, META)
+        if copies:
+            exchange = control.gather
+            blocks = PeerReduction(reduction, _MetaPeers(), exchange, SMALLEST_PULLED, META)
+            shards = PeerGather(
+                communicator, shards, _MetaPeers(), exchange, SMALLEST_PULLED, META, lambda: communicator
+            )
+    schedule = Schedule(shards, communicator, blocks, outside, control)
+    watch = Watch(control, Board(control, 0), 0, [], lambda: None)
+    return World(0, size, 0, META, communicator, communicator, schedule, control, watch, zero_level, 2.0, 1024)

@@ -1,0 +1,146 @@
+"""Predict the memory of a training step from a configuration: no weights, no GPU, no process group.
+
+    python -m hf_bmtrain.memory CONFIG --gpus 4 --rows 4 --length 8192 --memory 139
+
+CONFIG is a config.json of transformers, or a folder that holds one. Prints what takes memory on each GPU at the peak
+of a step, and the largest number of rows that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..engine.optim.adam import AdamOptimizer
+from ..features.offload.optimizer import AdamOffloadOptimizer
+from ..features.packed.choose import QUANTIZE_FROZEN
+from ..features.prediction.prediction import Prediction, predict, usable_bytes
+from .meta_model import meta_model, read_config, text_batch
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_CHOICES = {"true": True, "false": False, "auto": "auto"}
+_OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
+    "adam": AdamOptimizer,
+    "adamw": partial(torch.optim.AdamW, foreach=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+}
+_MOST_ROWS = 1 << 20
+
+
+def main() -> None:
+    given = arguments()
+    try:
+        config = read_config(given.config)
+        prediction = predicted(given, config, given.rows)
+        fitting = most_rows(lambda rows: peak(given, config, rows), usable_bytes(total(given), given.gpus))
+    except ValueError as error:
+        sys.exit(str(error))
+    print(report(given, prediction, fitting))
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m hf_bmtrain.memory", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")
+    parser.add_argument("--gpus", type=_positive, default=1, help="ranks, one a GPU, on one host")
+    parser.add_argument("--rows", type=_positive, default=1, help="sequences in a batch of one GPU")
+    parser.add_argument("--length", type=_positive, default=2048, help="tokens of a sequence")
+    parser.add_argument("--recompute", choices=tuple(_CHOICES), default="true", help="use_checkpoint of auto_wrap")
+    parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="zero_level")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="of the weights")
+    parser.add_argument("--optimizer", choices=tuple(_OPTIMIZERS), default="adam", help="adam: bmt.optim.AdamOptimizer")
+    parser.add_argument("--offload", action="store_true", help="its state in host memory (AdamOffloadOptimizer)")
+    parser.add_argument("--lora", type=_positive, default=0, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument("--keep-frozen", choices=tuple(_CHOICES), default="auto", help="keep_frozen of auto_wrap")
+    parser.add_argument("--quantize", choices=QUANTIZE_FROZEN, help="quantize_frozen of auto_wrap; needs --lora")
+    parser.add_argument("--float8", action="store_true", help="float8 of auto_wrap")
+    parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
+    parser.add_argument("--micro-batches", type=_positive, default=1, help="backwards a step")
+    parser.add_argument("--memory", type=_gigabytes, default=80.0, metavar="GIB", help="of one GPU, in GiB")
+    given = parser.parse_args(words)
+    if given.quantize and not given.lora:
+        parser.error("--quantize packs frozen weights, and without adapters none is frozen: add --lora RANK")
+    if given.offload and given.optimizer != "adam":
+        parser.error(f"--offload stores the state of Adam in host memory: leave out --optimizer {given.optimizer}")
+    return given
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    return value
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 4 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} must be the GiB of one GPU, 4 or more, such as 80")
+    return value
+
+
+def total(given: argparse.Namespace) -> int:
+    """Return the bytes of a GPU."""
+    return int(given.memory * 2**30)
+
+
+def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
+    """Return the least peak with `rows` sequences a GPU: with "auto" all blocks are recomputed if they must be."""
+    least = {"recompute": "true"} if given.recompute == "auto" else {}
+    least |= {"keep_frozen": "false"} if given.keep_frozen == "auto" else {}
+    return predicted(argparse.Namespace(**(vars(given) | least)), config, rows).peak
+
+
+def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
+    """Predict a step with `rows` sequences a GPU."""
+    model = meta_model(config, _DTYPES[given.dtype], given.lora, given.head == "fused")
+    make_optimizer = AdamOffloadOptimizer if given.offload else _OPTIMIZERS[given.optimizer]
+    return predict(
+        model, text_batch(model, config, rows, given.length), make_optimizer, ranks=given.gpus, zero_level=given.zero,
+        use_checkpoint=_CHOICES[given.recompute], total=total(given), micro_batches=given.micro_batches,
+        keep_frozen=_CHOICES[given.keep_frozen], quantize_frozen=given.quantize, float8=given.float8,
+    )  # fmt: skip
+
+
+def most_rows(peak: Callable[[int], int], usable: int) -> int:
+    """Return the largest number of rows whose peak is at most `usable` bytes, 0 if not even one has.
+
+    peak: the bytes for a number of rows, which grow with it, nearly in proportion. Few numbers are tried.
+    """
+    known = {0: 0, 1: peak(1)}
+    low, high = (1, _MOST_ROWS) if known[1] <= usable else (0, 1)  # the most rows that fit, the fewest that do not
+    tried = 1
+    while high - low > 1:
+        below = max(rows for rows in known if rows < low) if tried > 1 else 0
+        ahead = high if high in known else low
+        slope = (known[ahead] - known[below]) / (ahead - below)
+        guess = low + int((usable - known[low]) / slope) if tried > 1 else low + 1
+        if tried > 6:  # not in proportion
+            guess = (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        known[guess] = peak(guess)
+        tried += 1
+        low, high = (guess, high) if known[guess] <= usable else (low, guess)
+    return low
+
+
+def report(given: argparse.Namespace, prediction: Prediction, fitting: int) -> str:
+    """Return the table and what follows from it."""
+    usable = usable_bytes(total(given), given.gpus)
+    lines = [f"one of {given.gpus} GPUs, {given.rows} rows of {given.length} tokens:", str(prediction)]
+    if prediction.kept:
+        lines.append(f"{sum(prediction.kept)} of {len(prediction.kept)} blocks keep their activations")
+    verdict = "fits" if prediction.peak <= usable else "does not fit"
+    lines.append(f"{verdict} into {given.memory:g} GiB, of which tensors can have {usable / 2**30:.2f} GiB")
+    lines.append(f"largest number of rows that fits: {fitting}" if fitting else "not even one row fits")
+    return "\n".join(lines)

@@ -1,0 +1,187 @@
+"""The operations against float64 on the CPU: the torch references, and the kernels' own sources on a shim."""
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import kernel_checks as checks
+import kernel_shim
+from hf_bmtrain.engine.ops import adam, grad_norm, peer_sum
+from hf_bmtrain.features.float8 import arithmetic as float8
+from hf_bmtrain.features.loss import cross_entropy
+from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
+from hf_bmtrain.features.packed import arithmetic as quantize
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NAMES = str
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> kernel_shim.Shim:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the kernels for the CPU")
+    return kernel_shim.Shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.fixture(params=["reference", "shim"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[checks.Place]:
+    """Runs a test twice: with plain CPU tensors, and with tensors that take the CUDA path into the shim."""
+    if request.param == "reference":
+        yield lambda tensor: tensor
+        return
+    shim = request.getfixturevalue("shim")
+    before = len(shim.launches)
+    for module in (adam, cross_entropy, float8, grad_norm, peer_sum, quantize):
+        monkeypatch.setattr(module, "kernel", shim.kernel)
+    monkeypatch.setattr(adam, "THREADS", 64)
+    monkeypatch.setattr(grad_norm, "THREADS", 64)
+    monkeypatch.setattr(peer_sum, "THREADS", 64)
+    monkeypatch.setattr(CrossEntropy, "plan", lambda self, logits: Plan(2, 64, 40))
+    yield kernel_shim.place
+    assert len(shim.launches) > before, "the test did not reach a kernel"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize(("n", "offset"), [(1, 0), (7, 1), (1000, 3), (4096, 0), (20011, 5)])
+def test_squared_norm(place: checks.Place, dtype: torch.dtype, n: int, offset: int) -> None:
+    checks.check_squared_norm(place, dtype, n, offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("offsets", [[0, 10], [3, 3, 4, 4, 900, 903, 903, 9001], [1, 70000, 70001, 140003]])
+def test_segments(place: checks.Place, dtype: torch.dtype, offsets: list[int]) -> None:
+    checks.check_segments(place, dtype, offsets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("n", "size", "offset"), [(1, 2, 0), (7, 3, 1), (1000, 4, 0), (1003, 2, 0), (4096, 5, 3), (4096, 3, 0)]
+)
+def test_peer_mean(place: checks.Place, dtype: torch.dtype, n: int, size: int, offset: int) -> None:
+    checks.check_peer_mean(place, dtype, n, size, offset)
+
+
+@pytest.mark.parametrize("name", list(quantize.FORMATS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_unpack(place: checks.Place, dtype: torch.dtype, name: str) -> None:
+    checks.check_unpack(place, dtype, name, numel=20011)
+
+
+# sizes of one and of several tiles, with rows that are aligned, that are not, and that are longer than what is kept
+FLOAT8 = [((1, 1), 0), ((21, 48), 0), ((64, 160), 3), ((80, 272), 0), ((67, 131), 1), ((2, 8400), 0), ((2, 8201), 0)]
+
+
+@pytest.mark.parametrize(("shape", "offset"), FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("name", list(checks.FLOAT8))
+@pytest.mark.parametrize("place", ["shim"], indirect=True)
+def test_float8(place: checks.Place, name: str, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> None:
+    checks.check_float8(place, name, dtype, shape, offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_float8_codes(place: checks.Place, dtype: torch.dtype) -> None:
+    checks.check_float8_codes(place, dtype)
+
+
+# gaps before, between and after pieces that are empty, of one element, and of several blocks; aligned, and not
+PIECES = [[(16, 48), (64, 64), (64, 16448), (16512, 16528)], [(3, 3), (3, 4), (9, 9000), (9001, 9001)], [(0, 9000)]]
+
+
+@pytest.mark.parametrize("ranges", PIECES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_float8_pieces(place: checks.Place, dtype: torch.dtype, ranges: list[tuple[int, int]]) -> None:
+    checks.check_float8_pieces(place, dtype, ranges)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (64, 256), (80, 272), (144, 528)], ids=str)
+def test_transpose(place: checks.Place, shape: tuple[int, int]) -> None:
+    checks.check_transpose(place, shape)
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_adam_prepare(place: checks.Place, flag: float) -> None:
+    checks.check_prepare(place, flag)
+
+
+COMBINATIONS = [
+    (g, m, w)
+    for g in DTYPES
+    for m in (torch.float32, torch.bfloat16)
+    for w in (None, torch.float16, torch.bfloat16)
+    if w is None or g in (w, torch.float32)
+]
+
+
+@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("n", "offsets"),
+    [(1, (0, 0, 0, 0, 0)), (1003, (0, 0, 0, 0, 0)), (1030, (3, 3, 3, 3, 3)), (517, (0, 1, 2, 3, 1))],
+)
+def test_adam_update(place: checks.Place, dtypes, n: int, offsets) -> None:
+    checks.check_adam(place, dtypes, n, offsets)
+
+
+@pytest.mark.parametrize("exp_avg", [torch.float32, torch.bfloat16], ids=NAMES)
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=NAMES)
+@pytest.mark.parametrize(("n", "offsets"), checks.LYING, ids=str)
+def test_update_of_residuals(place: checks.Place, grad: torch.dtype, exp_avg: torch.dtype, n: int, offsets) -> None:
+    checks.check_residual(place, grad, exp_avg, n, offsets)
+
+
+def test_residuals_of_all_kinds(place: checks.Place) -> None:
+    checks.check_residual_patterns(place, 1 << 14)
+
+
+def test_adam_skips(place: checks.Place) -> None:
+    checks.check_adam_skips(place)
+
+
+def test_stochastic_rounding(place: checks.Place) -> None:
+    checks.check_stochastic_rounding(place, 20000)
+
+
+LOSSES = {
+    "plain": (CrossEntropy(), False),
+    "smoothing": (CrossEntropy(label_smoothing=0.1), False),
+    "weights": (CrossEntropy(label_smoothing=0.2, ignore_index=3), True),
+    "z_loss": (CrossEntropy(z_loss=0.01), False),
+    "softcap": (CrossEntropy(softcap=5.0), False),
+    "all": (CrossEntropy(label_smoothing=0.1, z_loss=0.01, softcap=4.0), True),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_cross_entropy(place: checks.Place, name: str, dtype: torch.dtype) -> None:
+    loss, weighted = LOSSES[name]
+    checks.check_cross_entropy(place, loss, dtype, (3, 1003), weighted, pad=5, offset=3)
+    checks.check_cross_entropy(place, loss, dtype, (3, 1001), weighted)  # the gradient beside logits as they are
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [Plan(1, 64, 0), Plan(1, 96, 3000), Plan(1, 64, 100), Plan(4, 64, 1000), Plan(8, 64, 7)],
+    ids=str,
+)
+@pytest.mark.parametrize("classes", [2, 9, 4099])
+@pytest.mark.parametrize("place", ["shim"], indirect=True)
+def test_every_way_to_share_a_row(place: checks.Place, monkeypatch, chosen: Plan, classes: int) -> None:
+    monkeypatch.setattr(CrossEntropy, "plan", lambda self, logits: chosen)
+    checks.check_cross_entropy(place, CrossEntropy(), torch.bfloat16, (2, classes), pad=1, offset=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_odd_rows(place: checks.Place, dtype: torch.dtype) -> None:
+    checks.check_odd_rows(place, dtype, 300)
+
+
+def test_confident_target(place: checks.Place) -> None:
+    checks.check_confident_target(place)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+def test_rescale(place: checks.Place, dtype: torch.dtype) -> None:
+    checks.check_rescale(place, dtype)

@@ -1,0 +1,280 @@
+"""Which optimizers may update slices, found out by trying them; and those from before the wrapping, which may not."""
+
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import optim
+
+import hf_bmtrain as bmt
+from hf_bmtrain.engine.optim import compat as checks
+from twins import Tower, ids
+
+ELEMENT_WISE = [
+    (optim.SGD, {"lr": 0.1}), (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (optim.Adam, {"amsgrad": True}), (optim.Adam, {"lr": torch.tensor(1e-3)}), (optim.AdamW, {"fused": True}),
+    (optim.AdamW, {"foreach": True, "lr": 0.0}), (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (optim.Adagrad, {}), (optim.Adadelta, {}), (optim.NAdam, {}), (optim.RAdam, {}), (optim.Adamax, {}),
+    (optim.Rprop, {}), (optim.ASGD, {}),
+]  # fmt: skip
+
+
+class Lamb(optim.Optimizer):
+    """Steps as long as the weights of a whole parameter: not the same on a part of it."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                direction = p.grad.as_subclass(torch.Tensor)
+                if p.numel():
+                    p.sub_(group["lr"] * direction * p.norm() / direction.norm().clamp_min(1e-9))
+
+
+class NeedsAGpu(optim.SGD):
+    def step(self, closure=None):
+        if all(type(p) is torch.nn.Parameter for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("no kernel for the CPU")
+        return super().step(closure)
+
+
+def step(model, optimizer):
+    model(ids(0, bmt.rank())).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(lambda: torch.zeros(()))
+    return any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def accepted(cls, options):
+    model = bmt.auto_wrap(Tower())
+    optimizer = cls(model.parameters(), **options)
+    state = set(optimizer.__dict__)
+    step(model, optimizer)
+    assert set(optimizer.__dict__) - state <= {"whole_state", "checked"}
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}  # nothing of the trial is left
+    assert all(group["lr"] == options.get("lr", group["lr"]) for group in optimizer.param_groups)
+
+
+def refused(make, match):
+    model = bmt.auto_wrap(Tower())
+    with pytest.raises((TypeError, ValueError), match=match):
+        step(model, make(model.parameters()))
+
+
+def lamb_in_one_of_two_groups():
+    """Every parameter group is tried with its own options."""
+
+    class Half(Lamb):
+        def __init__(self, params, lr=0.1, lamb=None):
+            super().__init__(params, lr)
+
+        def step(self, closure=None):
+            lamb, sgd = ([g for g in self.param_groups if g["lamb"] is on] for on in (True, False))
+            for group in sgd:
+                for p in group["params"]:
+                    p.data.sub_(p.grad.as_subclass(torch.Tensor))
+            kept, self.param_groups = self.param_groups, lamb
+            super().step(closure)
+            self.param_groups = kept
+
+    model = bmt.auto_wrap(Tower())
+    groups = [
+        {"params": list(model.layers.parameters()), "lamb": False},
+        {"params": list(model.head.parameters()), "lamb": True},
+    ]
+    with pytest.raises(TypeError, match="Half depends on the shapes"):
+        step(model, Half(groups))
+
+
+def unknown_is_let_through_with_a_warning():
+    import logging
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("hf_bmtrain").addHandler(handler)
+    model = bmt.auto_wrap(Tower())
+    assert step(model, NeedsAGpu(model.parameters(), lr=0.1))
+    logging.getLogger("hf_bmtrain").removeHandler(handler)
+    assert "NeedsAGpu could not be tried on a matrix (no kernel for the CPU)" in records[0].getMessage()
+
+
+def scheduled_optimizer():
+    """A scheduler wraps `step`; the trial does not go through it."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    assert step(model, optimizer)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def sgd(parameters):
+    return optim.SGD(list(parameters), lr=0.1)
+
+
+def wrapped_after_steps():
+    """An optimizer that has stepped, even alongside another wrapped model, does not train what is wrapped since."""
+    model, other = Tower(), bmt.auto_wrap(Tower())
+    alone, mixed = sgd(model.parameters()), sgd([*model.head.parameters(), *other.parameters()])
+    for _ in range(2):
+        for each in (model, other):
+            each(ids(0, 0)).backward()
+        alone.step()
+        mixed.step()
+    bmt.auto_wrap(model)
+    for optimizer, number in ((alone, "12 of 12"), (mixed, "2 of 14")):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"SGD holds {number} parameters from before"):
+                optimizer.step()
+
+
+def checked_once():
+    """What is per parameter is done in the first step, and again where groups have changed."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = sgd(model.parameters())
+    step(model, optimizer)
+    with mock.patch.object(checks, "check", wraps=checks.check) as check:
+        for _ in range(3):
+            step(model, optimizer)
+        assert not check.called
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        step(model, optimizer)
+        assert check.call_count == 1
+        optimizer.param_groups[0]["params"] = list(model.layers.parameters())
+        step(model, optimizer)
+        step(model, optimizer)
+        assert check.call_count == 2
+
+
+def ordinary_parameters():
+    """Alongside slices they must have the same gradient on every rank, also nan."""
+    for value, alike in ((1.0, True), (float("nan"), True), (float(bmt.rank()), False)):
+        model, plain = bmt.auto_wrap(Tower()), torch.nn.Parameter(torch.ones(2))
+        optimizer = sgd([*model.parameters(), plain])
+        plain.grad = torch.full((2,), value)
+        model(ids(0, bmt.rank())).backward()
+        if alike:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="nobody averages"):
+                optimizer.step()
+
+
+def test_ordinary_parameters(world):
+    world(2)(ordinary_parameters)
+
+
+HOOKS = """
+import torch, hf_bmtrain as bmt
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+bmt.init_distributed()
+assert not hooks
+for _ in range(2):
+    bmt.auto_wrap(torch.nn.Linear(2, 2), blocks=[])
+    assert len(hooks) == 1
+"""
+
+
+def test_torch_is_left_alone_until_something_is_sharded():
+    """The hook before every optimizer's step comes with the first buffer, once."""
+    done = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("cls", "options"), ELEMENT_WISE)
+@pytest.mark.parametrize("size", [1, 2])
+def test_element_wise_ones_are_accepted(world, size, cls, options):
+    world(size)(accepted, cls, options)
+
+
+def factored(parameters):
+    return optim.Adafactor(parameters, lr=0.1)
+
+
+def hugging_face_adafactor(parameters):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=None, relative_step=True, scale_parameter=True, warmup_init=True)
+
+
+def hugging_face_adafactor_with_a_rate(parameters):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=0.1, relative_step=False, scale_parameter=False)
+
+
+def muon(parameters):
+    return optim.Muon([p for p in parameters if p.dim() == 2], lr=0.1)
+
+
+def lbfgs(parameters):
+    return optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+
+SHAPE_AWARE = [factored, hugging_face_adafactor, hugging_face_adafactor_with_a_rate, lbfgs]
+
+
+def moved_as_by_plain_torch(make):
+    """A parameter and its gradient have the whole's shape, and what is not element-wise is computed on wholes."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer, plain = make(model.parameters()), make(twin.parameters())
+    size = bmt.world_size()
+
+    @torch.enable_grad()
+    def mine(step):
+        optimizer.zero_grad()
+        loss = model(ids(step, bmt.rank()))
+        loss.backward()
+        return bmt.sum_loss(loss.detach())
+
+    @torch.enable_grad()
+    def expected(step):
+        plain.zero_grad()
+        loss = torch.stack([twin(ids(step, rank)) for rank in range(size)]).mean()
+        loss.backward()
+        return loss.detach()
+
+    for step in range(4):
+        optimizer.step(lambda step=step: mine(step))
+        plain.step(lambda step=step: expected(step))
+    for parameter, other in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(parameter.gather().detach(), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", SHAPE_AWARE, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("size", [1, 2])
+def test_shape_aware_ones(world, size, make):
+    world(size)(moved_as_by_plain_torch, make)
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 brought it")
+@pytest.mark.parametrize("size", [1, 2])
+def test_bfloat16_inside_is_refused(world, size):
+    """Muon iterates in bfloat16, from a norm that is rounded otherwise: its steps differ by over 1 %."""
+    world(size)(refused, muon, "Muon depends on the shapes")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_reductions_of_a_part_are_refused(world, size):
+    """On one rank a slice is all of its parameter."""
+    world(size)(refused, Lamb, "Lamb depends on the shapes")
+    world(size)(lamb_in_one_of_two_groups)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        unknown_is_let_through_with_a_warning, scheduled_optimizer, wrapped_after_steps, checked_once,
+    ],
+    ids=lambda case: case.__name__,
+)  # fmt: skip
+def test_trial(world, case):
+    world(1)(case)
+    world(2)(case)

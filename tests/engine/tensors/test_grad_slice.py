@@ -1,0 +1,108 @@
+"""Norms of gradient slices: measured once a shard, measured anew once it is written."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from hf_bmtrain.engine.ops.grad_norm import Segments
+from hf_bmtrain.engine.runtime.world import current_world
+from hf_bmtrain.engine.tensors.norms import SegmentNorms
+from twins import Tower, ids
+
+
+def check_norms(model, dtype):
+    for name, parameter in model.named_parameters():
+        expected = parameter.gather_gradient().double().norm()
+        error = (parameter.grad.norm().double() - expected).abs()
+        assert error <= 2 * torch.finfo(dtype).eps * expected, name
+
+
+def norms_follow_the_gradients(dtype):
+    """After a backward, a second one that adds, a write by the user, and a fresh backward into the same memory.
+
+    Without poison, whose writes are counted while those of packing and reducing are not.
+    """
+    with mock.patch.object(current_world().schedule, "poison", False):
+        _norms_follow_the_gradients(dtype)
+
+
+def _norms_follow_the_gradients(dtype):
+    model = bmt.auto_wrap(Tower().to(dtype))
+    for step in range(3):
+        model(ids(step, bmt.rank())).backward()
+        check_norms(model, dtype)
+        model(ids(step + 10, bmt.rank())).backward()
+        check_norms(model, dtype)
+        for parameter in list(model.parameters())[::2]:
+            parameter.grad.mul_(3.0)
+        check_norms(model, dtype)
+        model.head.weight.grad = model.head.weight.grad * 2
+        check_norms(model, dtype)
+        model.zero_grad()
+
+
+def clipped_by_a_norm_in_float32(dtype):
+    """A logged norm is not rounded to the gradients' dtype, and does not overflow in float16."""
+    model = bmt.auto_wrap(Tower().to(dtype))
+    (model(ids(0, bmt.rank())) * 2.0**11).backward()
+    gradients = [p.grad for p in model.parameters()]
+    wholes = [p.gather_gradient().double() for p in model.parameters()]
+    for order in (2.0, 3.0, float("inf")):
+        expected = torch.nn.utils.get_total_norm(wholes, order)
+        norm = torch.nn.utils.get_total_norm(gradients, order)
+        assert norm.dtype == torch.float32
+        torch.testing.assert_close(norm.double(), expected, rtol=2e-6, atol=0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for parameter, gradient, whole in zip(model.parameters(), gradients, wholes):
+        assert parameter.grad is gradient and gradient.dtype == dtype
+        clipped = parameter.gather_gradient().double()
+        torch.testing.assert_close(clipped, whole / norm, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+def collectives_are_few():
+    model = bmt.auto_wrap(Tower())
+    buffers = {p.buffer for p in model.parameters()}
+    model(ids(0, bmt.rank())).backward()
+    gradients = [p.grad for p in model.parameters()]
+    lane = current_world().reduce
+    with mock.patch.object(lane, "all_reduce", wraps=lane.all_reduce) as reduced:
+        first = torch._foreach_norm(gradients)
+        assert reduced.call_count == 1
+        again = [gradient.norm() for gradient in gradients]
+        assert reduced.call_count == 1
+        assert all(torch.equal(a, b) for a, b in zip(first, again))
+        first[0].zero_()  # the caller's own
+        assert gradients[0].norm() > 0
+        gradients[0].mul_(2.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert reduced.call_count == 2
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # which was written to by the first
+        assert reduced.call_count == 2 + len(buffers)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_follow_the_gradients(world, size, dtype):
+    world(size)(norms_follow_the_gradients, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norms_are_float32(world, size, dtype):
+    world(size)(clipped_by_a_norm_in_float32, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_collectives_are_few(world, size):
+    world(size)(collectives_are_few)
+
+
+def test_a_non_finite_element_makes_its_own_segment_non_finite():
+    flat = torch.ones(10)
+    flat[4] = float("nan")
+    norms = SegmentNorms(flat, Segments([0, 3, 3, 6, 10], "cpu"), mock.Mock())
+    assert [norms[i].item() == norms[i].item() for i in range(4)] == [True, True, False, True]
+    assert norms[1] == 0
+    assert norms.communicator.all_reduce.call_count == 1

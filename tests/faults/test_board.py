@@ -1,0 +1,165 @@
+"""What ranks show each other, and operations that are refused before they are issued."""
+
+import glob
+import os
+import signal
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from hf_bmtrain.engine.comm.collective_log import WORDS, Journal, code
+from hf_bmtrain.faults import status
+from hf_bmtrain.faults.shared_status import Board
+from hf_bmtrain.faults.status import Status
+from hf_bmtrain.faults.watch import Watch
+from ranks import Ranks
+
+
+def published(*entries) -> list[Journal]:
+    """Journals of as many ranks, with memory that all of them read, before their next entries."""
+    memories = [memoryview(bytearray(8 * WORDS)).cast("Q") for _ in entries]
+    journals = [Journal("gather") for _ in entries]
+    for number, journal in enumerate(journals):
+        for entry in entries[number]:
+            journal.note(entry)
+        journal.publish(memories[number], {r: memory for r, memory in enumerate(memories) if r != number})
+        journal.explain = lambda journal, rank, theirs: f"rank {rank} differs in {journal.compare(theirs)}"
+    return journals
+
+
+def test_another_operation_is_refused_before_it_is_issued():
+    first, second = published([1, 2], [1, 2])
+    first.note(code("all-gather", 12736))
+    with pytest.raises(RuntimeError, match=r"rank 0 differs in Difference\(number=3, mine=\d+, theirs=\d+, first=True"):
+        second.note(code("all-gather", 4160))
+    with pytest.raises(RuntimeError, match="rank 0 differs"):
+        second.note(code("all-gather", 12736))
+    assert second.told and not first.told
+
+
+def test_ranks_far_apart_are_compared():
+    first, second = published([], [])
+    for entry in range(3 * WORDS):
+        first.note(entry)
+    second.note(0)  # what the first one had here is not kept any more
+    for entry in range(3 * WORDS, 3 * WORDS + 5):
+        first.note(entry)
+    for entry in range(1, 3 * WORDS + 5):
+        second.note(entry)
+    first.note(5)
+    with pytest.raises(RuntimeError):
+        second.note(6)
+
+
+def seen_by_all() -> list[str | None]:
+    world = bmt.current_world()
+    board = Board(world.control, world.rank)
+    board.show(f"é of rank {world.rank}" + "x" * 100 * world.rank)
+    world.gather_objects(None)
+    end = time.monotonic() + 5  # the store takes a text without an answer, and other ways may be faster
+    while None in (texts := [board.read(rank) for rank in range(world.size)]) and time.monotonic() < end:
+        time.sleep(0.01)
+    return texts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_texts_are_read_by_all_ranks_and_leave_no_file(world, size):
+    expected = [f"é of rank {rank}" + "x" * 100 * rank for rank in range(size)]
+    assert world(size)(seen_by_all) == [expected] * size
+    assert not glob.glob("/dev/shm/hf_bmtrain_board_*")
+
+
+def read_from_a_stopped_rank() -> int | None:
+    """Read, while rank 1 writes without end and is stopped again and again: how many of 200 times there was no text."""
+    world = bmt.current_world()
+    board = Board(world.control, world.rank)
+    board.show("x" * 20_000)
+    identifier = world.gather_objects(os.getpid())[1]
+    if world.rank == 1:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            board.show("x" * 20_000)
+    missed = 0
+    if world.rank == 0:
+        for _ in range(200):
+            os.kill(identifier, signal.SIGSTOP)
+            try:
+                missed += board.read(1) != "x" * 20_000
+            finally:
+                os.kill(identifier, signal.SIGCONT)
+            time.sleep(0.001)
+    world.gather_objects(None)
+    return missed
+
+
+def test_a_rank_that_is_stopped_while_it_writes_is_read(world):
+    assert world(2)(read_from_a_stopped_rank) == [0, 0]
+
+
+def seen_at_the_start() -> str:
+    world = bmt.current_world()
+    watch = Watch(world.control, Board(world.control, world.rank), world.rank, [], lambda: None)
+    world.gather_objects(None)
+    text = watch.missing()
+    world.gather_objects(None)
+    watch.stop()
+    return text
+
+
+def test_a_rank_is_seen_as_soon_as_it_has_started(world):
+    assert not any("shown nothing" in text for text in world(2)(seen_at_the_start))
+
+
+def without_shared_memory():
+    with mock.patch("tempfile.mkstemp", side_effect=OSError):
+        return seen_by_all()
+
+
+def test_texts_go_through_the_store_where_no_memory_is_shared(world):
+    assert world(2)(without_shared_memory) == [["é of rank 0", "é of rank 1" + "x" * 100]] * 2
+
+
+def one_gathers_another_size():
+    world = bmt.current_world()
+    for _ in range(3):
+        world.gather.all_gather(torch.empty(2 * 8), torch.ones(8)).wait()
+    if world.rank == 1:
+        time.sleep(0.5)
+    numel = 4160 if world.rank else 12736
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 0: all-gather of 25472 elements.*rank 1: all-gather of 8320 elements"):
+        world.gather.all_gather(torch.empty(2 * numel), torch.ones(numel)).wait()
+    return time.monotonic() - begin
+
+
+def test_operations_of_other_sizes_are_errors_of_python():
+    """gloo would end the process."""
+    ranks = Ranks(2)
+    assert all(seconds < 5 for seconds in ranks(one_gathers_another_size))
+    ranks.stop()
+
+
+def test_the_place_is_the_users_line(tmp_path):
+    mine = Status()
+    mine.look(threading.get_ident())
+    assert "test_board.py:" in mine.place
+    assert "(test_the_place_is_the_users_line" in mine.place and mine.waits == "" and not mine.loading
+    again = Status.from_text(mine.to_text())
+    assert again == mine
+
+
+def test_the_condition_of_a_process():
+    assert status.condition(os.getpid()) == ""
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), 19)
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    assert status.condition(child) == "stopped"
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert status.condition(child) == "gone"

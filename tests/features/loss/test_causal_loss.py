@@ -1,0 +1,237 @@
+"""fuse_causal_loss against the model's own loss: tiny architectures, whole and sharded."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_bmtrain as bmt
+from hf_bmtrain.features.loss.chunked_head import ChunkedHead, fuse_causal_loss
+from language_model import buffers
+from tiny_models import VOCABULARY, batch
+from tiny_models import build as build_known
+from twins import check_gradients
+
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 8,
+    "attn_implementation": "eager", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = ("llama", "gpt2 tied", "gemma2", "cohere", "granite", "mixtral", "bert")
+WITHOUT_ITEMS = ("bert",)  # whose forward takes no num_items_in_batch
+
+
+def build(family: str) -> nn.Module:
+    """Gemma 2 caps its logits, Cohere and Granite scale them, Mixtral adds a loss, BERT's loss is written inline."""
+    torch.manual_seed(0)
+    if family == "gemma2":  # a cap that bends these logits
+        return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, final_logit_softcapping=0.3))
+    if family == "cohere":
+        return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, logit_scale=0.3))
+    if family == "granite":
+        return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SMALL, logits_scaling=3.0))
+    return build_known(family.split()[0], tied=family.endswith("tied"))
+
+
+def inputs(family: str, seed: int) -> dict[str, torch.Tensor]:
+    found = batch("bert" if family == "bert" else "llama", seed)
+    found["labels"] = found["labels"].clone()
+    found["labels"][0, :3] = -100
+    return found
+
+
+class Heard(logging.Handler):
+    """The messages of the package's logger under `with`."""
+
+    def __enter__(self) -> list[str]:
+        self.messages: list[str] = []
+        logging.getLogger("hf_bmtrain").addHandler(self)
+        return self.messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.messages.append(record.getMessage())
+
+    def __exit__(self, *error) -> None:
+        logging.getLogger("hf_bmtrain").removeHandler(self)
+
+
+def train(family: str, sharded: str, items: int | None) -> None:
+    """Two steps of SGD; losses and gradients are those of a plain model on all ranks' rows."""
+    size, rank = bmt.world_size(), bmt.rank()
+    model, twin = build(family), build(family)
+    extra = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
+    with Heard() as messages:
+        if sharded in ("first", "own"):
+            with buffers(own=sharded == "own"):
+                bmt.auto_wrap(model)
+        assert fuse_causal_loss(model) and fuse_causal_loss(model)  # again changes nothing
+        if sharded == "later":
+            bmt.auto_wrap(model)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+        for step in range(2):
+            output = model(**inputs(family, 10 * step + rank), **extra)
+            assert output.logits is None and "logits" not in output
+            output.loss.backward()
+            expected = torch.stack([twin(**inputs(family, 10 * step + r), **extra).loss for r in range(size)])
+            expected.mean().backward()
+            torch.testing.assert_close(output.loss, expected[rank], rtol=3e-6, atol=0)
+            if sharded:
+                check_gradients(model, twin)
+            else:
+                for (name, mine), other in zip(model.named_parameters(), twin.parameters()):
+                    torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert messages == []  # no logits were made
+
+
+@pytest.mark.parametrize(
+    ("family", "items"),
+    [(family, None) for family in FAMILIES] + [(family, 5) for family in FAMILIES if family not in WITHOUT_ITEMS],
+)
+@pytest.mark.parametrize("sharded", ["first", "own", "later"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_sharded_models(world, size, family, sharded, items):
+    world(size)(train, family, sharded, items)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_models(world, family):
+    world(1)(train, family, "", None)
+
+
+def test_logits_are_there_in_evaluation_and_without_labels():
+    model, twin = build("gemma2"), build("gemma2")
+    fuse_causal_loss(model)
+    data = inputs("gemma2", 0)
+    expected = twin(**data)
+    torch.testing.assert_close(model(data["input_ids"]).logits, expected.logits)
+    output = model.eval()(**data)
+    torch.testing.assert_close(output.logits, expected.logits)
+    torch.testing.assert_close(output.loss, expected.loss)
+    assert model.generate(data["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 9)
+
+
+def test_positional_labels_tuples_and_failed_forwards():
+    model, twin = build("llama"), build("llama")
+    fuse_causal_loss(model)
+    data = inputs("llama", 0)
+    expected = twin(**data).loss
+    (loss, *_) = model(**data, return_dict=False, use_cache=False)
+    torch.testing.assert_close(loss, expected)
+    assert len(model(**data, return_dict=False, use_cache=False)) == 1
+    torch.testing.assert_close(model(data["input_ids"], None, None, None, None, data["labels"]).loss, expected)
+    with pytest.raises(ValueError, match="neither a class"):
+        model(data["input_ids"], labels=torch.full_like(data["labels"], VOCABULARY))
+    assert isinstance(model.lm_head(torch.zeros(1, 24)), torch.Tensor)  # not armed any more
+
+
+def test_a_copy_has_its_own_head():
+    model = build("llama")
+    fuse_causal_loss(model)
+    twin = copy.deepcopy(model)
+    nn.init.zeros_(model.lm_head.weight)
+    data = inputs("llama", 0)
+    assert twin(**data).logits is None
+    torch.testing.assert_close(twin(**data).loss, build("llama")(**data).loss)
+    assert type(twin.lm_head).__name__ == "Linear" and isinstance(twin.lm_head, nn.Linear)
+
+
+class Odd(transformers.LlamaForCausalLM):
+    """Does to its logits what nobody foresaw."""
+
+    change = staticmethod(lambda logits: logits)
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = type(self).change(self.lm_head(self.model(input_ids).last_hidden_state))
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+CHANGES = [
+    ("__add__", lambda x: x + 1), ("__rsub__", lambda x: 1 - x), ("softmax", lambda x: torch.softmax(x, -1)),
+    ("a product", lambda x: x * torch.linspace(1, 2, VOCABULARY)), ("a product", lambda x: x * -2),
+    ("tanh", lambda x: (x.tanh() * 2).tanh()), ("indexing", lambda x: x[..., [1, 0, *range(2, VOCABULARY)]]),
+    ("log_softmax", lambda x: x.log_softmax(-1)), ("view", lambda x: x.view(2, -1).view(2, 7, VOCABULARY)),
+    ("add", lambda x: torch.add(torch.ones(VOCABULARY), x)), ("clamp", lambda x: x.clamp(-0.1, 0.1)),
+]  # fmt: skip
+HARMLESS = [
+    lambda x: x[:, :, :][..., :] * 3 / 2, lambda x: (2 * (x / 2)).tanh() * 0.7, lambda x: torch.tanh(x).contiguous(),
+    lambda x: x.to(torch.float32).float()[:2], lambda x: x.view((-1, VOCABULARY)).reshape(2, 7, VOCABULARY),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "change"), [*CHANGES, *(("", change) for change in HARMLESS)])
+def test_what_happens_to_logits_on_their_way(monkeypatch, asked, change):
+    """Known: no logits. Unknown: one log line that names it, the logits, and the right loss."""
+    monkeypatch.setattr(Odd, "change", staticmethod(change))
+    torch.manual_seed(0)
+    model = Odd(build("llama").config)
+    twin = copy.deepcopy(model)
+    assert fuse_causal_loss(model)
+    with Heard() as messages:
+        for _ in range(2):
+            loss = model(**inputs("llama", 0)).loss
+    assert [asked in message for message in messages] == [True] * bool(asked)
+    expected = twin(**inputs("llama", 0)).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for mine, other in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_of_the_users_own_keeps_its_arguments():
+    weight = torch.linspace(0.5, 2, VOCABULARY)
+
+    def own(logits, labels, vocab_size, **_):
+        how = {"weight": weight, "ignore_index": 5, "reduction": "sum", "label_smoothing": 0.1}
+        return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1), **how)
+
+    model = build("llama")
+    model.loss_function = own
+    twin = copy.deepcopy(model)
+    fuse_causal_loss(model)
+    data = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
+    with Heard() as messages:
+        torch.testing.assert_close(model(**data).loss, twin(**data).loss)
+    assert messages == []
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_other_heads_keep_their_loss():
+    def with_hook(model):
+        model.lm_head.register_forward_hook(lambda *_: None)
+
+    def patched(model):
+        model.lm_head.forward = model.lm_head.forward
+
+    def other_class(model):
+        model.lm_head.__class__ = Scaled
+
+    for change, reason in ((with_hook, "hooks"), (patched, "not a plain"), (other_class, "Scaled, not a plain")):
+        model = build("llama")
+        change(model)
+        with Heard() as messages:
+            assert not fuse_causal_loss(model)
+        assert len(messages) == 1 and reason in messages[0] and "LlamaForCausalLM keeps its own" in messages[0]
+        assert not isinstance(model.lm_head, ChunkedHead) and model(**inputs("llama", 0)).logits is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(lambda: build("llama").model, "no output embeddings"), (lambda: nn.Linear(2, 2), "takes no labels")],
+)
+def test_models_without_a_loss(make, reason):
+    with Heard() as messages:
+        assert not fuse_causal_loss(make())
+    assert len(messages) == 1 and reason in messages[0]

@@ -1,0 +1,115 @@
+"""The plan against a step played through: nothing it allows goes over, nothing it refuses would have fitted."""
+
+import itertools
+import random
+
+import pytest
+
+from hf_bmtrain.features.memory.plan import Plan, make_plan
+
+INPUT, TEMPORARY = 2, 1
+
+
+def peaks(activations, parameters, kept, whole, loss, early, late):
+    """(others, recomputed): the most that one step takes, apart while a block's activations are there in any case.
+
+    A block's input stays until its backward, and what it keeps. Backward does something in a block (early) before the
+    block's activations are needed, and computed again where they were not kept, and more after that.
+    """
+    held, others, recomputed = 0, 0, 0
+    for size, parameter, keeps, stays in zip(activations, parameters, kept, whole):
+        others = max(others, held + INPUT + size * keeps + TEMPORARY + parameter)
+        held += INPUT + size * keeps + parameter * stays
+    others = max(others, held + loss)
+    for size, parameter, keeps, stays in reversed(list(zip(activations, parameters, kept, whole))):
+        gathered = 0 if stays else parameter
+        others = max(others, held + early + gathered)
+        recomputed = max(recomputed, held + size * (not keeps) + late + gathered)
+        held -= INPUT + size * keeps + parameter * stays
+    assert held == 0
+    return others, recomputed
+
+
+def rooms(activations, parameters, limit, loss, early, late):
+    none = [False] * len(activations)
+    others, recomputed = peaks(activations, parameters, none, none, loss, early, late)
+    return limit - others, limit - recomputed
+
+
+def random_cases(count):
+    draw = random.Random(0)
+    for _ in range(count):
+        blocks = draw.randint(1, 8)
+        alike = draw.random() < 0.5
+        activations = [draw.randint(1, 12)] * blocks if alike else [draw.randint(0, 12) for _ in range(blocks)]
+        parameters = [draw.randint(0, 4)] * blocks if alike else [draw.randint(0, 4) for _ in range(blocks)]
+        yield activations, parameters, draw.randint(0, 120)
+
+
+@pytest.mark.parametrize(("loss", "early", "late"), [(3, 1, 2), (20, 0, 0), (0, 12, 1), (0, 0, 12), (0, 0, 0)])
+def test_no_plan_exceeds_the_limit(loss, early, late):
+    kept = whole = 0
+    for activations, parameters, limit in random_cases(5_000):
+        plan = make_plan(activations, parameters, *rooms(activations, parameters, limit, loss, early, late))
+        if any(plan.kept):
+            most = max(peaks(activations, parameters, plan.kept, plan.whole, loss, early, late))
+            assert most <= limit, (activations, parameters, limit, plan, most)
+        kept, whole = kept + sum(plan.kept), whole + sum(plan.whole)
+    assert kept > 5_000 and whole > 500, "the cases allow nothing"
+
+
+def test_alike_blocks_keep_as_many_as_any_choice_within_the_rooms():
+    """All choices of up to eight blocks are tried against the same bounds."""
+    for blocks, size, forward, backward in itertools.product(range(1, 9), (3, 5), range(-4, 42, 3), range(-4, 42, 3)):
+        best = 0
+        for choice in itertools.product((False, True), repeat=blocks):
+            total, last = sum(choice) * size, size * choice[-1]
+            if forward >= total and backward >= total - last and sum(choice) > best:
+                best = sum(choice)
+        plan = make_plan([size] * blocks, [0] * blocks, forward, backward)
+        assert sum(plan.kept) == best
+        assert list(plan.kept) == [False] * (blocks - best) + [True] * best, "not the last ones"
+
+
+def test_more_room_never_keeps_fewer():
+    for activations, parameters, limit in random_cases(3_000):
+        activations = [activations[0]] * len(activations)
+        plans = [make_plan(activations, parameters, room, room) for room in range(-2, limit)]
+        counts = [sum(plan.kept) for plan in plans]
+        assert counts == sorted(counts)
+
+
+@pytest.mark.parametrize(
+    ("activations", "parameters", "rooms", "kept", "whole"),
+    [
+        ([5, 5, 5], [1, 1, 1], (14, 99), "011", "000"),
+        ([5, 5, 5], [1, 1, 1], (15, 99), "111", "000"),
+        ([5, 5, 5], [1, 1, 1], (17, 99), "111", "011"),
+        ([5, 5, 5], [1, 1, 1], (99, 10), "111", "000"),  # of the last block's own 5 backward has room already
+        ([5, 5, 5], [1, 1, 1], (99, 12), "111", "011"),
+        ([5, 5, 5], [1, 1, 1], (99, 9), "011", "000"),
+        ([5, 5, 5], [1, 1, 1], (99, 0), "001", "000"),
+        ([5, 5, 5], [1, 1, 1], (99, -1), "000", "000"),
+        ([5, 5, 5], [1, 1, 1], (-1, 99), "000", "000"),
+        ([5, 50, 5], [1, 1, 1], (20, 20), "101", "000"),  # a large one is passed over; then none stays whole
+        ([5, 5, 50], [1, 1, 1], (20, 8), "010", "000"),  # the last one recomputes: all that is kept counts
+        ([0, 0], [1, 0], (0, 0), "11", "00"),
+        ([0, 0], [1, 0], (1, 1), "11", "10"),  # 0: whole anyway
+        ([], [], (1, 1), "", ""),
+    ],
+)
+def test_cases(activations, parameters, rooms, kept, whole):
+    plan = make_plan(activations, parameters, *rooms)
+    assert "".join("01"[one] for one in plan.kept) == kept
+    assert "".join("01"[one] for one in plan.whole) == whole
+
+
+def test_the_table():
+    gib = 2**30
+    plan = Plan((False, True, True), (False, False, True))
+    assert plan.table([gib, 2 * gib, 3 * gib], [gib] * 3, 5 * gib).splitlines() == [
+        "of 3 blocks, with 5.00 GiB to give:",
+        "     2 keep their activations         5.00 GiB",
+        "     1 recompute                      1.00 GiB",
+        "     1 stay whole until backward      1.00 GiB",
+    ]

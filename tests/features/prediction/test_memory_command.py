@@ -1,0 +1,95 @@
+"""python -m hf_bmtrain.memory: its table, and errors that name the argument and the remedy."""
+
+import sys
+from unittest import mock
+
+import pytest
+import transformers
+
+from hf_bmtrain.hf import predict_cli as command
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("config")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=100,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*words: str) -> None:
+    with mock.patch.object(sys, "argv", ["memory", *words]):
+        command.main()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--recompute", "false", "--zero", "2", "--gpus", "4"], ["--offload", "--dtype", "fp32"]],
+)
+def test_a_table_is_printed(config, options, capsys):
+    run(config, "--rows", "2", "--length", "128", "--memory", "4", *options)
+    printed = capsys.readouterr().out
+    assert "parameters, this rank's shards" in printed
+    assert "fits into 4 GiB" in printed
+    assert "largest number of rows that fits: " in printed
+    assert ("page-locked host memory" in printed) == ("--offload" in options)
+
+
+@pytest.mark.full
+def test_a_quantized_base_takes_less(config, capsys):
+    """Weights of 4 bits where they had 16; unpacked ones are whole as before."""
+    rows = {}
+    wide = transformers.LlamaConfig.from_pretrained(config, hidden_size=1024, intermediate_size=4096)
+    wide.save_pretrained(f"{config}/wide")
+    for options in ([], ["--quantize", "nf4"]):
+        run(f"{config}/wide", "--length", "128", "--lora", "4", "--gpus", "2", "--memory", "4", *options)
+        printed = capsys.readouterr().out.splitlines()
+        rows[bool(options)] = {line[:40].strip(): float(line.split()[-2]) for line in printed if line.endswith(" GiB")}
+    shards, whole = "parameters, this rank's shards", "whole parameters of gathered blocks and"
+    assert rows[True][shards] < 0.4 * rows[False][shards]
+    assert rows[True][whole] <= rows[False][whole]
+    with pytest.raises(SystemExit):
+        run(config, "--quantize", "nf4")
+    assert "add --lora" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 17, 4000])
+@pytest.mark.parametrize("power", [1.0, 1.3, 2.0])
+def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):
+    tried = []
+
+    def peak(rows):
+        tried.append(rows)
+        return 10_000_000 + int(1000 * rows**power)
+
+    assert command.most_rows(peak, peak(most) if most else 10_000_000) == most
+    assert len(tried) < (7 if power == 1 else 30)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "0"], "argument --rows: '0' must be a whole number, 1 or more"),
+        (["--rows", "-3"], "argument --rows: '-3' must be a whole number, 1 or more"),
+        (["--length", "many"], "argument --length: 'many' must be"),
+        (["--gpus", "0"], "argument --gpus: '0' must be"),
+        (["--lora", "0"], "argument --lora: '0' must be"),
+        (["--memory", "0"], "argument --memory: '0' must be the GiB of one GPU"),
+        (["--zero", "1"], "argument --zero: invalid choice"),
+        (["--offload", "--optimizer", "sgd"], "--offload stores the state of Adam in host memory: leave out"),
+    ],
+)
+def test_bad_arguments_are_named(config, words, message, capsys):
+    with pytest.raises(SystemExit):
+        run(config, *words)
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_configuration_and_a_length_beyond_the_positions(config, tmp_path):
+    with pytest.raises(SystemExit, match="CONFIG .* is no configuration .* Give a config.json"):
+        run(str(tmp_path / "missing"))
+    with pytest.raises(SystemExit, match="--length 129 is beyond the model's 128 positions: give 128 or less"):
+        run(config, "--length", "129")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from ..features.auto_wrap import auto_wrap
 from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .bad_numbers import BadNumbers
 from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
-from .speed import Speedometer, count_parameters
+from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
 from .termination import Termination
 
@@ -79,7 +78,7 @@ class BMTrainCallback(TrainerCallback):
             check_arguments(args, model)
             self._weights = StagedWeights(model)
             if hasattr(model, "num_parameters"):  # for Trainer's total_flos, which would count a slice as the whole
-                model.num_parameters = functools.partial(count_parameters, model)
+                model.num_parameters = ParameterCount(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any

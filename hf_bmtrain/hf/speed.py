@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import resource
 import time
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,20 +85,53 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
     if not layers or not width or experts or getattr(config, "is_encoder_decoder", False):
         _log.info("%s: model_tflops_per_device is not reported, its FLOPs a token are not known", type(model).__name__)
         return 0.0, 0.0
-    return 6.0 * count_parameters(model, exclude_embeddings=True), 12.0 * layers * width
+    return 6.0 * ParameterCount(model)(exclude_embeddings=True), 12.0 * layers * width
 
 
-def count_parameters(model: torch.nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Return the number of elements of the whole parameters, tied ones counted once.
+class ParameterCount:
+    """Counts the elements of a model's full parameters, tied ones once.
 
-    exclude_embeddings: leave out embeddings that are not tied to another layer.
+    Trainer asks for the count in every step. The modules are searched again only if a module or parameter was added,
+    removed or replaced since the last count.
     """
-    embeddings, others = set(), set()
-    for module in model.modules() if exclude_embeddings else ():
-        (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
-    looked_up = embeddings - others
-    counted = [p for p in model.parameters() if p not in looked_up and (p.requires_grad or not only_trainable)]
-    return sum(p.numel() for p in counted)
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._held: list[dict[str, Any]] = []  # the modules' dictionaries of modules and parameters
+        self._seen: list[Any] = []  # what was in them, and how many in each
+        self._sizes: list[int] = []
+        self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []  # with whether it is only looked up
+
+    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return the number of elements.
+
+        Args:
+            only_trainable: count only parameters that require a gradient.
+            exclude_embeddings: leave out embeddings that are not tied to another layer.
+        """
+        same = [*map(len, self._held)] == self._sizes and all(map(operator.is_, self._values(), self._seen))
+        if not self._held or not same:
+            self._search()
+        return sum(
+            numel
+            for parameter, numel, looked_up in self._numels
+            if not (exclude_embeddings and looked_up) and (not only_trainable or parameter.requires_grad)
+        )
+
+    def _search(self) -> None:
+        model = self._model()
+        assert model is not None, "the model was dropped"
+        embeddings, others = set(), set()
+        for module in model.modules():
+            (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
+        looked_up = embeddings - others
+        self._numels = [(parameter, parameter.numel(), parameter in looked_up) for parameter in model.parameters()]
+        self._held = [each for module in model.modules() for each in (module._modules, module._parameters)]
+        self._sizes = [*map(len, self._held)]
+        self._seen = [*self._values()]
+
+    def _values(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(map(dict.values, itertools.compress(self._held, self._sizes)))
 
 
 def _peak_memory(device: torch.device) -> float:

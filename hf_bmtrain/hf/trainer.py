@@ -12,7 +12,7 @@ from ..checkpoint.manifest import NAME as MANIFEST
 from ..engine.base.arguments import expect_kind
 from .callback import BMTrainCallback
 from .checkpoints import find_damage, newest_whole, writes_own_weights
-from .speed import count_parameters
+from .speed import ParameterCount
 
 _Base: Any = transformers.Trainer
 
@@ -76,7 +76,7 @@ class TrainerMixin:
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:
-        return count_parameters(self.model, only_trainable=True)
+        return ParameterCount(self.model)(only_trainable=True)
 
 
 class Trainer(TrainerMixin, _Base):

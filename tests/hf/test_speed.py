@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.hf.speed import Speedometer, count_parameters
+from hf_bmtrain.hf.speed import ParameterCount, Speedometer
 from tiny_models import batch, build
 
 
@@ -60,12 +60,11 @@ def test_rates_are_of_all_ranks(world, size):
 
 def counts(family, tied):
     model, plain = bmt.auto_wrap(build(family, tied)), build(family, tied)
+    count = ParameterCount(model)
     for exclude in (False, True):
-        assert count_parameters(model, exclude_embeddings=exclude) == count_parameters(
-            plain, exclude_embeddings=exclude
-        )
-    assert count_parameters(model) == sum(p.numel() for p in plain.parameters())
-    return count_parameters(model) - count_parameters(model, exclude_embeddings=True)
+        assert count(exclude_embeddings=exclude) == ParameterCount(plain)(exclude_embeddings=exclude)
+    assert count() == sum(p.numel() for p in plain.parameters())
+    return count() - count(exclude_embeddings=True)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -98,3 +97,18 @@ def test_rows_are_counted_whatever_the_input_is_called(world, size):
     for report in world(size)(rows_of_another_input):
         assert report["samples_per_second"] == pytest.approx(5 * size / 10, rel=1e-4)
         assert "tokens_per_second" not in report
+
+
+def test_parameters_are_counted_again_after_a_change():
+    model = build("llama")
+    count, total = ParameterCount(model), sum(p.numel() for p in model.parameters())
+    assert count() == total
+    layer = model.model.layers[0].mlp
+    layer.extra = torch.nn.Linear(3, 5)
+    assert count() == total + 20
+    layer.extra.weight = torch.nn.Parameter(torch.zeros(7, 7))
+    assert count() == total + 54
+    layer.extra.weight.requires_grad_(False)
+    assert count(only_trainable=True) == total + 5
+    del layer.extra
+    assert count() == total

@@ -24,7 +24,9 @@ import torch
 from torch._guards import TracingContext
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
@@ -78,6 +80,9 @@ no_torch_function: Any = _C._disabled_torch_function_impl
 subclasses, such as Parameter."""
 
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
+
+FOREACH_TYPES: tuple[list[type], ...] = (_optimizer_types, _clipping_types)
+"""The exact types for which optimizers, and the clipping of norms, use functions on lists. DTensor adds itself too."""
 """A context in which subclasses are treated as plain tensors, so that attribute access does not search for overrides.
 torch exports it at its top level without documentation; `torch.overrides` has no such context. Since torch 2.0."""
 

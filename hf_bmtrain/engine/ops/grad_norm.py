@@ -17,6 +17,7 @@ THREADS = 256
 BLOCKS = 528  # the same on all devices, so that the order of additions is
 TILE_BYTES = THREADS * 64
 PIECE = 1 << 16  # elements of a segment per block
+CHUNK = 1 << 18  # elements that a CPU converts to float64 at a time
 
 
 @cache
@@ -67,6 +68,7 @@ class Segments:
         if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in itertools.pairwise(offsets)):
             raise ValueError(f"offsets must be k + 1 non-decreasing integers from 0 up, got {list(offsets)[:8]}")
         self.offsets, self.device = tuple(offsets), torch.device(device)
+        self.lengths = [stop - start for start, stop in itertools.pairwise(offsets)]
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,8 +100,7 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
     if flat.is_meta:
         return torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
     if not flat.is_cuda:
-        parts = [_sum_of_squares(flat[a:b]) for a, b in itertools.pairwise(segments.offsets)]
-        return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=flat.device)
+        return _segmented_on_cpu(flat.detach(), segments)
     begins, lengths, firsts = segments.tables
     if begins.device != flat.device:
         raise ValueError(f"segments are on {begins.device}, the tensor is on {flat.device}")
@@ -135,10 +136,21 @@ def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> 
     kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
 
 
+def _segmented_on_cpu(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
+    if len(segments) == 0:
+        return flat.new_zeros(0, dtype=torch.float64)
+    flat = flat[segments.offsets[0] : segments.offsets[-1]]
+    if flat.numel() > CHUNK:
+        return torch.stack([*map(_sum_of_squares, flat.split_with_sizes(segments.lengths))])
+    return torch.stack([torch.dot(wide, wide) for wide in flat.double().split_with_sizes(segments.lengths)])
+
+
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares in float64, by chunks to bound the memory of the copies."""
+    if flat.numel() <= CHUNK:
+        wide = flat.detach().double()
+        return torch.dot(wide, wide)
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for chunk in flat.detach().split(1 << 18):
-        wide = chunk.double()
-        total += torch.dot(wide, wide)
+    for chunk in flat.split(CHUNK):
+        total += _sum_of_squares(chunk)
     return total

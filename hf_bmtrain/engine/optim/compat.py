@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..base.torch_internals import FOREACH_TYPES
 from ..comm.collective_log import Journal, option_kind, value_code
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
+from ..tensors.tensor import SliceTensor
 from .adam import AdamOptimizer
 from .runs import same_members
 from .state import WholeState, whole_facts
@@ -103,6 +105,8 @@ def _finish_load(optimizer: Any, whole_state: WholeState) -> None:
 
 
 ShardedBuffer.before_first.append(lambda: register_optimizer_step_pre_hook(_before_step))
+for _types in FOREACH_TYPES:
+    _types += [SliceTensor, DistributedParameter]
 
 
 # -- the same optimizer on every rank -------------------------------------------------------------------------------

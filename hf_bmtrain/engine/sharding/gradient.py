@@ -300,7 +300,8 @@ class GradientBuffer:
                     part: Any = parts[self._parts[index]]
                     part.__class__ = SliceTensor  # `part` has no other reference, and `of` would make a second tensor
                     part.placement, part.segment = placements[index], None if norms is None else (norms, index)
-                    handed[index] = slice_.grad = part
+                    slice_.set_grad(part)
+                    handed[index] = part
                 if slice_._gradient_hooks:
                     hooked.append(slice_)
         for slice_ in hooked:

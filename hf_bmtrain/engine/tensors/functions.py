@@ -81,7 +81,9 @@ def _find_attributes() -> Iterator[Any]:
     for base in torch.Tensor.__mro__:
         for name, value in vars(base).items():
             if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | SHAPES:
-                yield from (value.__get__, value.__set__, value.__delete__)
+                yield value.__get__
+                if name != "grad":  # which is set to what is laid out like the slice
+                    yield from (value.__set__, value.__delete__)
 
 
 METADATA = frozenset(

@@ -30,14 +30,18 @@ class SegmentNorms:
         self, shard: torch.Tensor, segments: Segments, communicator: Communicator, squares: torch.Tensor | None = None
     ) -> None:
         self._shard, self._segments, self.communicator = shard, segments, communicator
-        self._norms: Sequence[torch.Tensor] = ()
+        self._norms = torch.empty(0)
         self._version = -1
         self._squares, self._measured = squares, shard._version
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return the norm of segment `index`, a new float32 scalar. Collective if it must be measured."""
+        return self.all()[index]
+
+    def all(self) -> Sequence[torch.Tensor]:
+        """Return the norms of all segments, float32 scalars in new memory. Collective if they must be measured."""
         measure([self])
-        return self._norms[index].clone()
+        return self._norms.clone().unbind()
 
     def local_squares(self) -> torch.Tensor:
         """Return this rank's part of the squared norms, (k,) float64."""
@@ -56,7 +60,7 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
     squares = torch.cat(parts)
     stale[0].communicator.all_reduce(squares).wait()
     for each, part in zip(stale, squares.split([len(part) for part in parts])):
-        each._norms = part.sqrt().float().unbind()
+        each._norms = part.sqrt().float()
         each._version = each._shard._version
 
 

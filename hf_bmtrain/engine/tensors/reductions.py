@@ -28,9 +28,11 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     if order <= 0:
         raise ValueError(f"the norm of a gradient slice needs an order above 0 or inf, not {order}")
     segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
-    measure(dict.fromkeys(segment[0] for segment in segments if segment is not None))
+    measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
+    measure(measured)  # all by one all-reduce
+    norms = {each: each.all() for each in measured}
     others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
-    return [next(others) if segment is None else segment[0][segment[1]] for segment in segments]
+    return [next(others) if segment is None else norms[segment[0]][segment[1]] for segment in segments]
 
 
 def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
@@ -67,6 +69,8 @@ def _linalg_norm(x: Any, ord: Any = None, dim=None, keepdim=False, *, out=None, 
 
 
 def _foreach_norm(pieces, ord=2, dtype=None):
+    if all(map(_is_slice, pieces)):
+        return _norms(pieces, ord)
     slices = iter(_norms([piece for piece in pieces if _is_slice(piece)], ord))
     return [next(slices) if _is_slice(p) else torch.linalg.vector_norm(p, ord) for p in pieces]
 

@@ -1,12 +1,14 @@
 """Functions on lists of slices, such as `torch._foreach_add_`, which optimizers call with an entry a parameter."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from hf_bmtrain.engine.tensors.tensor import Sliced
 
 SHAPES = [(3, 5), (7,), (4, 2)]
 CALLS = [
@@ -60,6 +62,70 @@ def slices_of_other_tensors_are_not_mixed():
     pieces, parts, _, _ = make()
     with pytest.raises(RuntimeError):
         torch._foreach_add_(pieces, parts[::-1])
+
+
+def train(optimizer, model, gradients):
+    """Two clipped steps of `optimizer`, and the norms of the gradients before clipping."""
+    norms = []
+    for factor in (1.0, 3.0):
+        for parameter, gradient in zip(model.parameters(), gradients):
+            whole = gradient * factor
+            parameter.grad = parameter.take(whole).clone() if isinstance(parameter, Sliced) else whole
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def optimizers_step_as_over_whole_tensors(name, options):
+    _, _, wholes, others = make()
+    plain = nn.ParameterList(wholes)
+    model = bmt.auto_wrap(copy.deepcopy(plain))
+    make_optimizer = getattr(torch.optim, name)
+    mine = train(make_optimizer(model.parameters(), lr=0.1, **options), model, others)
+    theirs = train(make_optimizer(plain.parameters(), lr=0.1, **options), plain, others)
+    torch.testing.assert_close(mine, theirs)
+    for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(sharded.gather(), whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {}], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_optimizers(world, size, name, options):
+    world(size)(optimizers_step_as_over_whole_tensors, name, options)
+
+
+def calls_of(function):
+    """How many functions of torch are called on slices while `function` runs."""
+    inner, count = Sliced.__torch_function__.__func__, 0
+
+    def counted(cls, *args, **kwargs):
+        nonlocal count
+        count += 1
+        return inner(cls, *args, **kwargs)
+
+    with mock.patch.object(Sliced, "__torch_function__", classmethod(counted)):
+        function()
+    return count
+
+
+def calls_do_not_grow_with_the_parameters():
+    counts = []
+    for number in (5, 40):
+        model = bmt.auto_wrap(nn.ParameterList([nn.Parameter(torch.ones(3, 2)) for _ in range(number)]))
+        for parameter in model.parameters():
+            parameter.grad = parameter.take(torch.ones(3, 2)).clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        optimizer.step()
+        clip = calls_of(lambda model=model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        counts.append((clip, calls_of(optimizer.step), calls_of(optimizer.zero_grad)))
+    assert counts[0] == counts[1], counts
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_list_costs_one_call(world, size):
+    world(size)(calls_do_not_grow_with_the_parameters)
 
 
 CHECKS = [

@@ -13,9 +13,9 @@ import socket
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from ..engine.base.files import flush
 from .header import Damaged
 from .manifest import NAME, Manifest
-from .store import flush
 
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"

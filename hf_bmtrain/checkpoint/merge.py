@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from ..engine.base.files import staged_folder
 from . import small_state
 from .entries import MODEL, TRAINED
 from .folder import Found, check_space
@@ -18,7 +19,6 @@ from .header import Damaged, StoredTensor, TensorSpec, find_tensors, plan_files,
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
 from .ranges import Part, Wanted, check_heads, read_parts, write_file, write_parts
-from .store import flush, staging_beside
 
 _CONFIGS = ("config.json", "generation_config.json")
 
@@ -55,9 +55,7 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
     if with_optimizer:
         groups |= {name: _sources(checkpoint, name) for name in _optimizers(checkpoint)}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with staging_beside(output) as folder:
-        staging = folder / output.name
-        staging.mkdir()
+    with staged_folder(output) as staging:
         files = _write(staging, groups, copied, limit)
         if with_optimizer:
             old = checkpoint.manifest
@@ -65,9 +63,6 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
             for name, pieces in sorted(files.items()):
                 manifest.add(name, pieces, os.path.getsize(staging / name))
             write_file(staging / MANIFEST, manifest.to_bytes())
-        flush(staging)
-        os.rename(staging, output)
-    flush(output.parent)
     return notes
 
 

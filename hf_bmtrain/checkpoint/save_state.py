@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..engine.base.arguments import expect_callable, expect_flag, expect_kind, expect_number
+from ..engine.base.files import flush
 from ..engine.runtime.world import World, current_world, wait_loader
 from . import small_state
 from .entries import (
@@ -38,7 +39,6 @@ from .host_copy import HostMemory, Snapshot
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
 from .ranges import Part, checksums, write_file, write_parts
-from .store import flush
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")

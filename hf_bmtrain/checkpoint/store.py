@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import glob
 import json
 import os
 import pickle
-import re
-import secrets
-import shutil
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..engine.base.arguments import expect_flag, expect_module, expect_path
+from ..engine.base.files import atomic_file
 from ..engine.runtime.world import current_world
 from ..engine.sharding.state_dict import gather_state_dict
 
 _SAFETENSORS = ".safetensors"
 _INDEX = ".index.json"
-_LOCK = "lock"
 _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin") for ending in ("", _INDEX)]
 
 
@@ -120,56 +112,12 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
 
 def write_atomically(state: dict, path: Path) -> None:
-    """Write `state` to a temporary file and rename it to `path`, which is never incomplete. Not collective."""
-    with staging_beside(path) as folder:
-        temporary = folder / path.name
+    """Write `state` to `path`, which is never incomplete. Not collective."""
+    with atomic_file(path) as temporary:
         if path.suffix == _SAFETENSORS:
             save_file(_each_once(state), temporary, metadata={"format": "pt"})
-            shutil.copymode(folder / _LOCK, temporary)  # safetensors' own would let the owner alone read it
         else:
             torch.save(state, temporary)
-        flush(temporary)
-        os.replace(temporary, path)
-    flush(path.parent)
-
-
-@contextmanager
-def staging_beside(path: Path) -> Iterator[Path]:
-    """Yield a new folder `path`.*.tmp under `with`, in which what becomes `path` is written; then it is deleted.
-
-    What killed processes have left of these folders of `path` is deleted first. A folder whose process lives is locked.
-    """
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        if re.fullmatch(r"[0-9a-f]{8}", left.name[len(path.name) + 1 : -len(".tmp")]) and _is_abandoned(left):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    folder.mkdir()
-    try:
-        with open(folder / _LOCK, "w") as held:
-            with contextlib.suppress(OSError):  # without locks on this file system nothing is deleted later
-                fcntl.flock(held, fcntl.LOCK_EX)
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_abandoned(folder: Path) -> bool:
-    """Return whether no process holds the lock of a folder of `staging_beside`."""
-    try:
-        with open(folder / _LOCK, "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _each_once(state: dict) -> dict[str, torch.Tensor]:

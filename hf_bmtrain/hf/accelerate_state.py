@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from ..checkpoint import small_state
 from ..checkpoint.folder import find
 from ..checkpoint.load_state import load_state
 from ..checkpoint.save_state import let_others_save, save_state
-from ..checkpoint.store import flush
 from ..engine.base.arguments import expect_kind
+from ..engine.base.files import delete_abandoned, staged_folder
 from ..engine.runtime.launcher import check_accelerator
 from ..engine.runtime.world import World, current_world
 
@@ -65,26 +63,25 @@ class _AcceleratorStates:
             raise ValueError("accelerator.save_state: pass a folder, or set automatic_checkpoint_naming")
         root = self._automatic_root() if automatic else Path(output_dir or "").resolve()
         name = f"checkpoint_{iteration}" if automatic else None
-        fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root))
 
         def add(folder: Path) -> None:
             with self._left_to_accelerate():
                 self._save_state(str(folder), safe_serialization, **options)
 
-        try:
-            saved = save_state(
-                fresh or root, self._model(), self._optimizers(), extra={"step": self._accelerator.step},
-                step=iteration if automatic else None, keep=limit and max(1, limit) if automatic else 1,
-                name=name, add=add,
-            )  # fmt: skip
-            if fresh is not None:
-                let_others_save(fresh)
-                _on_first_rank(world, lambda: _put_in_place(fresh, root))
-        except BaseException:
-            configuration.iteration = iteration
-            if fresh is not None and world.rank == 0:
-                shutil.rmtree(fresh, ignore_errors=True)
-            raise
+        with ExitStack() as stack:  # rank 0's has the folder that becomes `root`
+            fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
+            try:
+                saved = save_state(
+                    fresh or root, self._model(), self._optimizers(), extra={"step": self._accelerator.step},
+                    step=iteration if automatic else None, keep=limit and max(1, limit) if automatic else 1,
+                    name=name, add=add,
+                )  # fmt: skip
+                if fresh is not None:
+                    let_others_save(fresh)
+                    _on_first_rank(world, stack.close)
+            except BaseException:
+                configuration.iteration = iteration
+                raise
         return saved.folder if automatic else root
 
     def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
@@ -189,20 +186,13 @@ def _refuse_existing(folder: Path) -> None:
         )
 
 
-def _fresh(folder: Path) -> Path | None:
-    """Return a folder beside `folder` to be filled and renamed to it, so that it is there only when it is complete.
+def _fresh(folder: Path, stack: ExitStack) -> Path | None:
+    """Return an empty folder that becomes `folder` when `stack` is closed, so that it is there only when complete.
 
-    None if it has contents, which remain.
+    None if `folder` has contents, which remain.
     """
     if folder.exists() and os.listdir(folder):
+        delete_abandoned(folder)
         return None
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.iterdir():  # of a killed job
-        if re.fullmatch(rf"tmp-{re.escape(folder.name)}-[0-9a-f]{{8}}", left.name):
-            shutil.rmtree(left, ignore_errors=True)
-    return folder.with_name(f"tmp-{folder.name}-{secrets.token_hex(4)}")
-
-
-def _put_in_place(fresh: Path, folder: Path) -> None:
-    os.rename(fresh, folder)
-    flush(folder.parent)
+    return stack.enter_context(staged_folder(folder))

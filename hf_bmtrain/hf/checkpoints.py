@@ -23,9 +23,9 @@ from ..checkpoint.header import Damaged
 from ..checkpoint.load_state import load_state
 from ..checkpoint.manifest import NAME as MANIFEST
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.ranges import check_file, write_file
+from ..checkpoint.ranges import check_file
 from ..checkpoint.save_state import let_others_save, save_state
-from ..checkpoint.store import flush
+from ..engine.base.files import atomic_file
 from ..engine.optim import compat as checks
 from ..engine.runtime.world import current_world
 
@@ -253,9 +253,8 @@ def _write_checksums(folder: Path) -> None:
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name not in known
     }
-    write_file(folder / f"tmp-{_COMPLETE}", json.dumps(sums).encode())
-    os.rename(folder / f"tmp-{_COMPLETE}", folder / _COMPLETE)
-    flush(folder)
+    with atomic_file(folder / _COMPLETE) as temporary:
+        temporary.write_text(json.dumps(sums))
 
 
 def _delete_oldest(newest: Path, limit: int, best: str | None) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.checkpoint import store
+from hf_bmtrain.engine.base.files import atomic_file
 from processes import environment
 from ranks import Ranks
 from state_dicts import check_equal, same_storage
@@ -348,14 +349,16 @@ def test_only_what_was_abandoned_is_deleted(tmp_path, suffix):
     for name in others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").touch()
-    with store.staging_beside(path) as mine, store.staging_beside(other) as second:
+    with atomic_file(path) as writing, atomic_file(other) as second_writing:
+        mine, second = writing.parent, second_writing.parent
+        second_writing.touch()
         shutil.copytree(mine, left := mine.with_name(f"model{suffix}.01234567.tmp"))
         shutil.copytree(second, theirs := mine.with_name(f"model{suffix}.best.01234567.tmp"))
         store.write_atomically(state, path)
         assert not left.exists()
         assert {*os.listdir(tmp_path)} == others | {path.name, mine.name, second.name, theirs.name}
-        (mine / "written").touch()
-    assert {*os.listdir(tmp_path)} == others | {path.name, theirs.name}
+        writing.touch()
+    assert {*os.listdir(tmp_path)} == others | {path.name, other.name, theirs.name}
     before = os.umask(0o027)
     try:
         store.write_atomically(state, path)

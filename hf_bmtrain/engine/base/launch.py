@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from .files import atomic_file
 from .torch_internals import current_raw_stream
 
 log = logging.getLogger(__name__)
@@ -190,14 +190,8 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
 def _compile_into(entry: Path, variant: Variant, arch: int) -> None:
     start = time.monotonic()
     cubin, _ = compile_cubin(variant, arch)
-    handle, temporary = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        os.replace(temporary, entry)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with atomic_file(entry) as temporary:
+        temporary.write_bytes(cubin)
     seconds = time.monotonic() - start
     log.info("compiled %s.cu %s for sm_%d in %.1f s into %s", variant.file, dict(variant.macros), arch, seconds, entry)
 

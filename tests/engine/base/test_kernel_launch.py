@@ -119,7 +119,7 @@ def test_headers_are_part_of_the_content() -> None:
 def test_processes_of_a_host_compile_once(cupy, tmp_path: Path) -> None:
     code = (
         "import logging, torch; logging.basicConfig(level='INFO'); "
-        "from hf_bmtrain.base import launch; from hf_bmtrain.ops import grad_norm; "
+        "from hf_bmtrain.engine.base import launch; from hf_bmtrain.engine.ops import grad_norm; "
         "launch.cached_cubin(grad_norm.variant(torch.float32), 80)"
     )
     command, variables = [sys.executable, "-c", code], environment(HF_BMTRAIN_KERNEL_CACHE=str(tmp_path))

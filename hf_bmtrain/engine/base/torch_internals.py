@@ -150,3 +150,8 @@ current_raw_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)
 is_tracing: Callable[[], bool] = lambda: TracingContext.try_get() is not None  # noqa: E731
 """Return whether torch.compile is describing tensors or tracing. `torch.compiler.is_compiling` is true for code that is
 traced, and false while the compiler itself looks at a tensor."""
+
+
+def autocast_type(device: torch.device) -> str:
+    """Return what torch.autocast takes for a tensor on `device`: the meta device stands for a GPU."""
+    return "cuda" if device.type == "meta" else device.type

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ...features.replay.contents import ATOMS, exchange, tensors_in
 from ..base.torch_internals import functorch_transforms_active
-from .schedule import double_backward
+from ..tensors.backward import double_backward
+from .containers import ATOMS, exchange, tensors_in
 
 
 class _EnterBackward(torch.autograd.Function):

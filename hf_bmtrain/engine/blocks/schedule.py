@@ -380,11 +380,3 @@ class Schedule:
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:
             gradient.decide()
-
-
-def double_backward() -> RuntimeError:
-    """Return the error of a backward that autograd records."""
-    return RuntimeError(
-        "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights are "
-        "gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
-    )

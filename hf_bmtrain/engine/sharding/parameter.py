@@ -10,8 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..base.arguments import expect_callable, expect_flag, expect_kind, expect_tensor
-from ..blocks.schedule import double_backward
 from ..runtime.world import current_world
+from ..tensors.backward import double_backward
 from ..tensors.tensor import Sliced, SliceTensor
 from .buffer import ShardedBuffer
 from .on_demand import OnDemandGather

@@ -32,6 +32,14 @@ def refuse_grad(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def double_backward() -> RuntimeError:
+    """Return the error of a backward that autograd records."""
+    return RuntimeError(
+        "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights are "
+        "gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
+    )
+
+
 def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     """Return `backward` with slices among its inputs handled as in `backward_to`."""
 

@@ -23,8 +23,19 @@ from ..base.torch_internals import WithoutTorchFunction, foreach_norm, is_tracin
 from ..comm.resizable import shares_storage
 from ..runtime.world import current_world
 from .backward import backward_to, refuse_grad
-from .functions import CONVERSIONS, ELEMENT_WISE, LIKE, METADATA, RANDOM, SHAPES, VIEWS, name_of
-from .nested import find_tensors, is_array, replace_tensors
+from .functions import (
+    CONVERSIONS,
+    ELEMENT_WISE,
+    LIKE,
+    METADATA,
+    RANDOM,
+    SHAPES,
+    VIEWS,
+    find_tensors,
+    is_array,
+    name_of,
+    replace_tensors,
+)
 from .norms import SegmentNorms
 from .placement import Placement
 from .reductions import REDUCTIONS

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from ...engine.base.arguments import expect
-from ...engine.base.autocast import autocast_type
 from ...engine.base.launch import C_NAMES, Variant, kernel
-from ...engine.base.torch_internals import scaled_mm
+from ...engine.base.torch_internals import autocast_type, scaled_mm
 
 MOST = 448.0
 """The largest value of float8_e4m3fn."""

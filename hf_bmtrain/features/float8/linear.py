@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...engine.base.autocast import autocast_type
-from ...engine.blocks.schedule import double_backward
+from ...engine.base.torch_internals import autocast_type
 from ...engine.blocks.sharded_module import extend_class
+from ...engine.tensors.backward import double_backward
 from .arithmetic import Float8, product, quantize_both, quantize_rows, quantize_transposed, quantize_whole
 from .storage import Float8Buffer, GatheredFactor
 

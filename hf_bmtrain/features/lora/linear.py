@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...engine.base.autocast import autocast_type
-from ...engine.base.torch_internals import functorch_transforms_active, has_global_hooks
-from ...engine.blocks.schedule import double_backward
+from ...engine.base.torch_internals import autocast_type, functorch_transforms_active, has_global_hooks
 from ...engine.blocks.sharded_module import extend_class
+from ...engine.tensors.backward import double_backward
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...engine.base.arguments import expect_number, expect_tensor
-from ...engine.base.autocast import autocast_type
+from ...engine.base.torch_internals import autocast_type
 from ...engine.runtime.world import current_world
 from ...engine.sharding.on_demand import OnDemandGather
 from ...engine.sharding.parameter import DistributedParameter

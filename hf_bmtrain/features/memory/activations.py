@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ...engine.base.device_memory import DeviceMemory
 from ...engine.base.torch_internals import pytree, top_saved_tensors_hooks
 from ...engine.runtime.world import World
 from ...engine.sharding.buffer import ShardedBuffer
-from .meter import DeviceMemory, SavedBytes
+from .meter import SavedBytes
 from .plan import make_plan
 
 _log = logging.getLogger("hf_bmtrain")

@@ -8,10 +8,10 @@ from typing import Literal
 
 import torch
 
+from ...engine.base.device_memory import DeviceMemory
 from ...engine.base.torch_internals import top_saved_tensors_hooks
 from ...engine.runtime.world import World
 from .activations import AutoCheckpoint, Block, Planner
-from .meter import DeviceMemory
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 UseCheckpoint = bool | Literal["auto"]

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import torch
 
+from ...engine.base.device_memory import DeviceMemory
 from ...engine.blocks.block import CheckpointBlock
 from ...engine.runtime.world import World
 from ...engine.sharding.buffer import ShardedBuffer
 from ...engine.sharding.slots import buffers_of
 from .activations import Shapes, is_within, shapes_of
-from .meter import DeviceMemory
 
 _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.info)

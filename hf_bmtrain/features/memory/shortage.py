@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ...engine.base.device_memory import DeviceMemory
 from ...engine.blocks.block import CheckpointBlock
 from ...engine.runtime.world import World
 from ...engine.sharding.slots import buffers_of
-from .meter import DeviceMemory
 
 
 class Shortage:

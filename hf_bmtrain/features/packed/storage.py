@@ -14,7 +14,7 @@ from ...engine.comm.resizable import ResizableStorage, shares_storage
 from ...engine.sharding.buffer import ShardedBuffer
 from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.sourced import ScatteredParameter
-from ...engine.tensors.nested import find_tensors, replace_tensors
+from ...engine.tensors.functions import find_tensors, replace_tensors
 from ...engine.tensors.tensor import SliceTensor
 from .arithmetic import CELL, Format
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ...engine.base.device_memory import DeviceMemory
 from ...engine.base.pinned import available_bytes
 from ...engine.runtime.launcher import mixed_precision
 from ...engine.runtime.world import World, current_world
 from ...engine.sharding.parameter import DistributedParameter
-from ..memory.meter import DeviceMemory
 from .outputs import Outputs, recorded, watched_modules
 from .parity import Difference, Parity, largest_difference, largest_of, merge
 from .plain import Wholes, gather_wholes, shown_plain

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ...engine.base.device_memory import DeviceMemory
 from ...engine.optim.adam import AdamOptimizer
 from ...engine.runtime.world import check_zero_level, current_world
 from ...engine.wrap.refuse import check_frozen_and_float8
 from ..float8.choose import UseFloat8
-from ..memory.meter import DeviceMemory
 from ..memory.policy import UseCheckpoint
 from ..memory.residents import KeepFrozen
 from ..memory.shortage import Shortage

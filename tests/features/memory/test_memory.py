@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from hf_bmtrain.engine.base.device_memory import DeviceMemory
 from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
-from hf_bmtrain.features.memory.meter import DeviceMemory, SavedBytes
+from hf_bmtrain.features.memory.meter import SavedBytes
 from recomputed_models import Created
 from tiny_models import batch, build
 

@@ -1,0 +1,112 @@
+"""Tensors in mutable containers (lists, dicts, objects): find them, and replace them in place."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+
+from ..base.torch_internals import pytree
+
+ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
+"""Types of values that hold no tensors."""
+_CODE = (torch.nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, types.ModuleType)
+_STATELESS = sys.stdlib_module_names - {"types", "collections"} | {"torch", "numpy"}
+"""Packages whose objects are no containers (loggers, locks, generators). `types` has SimpleNamespace."""
+
+
+@functools.cache
+def _has_attributes(cls: type) -> bool:
+    return not issubclass(cls, _CODE) and cls.__module__.partition(".")[0] not in _STATELESS
+
+
+def containers_of(value: Any) -> list[Any]:
+    """Return what can be modified in `value` itself: a list, dict, set or deque, and the dict of its attributes.
+
+    Empty for tensors, modules, code, and objects of the standard library.
+    """
+    own = [value] if isinstance(value, (list, dict, set, deque)) else []
+    if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict:
+            own.append(attributes)
+    return own
+
+
+def items_of(container: Any) -> list[Any]:
+    """Return what a container holds: the values of a dict, the items of any other."""
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _nodes(value: Any) -> list[Any] | None:
+    """Return the leaves of an object without containers of which pytree knows how to open it, otherwise None."""
+    leaves = pytree.tree_leaves(value)
+    return None if len(leaves) == 1 and leaves[0] is value else leaves
+
+
+def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Iterator[torch.Tensor]:
+    """Yield the differentiable tensors in `values` at any depth.
+
+    seen: ids of containers that are left out, to which all that are searched are added. strange: gets the objects that
+    cannot be searched.
+    """
+    for value in values:
+        if type(value) in ATOMS:
+            continue
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                yield value
+            continue
+        containers = containers_of(value)
+        for container in containers:
+            if id(container) not in seen:
+                seen.add(id(container))
+                yield from tensors_in(items_of(container), seen, strange)
+        if not containers:
+            leaves = value if isinstance(value, tuple) else _nodes(value)
+            if leaves is None:
+                strange.append(value)
+            else:
+                yield from tensors_in(leaves, seen, strange)
+
+
+def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
+    """Return `value` with the tensors whose ids are keys of `table` replaced, in place in mutable containers.
+
+    Tuples that hold such tensors are copied. seen: as in `tensors_in`.
+    """
+    if type(value) in ATOMS:
+        return value
+    if isinstance(value, torch.Tensor):
+        return table.get(id(value), value)
+    containers = containers_of(value)
+    for container in containers:
+        if id(container) in seen or isinstance(container, set):
+            continue
+        seen.add(id(container))
+        mapping = isinstance(container, dict)
+        base: Any = dict if mapping else list if isinstance(container, list) else deque
+        for key, item in list(container.items() if mapping else enumerate(container)):
+            new = exchange(item, table, seen)
+            if new is not item:
+                base.__setitem__(container, key, new)
+    if containers:
+        return value
+    if isinstance(value, tuple):
+        items = [exchange(item, table, seen) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        make = getattr(value, "_make", type(value))  # of a named tuple
+        return make(items)
+    if _nodes(value) is None:
+        return value
+    leaves, spec = pytree.tree_flatten(value)
+    items = [exchange(leaf, table, seen) for leaf in leaves]
+    return value if all(map(is_, items, leaves)) else pytree.tree_unflatten(items, spec)

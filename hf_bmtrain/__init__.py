@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
 from .bmtrain.alias import install_as_bmtrain
 from .bmtrain.distributed import gather_result, sum_loss
+from .bmtrain.init import init_distributed
 from .bmtrain.utils import print_block, print_dict, see_memory
 from .checkpoint.load_state import load_state
 from .checkpoint.save_state import save_state
@@ -31,7 +32,6 @@ from .engine.blocks.distributed_module import (
 )
 from .engine.runtime.world import (
     current_world,
-    init_distributed,
     print_rank,
     rank,
     synchronize,

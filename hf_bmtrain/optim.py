@@ -1,6 +1,5 @@
 """Optimizers over sharded parameters, and the end of a training step."""
 
-from .engine.optim import compat as compat  # registers the checks of every optimizer over shards
 from .engine.optim.adam import AdamOptimizer
 from .engine.optim.manager import OptimManager
 from .features.offload.optimizer import AdamOffloadOptimizer

@@ -13,11 +13,15 @@ from urllib.parse import urlparse
 from torch.distributed import TCPStore
 
 from .status import Status
-from .watch import hang_seconds
 
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
 _CAUSES = "raised or ended before (its own log says why), hangs, was not started, or was given another address"
+
+
+def hang_seconds() -> float:
+    """Return the seconds after which a rank that does not come is named."""
+    return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "30"))
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:

@@ -1,20 +1,33 @@
-"""The end of a program that fails: the first exception is printed whole and first, the others in one line each.
+"""What training on several ranks changes in this process. `install` does all of it, and what it returns undoes it.
 
-A program that leaves early by `sys.exit`, `exit` or `quit` tells the line and the code.
+* `sys.excepthook`: the first exception is printed whole, with its rank; each other rank says in one line where it was.
+* `sys.exit`, `exit` and `quit` note their line and exit code, which exit handlers are not told.
+* An exit handler closes the communicators, on all ranks together.
+
+Beyond that `watch.py` kills a stopped rank of this host (`os.kill`) and ends a rank that does not reach its error
+(`os._exit`), each after the timeout of `init_distributed`; and `bmtrain/init.py` registers the check of optimizers.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import functools
 import logging
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
+from ..engine.comm.communicator import Communicator
+from ..engine.comm.nccl import abort_all
+from ..engine.runtime.monitor import EXIT
+from ..engine.runtime.world import World, wait_loader
 from .status import line_now, line_of
 from .watch import Watch
 
@@ -23,7 +36,33 @@ _FIRST_SECONDS = 5.0
 """For which a rank waits for the end of the one that raised first, so that a launcher finds that one first."""
 
 
-def report_exceptions(watch: Watch, rank: int) -> None:
+def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool) -> Callable[[], None]:
+    """Report exceptions, note exits, and close the communicators when the program ends.
+
+    Args:
+        opened: the communicators to close.
+        joined: whether the process group existed before `init_distributed`: its creator destroys it.
+
+    Returns:
+        A function that undoes it. It is called when the program ends.
+    """
+    exits = Exits()
+    undo = [_report_exceptions(watch, world.rank), exits.install()]
+
+    def restore() -> None:
+        atexit.unregister(leave)
+        while undo:
+            undo.pop()()
+
+    def leave() -> None:
+        restore()
+        _leave(world, watch, opened, joined, exits)
+
+    atexit.register(leave)
+    return restore
+
+
+def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
     """Extend `sys.excepthook`, so that the other ranks learn of an exception and of its rank."""
     print_exception = sys.excepthook
 
@@ -48,48 +87,85 @@ def report_exceptions(watch: Watch, rank: int) -> None:
             watch.wait_for_end(culprit, _FIRST_SECONDS)
 
     sys.excepthook = report
+    return lambda: _put_back(sys, "excepthook", report, print_exception)
 
 
-class Departure:
-    """How the program leaves, if by `sys.exit`, `exit` or `quit`, which are extended. code: its exit code, or 0.
+class Exits:
+    """Notes the last call of `sys.exit`, `exit` or `quit` on the main thread of this process, also if it was caught.
 
-    Exit handlers are told neither the exception nor its code.
+    code: its exit code, 0 if there was none. last: the call and its line, "" if there was none.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self.code, self._watch = 0, watch
-        sys.exit = self._extended(sys.exit, "sys.exit")
-        for name in "exit", "quit":
-            if hasattr(builtins, name):  # not under python -S
-                setattr(builtins, name, self._extended(getattr(builtins, name), name))
+    def __init__(self) -> None:
+        self.code, self.last = 0, ""
+        self._pid = os.getpid()
 
-    def _extended(self, leave: Callable[[Any], Any], name: str) -> Callable[..., Any]:
+    def install(self) -> Callable[[], None]:
+        """Extend the three functions. Returns a function that restores them."""
+        places = [(sys, "exit"), *((builtins, name) for name in ("exit", "quit") if hasattr(builtins, name))]
+        undo = []
+        for place, name in places:
+            leave = getattr(place, name)
+            noted = self._noted(leave, "sys.exit" if place is sys else name)
+            setattr(place, name, noted)
+            undo.append(functools.partial(_put_back, place, name, noted, leave))
+
+        def restore() -> None:
+            for each in undo:
+                each()
+
+        return restore
+
+    def _noted(self, leave: Callable[[Any], Any], name: str) -> Callable[..., Any]:
         @functools.wraps(leave)
         def noted(status: Any = None) -> None:
-            try:
-                leave(status)
-            except SystemExit as error:
+            # A fork's end is not this rank's, nor is a thread's.
+            if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
                 shown = "" if status is None else f"{status!r:.60}"
-                error.left = _Left(self, f"{name}({shown})", status)  # pyright: ignore[reportAttributeAccessIssue]
-                raise
+                self.last = f"{name}({shown}) at {line_now()}".removesuffix(" at ")
+                self.code = status & 0xFF if isinstance(status, int) else int(status is not None)
+            leave(status)
 
         return noted
 
-    def note(self, call: str, status: Any, line: str) -> None:
-        """Note that the program ends by a call at a user's line."""
-        mine = self._watch.status
-        if mine.pid == os.getpid() and not mine.ended:  # a fork's end is not this rank's
-            self.code = status & 0xFF if isinstance(status, int) else int(status is not None)
-            mine.place = f"{line}, in {call}" if line else call
-            self._watch.end("has left the program")
+
+def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
+    """Restore what `install` replaced, unless it has been replaced again since."""
+    if getattr(place, name) is ours:
+        setattr(place, name, before)
 
 
-class _Left:
-    """Belongs to the exception of an exit. If nothing catches that, it is freed below all functions."""
-
-    def __init__(self, departure: Departure, call: str, status: Any) -> None:
-        self._departure, self._call, self._status, self._line = departure, call, status, line_now()
-
-    def __del__(self) -> None:
-        if sys._getframe().f_back is None:
-            self._departure.note(self._call, self._status, self._line)
+def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool, exits: Exits) -> None:
+    """Close the communicators at exit: on all ranks together, or alone if another rank does not come."""
+    # Without a process group (accelerator.end_training() destroys it) the ranks cannot agree.
+    failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
+    problem = None
+    watch.end(f"has left the program; its last exit call was {exits.last}" if exits.last else "has left the program")
+    if not failed:
+        try:
+            wait_loader()  # what another rank waits for may be queued
+            world.assemble(EXIT)
+        except (RuntimeError, ValueError):  # ValueError: the present process group is another one
+            failed, problem = True, watch.problem
+    watch.stop()
+    if problem is not None and repr(EXIT) not in problem:
+        _log.warning("rank %d leaves alone: %s", world.rank, problem)
+        problem = None
+    if problem is not None:
+        print(f"rank {world.rank} left while others waited for it: {problem}", file=sys.stderr, flush=True)
+    aborted = True
+    if failed and world.device.type == "cuda":
+        aborted = abort_all(opened)
+    else:
+        for communicator in opened:
+            communicator.close(abort=failed)
+    world.control.close()
+    if not failed and not joined and dist.is_initialized():
+        dist.destroy_process_group()
+    if not aborted:
+        print(f"rank {world.rank} ends at once: NCCL does not abort its communicators", file=sys.stderr, flush=True)
+    if problem is not None or not aborted:
+        logging.shutdown()
+        sys.stdout.flush()
+        # An exit handler cannot set the status otherwise, and a launcher would blame another rank.
+        os._exit(exits.code or 1)

@@ -10,11 +10,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 from ..engine.comm.collective_log import UNKNOWN, Excerpt, Journal, describe
 from ..engine.comm.communicator import Communicator
 from ..engine.comm.object_comm import Control
-from . import flight_recorder
+from ..engine.runtime.monitor import EXIT, Monitor
+from .meeting import hang_seconds, meet
 from .shared_status import Board
 from .status import Status, condition
 
@@ -23,20 +25,13 @@ SECONDS = 1.0
 """Between two looks."""
 CROSSED_SECONDS = 5.0
 """For which two ranks have each waited for an operation of the other."""
-EXIT = "the end of the program"
-"""The occasion for which ranks wait before they leave together."""
 _SILENT_SECONDS = 5.0
 _GRACE_SECONDS = 5.0
 _LONGEST = 4000
 """Characters of an exception that are shown to the other ranks."""
 
 
-def hang_seconds() -> float:
-    """Return the seconds after which a rank that does not come is named."""
-    return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "30"))
-
-
-class Watch:
+class Watch(Monitor):
     """A thread that shows what this rank does, and looks at what the others show.
 
     * Ranks whose journals differ: every rank gets the reason as `problem` of its journals, which the next operation
@@ -45,34 +40,44 @@ class Watch:
     * A rank for which others have waited for HF_BMTRAIN_HANG_SECONDS (30): one of them logs a warning that names it,
       the line where it is, and the likely cause. It may only be slow, so nothing else happens before the timeout.
 
-    names: the buffers' names by number, for messages. status: what this rank shows.
+    status: what this rank shows.
     """
 
-    def __init__(
-        self,
-        control: Control,
-        board: Board,
-        rank: int,
-        communicators: Sequence[Communicator],
-        interrupt: Callable[[], None],
-    ) -> None:
-        """communicators: those that are open, in the order of their opening; more may be added."""
-        self.names: dict[int, str] = {}
+    _control: Control
+    _board: Board
+
+    def __init__(self) -> None:
+        super().__init__()
         self.status = Status()
-        self._control, self._board, self._rank = control, board, rank
-        self._communicators, self._interrupt = communicators, interrupt
+        self._rank = 0
+        self._communicators: list[Communicator] = []
+        self._interrupt: Callable[[], None] = lambda: None
         self._delay = self._next = hang_seconds()
-        self._dumped = False
         self._stopped = threading.Event()
         self._since = time.monotonic()  # no rank of the two has issued anything since
         self._seen: tuple[list[int], list[int]] = [], []
         self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
-        if control.size > 1:
-            self._observe()
-            self._show()  # now: it may be stopped within a second
-            self._thread.start()
+
+    def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
+        return meet(rank, size, timeout, init_method)
+
+    def open(self, control: Control, rank: int, interrupt: Callable[[], None]) -> None:
+        self._control, self._rank, self._interrupt = control, rank, interrupt
+        self._board = Board(control, rank)
+        self._compare(control.journal)
+        self._observe()
+        self._show()  # now: it may be stopped within a second
+        self._thread.start()
+
+    def add(self, communicator: Communicator) -> None:
+        self._communicators.append(communicator)
+        self._compare(communicator.journal)
+
+    def _compare(self, journal: Journal) -> None:
+        self._board.add(journal)
+        journal.explain = self.difference
 
     @property
     def _journals(self) -> list[Journal]:
@@ -86,39 +91,9 @@ class Watch:
 
     def end(self, how: str) -> None:
         """Show at once how this rank's program ended."""
-        self.status.ended, self.status.ended_at = how[:_LONGEST], time.time()
-        if self._control.size > 1:
+        if not self.status.ended:
+            self.status.ended, self.status.ended_at = how[:_LONGEST], time.time()
             self._show()
-            if self.problem is not None:
-                self._dump_if_asked()
-
-    def dump(self, path: str) -> None:
-        """Write this rank's last operations to `path` in the schema of torch's Flight Recorder, for `torchfrtrace`."""
-        self.status.look(self._program)
-        shown, waits, entries = self._read_all().values(), self.status.waits, []
-        lanes = [("gloo", waits.startswith("'"))]
-        lanes += [
-            (type(each).__name__.lower().removesuffix("communicator"), each.unfinished())
-            for each in self._communicators
-        ]
-        for number, (journal, (backend, unfinished)) in enumerate(zip(self._journals, lanes)):
-            counts = [status.excerpts[number].stop for status in shown if number < len(status.excerpts)]
-            first = flight_recorder.first_of([journal.count, *counts])
-            # An operation that failed because another rank has ended is complete, and still waited for.
-            unfinished = unfinished or f"communicator '{journal.name}'" in waits
-            entries += flight_recorder.entries_of(
-                journal, backend, self._control.size, first, unfinished, self._describe
-            )
-        flight_recorder.write(path, self._rank, self._control.size, entries)
-
-    def _dump_if_asked(self) -> None:
-        """Write the last operations once, before this rank ends, if the environment says where."""
-        path, dumped, self._dumped = flight_recorder.path_of(self._rank), self._dumped, True
-        if path is not None and not dumped:
-            try:
-                self.dump(path)
-            except Exception as error:  # the problem itself must be told
-                _log.warning("rank %d: its last operations could not be written to %s: %s", self._rank, path, error)
 
     def raised_before(self) -> tuple[int, Status] | None:
         """Return the other rank whose program was the first to end by an exception, and its status, if there is one."""
@@ -204,7 +179,6 @@ class Watch:
 
     def _tell(self, problem: str) -> None:
         """Make this rank raise `problem`, and end it if it cannot."""
-        self._dump_if_asked()  # while nothing is issued any more
         for rank in self._board.neighbours:
             theirs = self._read(rank)
             stuck = rank in self.status.blamed and time.time() - theirs.written > _SILENT_SECONDS if theirs else False

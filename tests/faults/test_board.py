@@ -102,7 +102,9 @@ def test_a_rank_that_is_stopped_while_it_writes_is_read(world):
 
 def seen_at_the_start() -> str:
     world = bmt.current_world()
-    watch = Watch(world.control, Board(world.control, world.rank), world.rank, [], lambda: None)
+    watch = Watch()
+    with mock.patch.object(Watch, "_compare"):  # the logs stay with the watch of this world
+        watch.open(world.control, world.rank, lambda: None)
     world.gather_objects(None)
     text = watch.missing()
     world.gather_objects(None)

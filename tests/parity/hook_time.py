@@ -42,8 +42,7 @@ from hf_bmtrain.engine.comm.object_comm import Control
 from hf_bmtrain.engine.comm.reduce import CollectiveReduction
 from hf_bmtrain.engine.comm.streams import DONE, Ticket
 from hf_bmtrain.engine.runtime import world
-from hf_bmtrain.faults.shared_status import Board
-from hf_bmtrain.faults.watch import Watch
+from hf_bmtrain.engine.runtime.monitor import Monitor
 from inner import state_of
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16
@@ -105,9 +104,9 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
     control = Control(1, timedelta(seconds=1))
-    watch = Watch(control, Board(control, 0), 0, [], lambda: None)
-    schedule = Schedule(CollectiveGather(lane), lane, reduction, reduction, control)
-    pretended = world.World(0, 2, 0, device, lane, lane, schedule, control, watch, 3, 2, 1024)
+    gather, inside = CollectiveGather(lane), world.ForwardDepth()
+    schedule = Schedule(gather, reduction, reduction, inside)
+    pretended = world.World(0, 2, 0, device, lane, lane, gather, control, Monitor(), inside, schedule, 3, 2, 1024)
     with mock.patch.object(world, "_world", pretended):
         yield lane
 
@@ -165,7 +164,7 @@ def watched(tower: torch.nn.Module) -> Stopwatch:
     for layer in tower.layers:
         state = state_of(layer)
         state.own_forward = watch.around(super(type(layer), layer).forward, -1)
-        for name in ("forward", "before_backward", "after_backward", "flush_backward"):
+        for name in ("forward", "before_backward", "after_backward", "finish_backward"):
             setattr(state, name, watch.around(getattr(state, name)))
     return watch
 

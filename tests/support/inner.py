@@ -19,7 +19,7 @@ def state_of(block: Any) -> Any:
 
 def peer_gather() -> PeerGather:
     """Return the communicator of a world that gathers by copies between ranks."""
-    gather: Any = bmt.current_world().schedule.shards
+    gather: Any = bmt.current_world().shards
     assert isinstance(gather, PeerGather)
     return gather
 

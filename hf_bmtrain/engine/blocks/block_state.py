@@ -239,7 +239,7 @@ class BlockState:
         self._reduce()
         self.release()
 
-    def flush_backward(self) -> None:
+    def finish_backward(self) -> None:
         """End the backward of a block whose inputs needed no gradient, or of whose calls some had no backward."""
         if self._open:
             self._show_slices()

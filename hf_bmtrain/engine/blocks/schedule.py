@@ -7,69 +7,31 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..base.torch_internals import call_after_backward, current_graph_task
-from ..comm.communicator import Communicator, Gather
-from ..comm.object_comm import Control
+from ..comm.communicator import Gather
 from ..comm.reduce import Reduction
+from ..runtime.world import ForwardDepth
+from ..sharding.gradient import GradientBuffer
+from ..sharding.on_demand import OnDemandGather
+
+if TYPE_CHECKING:
+    from .block_state import BlockState
 
 _log = logging.getLogger("hf_bmtrain")
 
 
-class Member(Protocol):
+class BackwardParticipant(Protocol):
     """Takes part in a backward and is closed at its end, in the same order on every rank."""
 
-    def flush_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Send the gradients that are still to be reduced, and release what is whole."""
 
     def abandon_backward(self) -> None:
         """Drop partial gradients and release what is whole, after a backward that raised."""
-
-
-class Releasable(Protocol):
-    """A block that is whole and can be released."""
-
-    def release(self) -> None: ...
-
-
-class Gradient(Protocol):
-    """The gradient of a flat buffer, sent to its reduction and received later. in_flight: between the two.
-
-    receive: returns True if `decide` must find out which parameters no rank used.
-    """
-
-    @property
-    def in_flight(self) -> bool: ...
-    def send(self) -> None: ...
-    def receive(self) -> bool: ...
-    def decide(self) -> None: ...
-    def discard(self) -> None: ...
-
-
-class FrozenPlan(Protocol):
-    """A choice of frozen buffers that stay whole from step to step. nbytes: theirs. held: of those gathered."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def held(self) -> int: ...
-    def end_backward(self) -> None: ...
-
-
-class Reader(Protocol):
-    """A buffer outside blocks that forwards read, see `sharding.on_demand`."""
-
-    unwatched: bool
-
-    @property
-    def version(self) -> int: ...
-    def holds(self, tensor: torch.Tensor) -> bool: ...
-    def check_unwritten(self) -> None: ...
-    def release(self) -> None: ...
-    def prepare_backward(self, unwatched: bool) -> None: ...
 
 
 class ForwardPass:
@@ -85,7 +47,7 @@ class ForwardPass:
     def __init__(self, enter: Callable[[ForwardPass], None]) -> None:
         """enter: notes that the running backward goes through this pass."""
         self._enter = enter
-        self.readers: dict[Reader, bool] = {}
+        self.readers: dict[OnDemandGather, bool] = {}
         self.blocks: set[Any] = set()
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -123,56 +85,32 @@ class ForwardPass:
             reader.prepare_backward(unwatched)
 
 
-class _Inside:
-    """Counts how deep the running code is inside layers' forwards."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *exception) -> None:
-        self.depth -= 1
-
-
 class Schedule:
     """Decides when blocks are released and gradients received; shared by all buffers and blocks of a world.
 
-    shards: allocates and gathers shards. reduce: the communicator of gradients and norms. blocks, outside: the
-    reductions of gradients of blocks, and of what is outside them. control: agreement between the ranks.
-    inside: the context of a layer's own forward, the first one or a recomputation.
-    poison: a debug switch that fills unfilled and released memory with NaN. inspector: records activations, see
-    `inspect`. planner: plans the blocks with use_checkpoint="auto". backwards: the number of backwards since the start.
-    on_shortage: returns what to say of memory when it runs out. memory: counts the bytes of the device, see
-    `recompute.memory`; None where they are not known. frozen_plans: choose frozen buffers that stay whole.
+    shards: allocates and gathers shards. blocks, outside: the reductions of gradients of blocks, and of what is outside
+    them. inside: the context of a layer's own forward, the first one or a recomputation. inspector: records
+    activations, see `inspect`. planner: plans the blocks with use_checkpoint="auto". backwards: the number of backwards
+    since the start. on_shortage: returns what to say of memory when it runs out. memory: counts the bytes of the
+    device; None where they are not known. frozen_plans: choose frozen buffers that stay whole.
     """
 
-    def __init__(
-        self,
-        shards: Gather,
-        reduce: Communicator,
-        blocks: Reduction,
-        outside: Reduction,
-        control: Control,
-        poison: bool = False,
-    ) -> None:
-        self.shards, self.reduce, self.blocks, self.outside = shards, reduce, blocks, outside
-        self.control, self.poison = control, poison
+    def __init__(self, shards: Gather, blocks: Reduction, outside: Reduction, inside: ForwardDepth) -> None:
+        self.shards, self.blocks, self.outside, self.inside = shards, blocks, outside, inside
         self.inspector: Any = None
         self.planner: Any = None
         self.memory: Any = None
-        self.frozen_plans = weakref.WeakSet[FrozenPlan]()
+        self.frozen_plans = weakref.WeakSet[Any]()
         self.backwards = 0
         self.on_shortage: Callable[[], str] | None = None
-        self.inside = _Inside()
         self._pass: ForwardPass | None = None
         self._calibrates = False
-        self._members: dict[int, dict[Member, None]] = {}  # by graph task
+        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by graph task
         self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, those that its backward runs through
-        self._left_whole: weakref.ref[Releasable] | None = None  # weak, so that a dropped model is freed
-        self._prefetched: weakref.ref[Releasable] | None = None
-        self._in_flight: deque[list[Gradient]] = deque()
-        self._undecided: list[Gradient] = []
+        self._left_whole: weakref.ref[BlockState] | None = None  # weak, so that a dropped model is freed
+        self._prefetched: weakref.ref[BlockState] | None = None
+        self._in_flight: deque[list[GradientBuffer]] = deque()
+        self._undecided: list[GradientBuffer] = []
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -246,17 +184,17 @@ class Schedule:
                 for reader in own.readers.keys() - outer.keys():
                     reader.release()
 
-    def add_reader(self, reader: Reader) -> None:
+    def add_reader(self, reader: OnDemandGather) -> None:
         """Note that the open forward pass reads a buffer outside blocks."""
         if self._pass is not None:
             self._pass.readers[reader] = True
 
-    def record(self, block: Member) -> None:
+    def record(self, block: BackwardParticipant) -> None:
         """Note that autograd has recorded a forward of `block` in the open forward pass."""
         if self._pass is not None:
             self._pass.blocks.add(block)
 
-    def open_block(self, block: Releasable | None, prefetched: Releasable | None) -> None:
+    def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
         """Release the blocks that are whole, except `block`, which begins, and the one that is gathered ahead."""
         for reference in (self._left_whole, self._prefetched):
             kept = reference() if reference is not None else None
@@ -264,7 +202,7 @@ class Schedule:
                 kept.release()
         self._left_whole, self._prefetched = None, None if prefetched is None else weakref.ref(prefetched)
 
-    def leave_whole(self, block: Releasable) -> None:
+    def leave_whole(self, block: BlockState) -> None:
         """Keep `block` whole until another block opens, because it may be needed next."""
         if self._left_whole is not None:
             kept = self._left_whole()
@@ -274,7 +212,7 @@ class Schedule:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def join_backward(self, member: Member) -> None:
+    def join_backward(self, member: BackwardParticipant) -> None:
         """Add `member` to the running backward. The first one queues the callback that ends it.
 
         Members are kept by graph task, because a backward inside a backward (a reentrant checkpoint) ends first.
@@ -287,7 +225,7 @@ class Schedule:
         self._members_of(task)
         self._passes.setdefault(task, []).append(forward_pass)
 
-    def _members_of(self, task: int) -> dict[Member, None]:
+    def _members_of(self, task: int) -> dict[BackwardParticipant, None]:
         assert task != -1, "outside a backward"
         members = self._members.get(task)
         if members is None:
@@ -295,7 +233,7 @@ class Schedule:
             call_after_backward(lambda: self._end_backward(task))
         return members
 
-    def was_recorded(self, block: Member) -> bool | None:
+    def was_recorded(self, block: BackwardParticipant) -> bool | None:
         """Return whether `block` was recorded in a forward pass that a running backward goes through.
 
         None if that is unknown: a block was called outside a forward pass, or backward bypassed the model's outputs.
@@ -303,7 +241,7 @@ class Schedule:
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
 
-    def is_member(self, member: Member) -> bool:
+    def is_member(self, member: BackwardParticipant) -> bool:
         """Return whether `member` takes part in a backward that encloses the one that is ending."""
         return any(member in members for members in self._members.values())
 
@@ -314,7 +252,7 @@ class Schedule:
         members, passes = self._members.pop(task), self._passes.pop(task, [])
         try:
             for member in members:
-                member.flush_backward()
+                member.finish_backward()
             self._receive(ahead=0)
             self._decide()
         except BaseException:
@@ -357,7 +295,7 @@ class Schedule:
         """Receive all gradients that are in flight."""
         self._receive(ahead=0)
 
-    def send(self, gradients: list[Gradient]) -> None:
+    def send(self, gradients: list[GradientBuffer]) -> None:
         """Start averaging `gradients` over the ranks. They are received together."""
         self._receive(self.blocks.ahead)
         for gradient in gradients:

@@ -1,10 +1,9 @@
 """Checks of every optimizer that steps over slices, of any class.
 
 A user may create any torch optimizer over slices, or may have created it before the model was sharded. Only torch's
-process-wide hook before a step reaches all of them. It is registered when the process creates its first sharded buffer,
-so that importing this package alone changes nothing. An optimizer is checked in its first step, and again after its
-parameter groups have changed or something was sharded; any other step only verifies that neither has happened, and
-notes its settings in the journal, which the ranks compare.
+process-wide hook before a step reaches all of them; `init_distributed` registers it. An optimizer is checked in its
+first step, and again after its parameter groups have changed or something was sharded; any other step only verifies
+that neither has happened, and notes its settings in the journal, which the ranks compare.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..base.torch_internals import FOREACH_TYPES
 from ..comm.collective_log import Journal, option_kind, value_code
 from ..runtime.world import World, current_world
-from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from ..tensors.tensor import SliceTensor
 from .adam import AdamOptimizer
@@ -78,12 +76,13 @@ def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.n
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     made, seen, noted = getattr(optimizer, "checked", (0, [], []))
+    now = current_world().buffers.made
     groups = [group["params"] for group in optimizer.param_groups]
-    if made != ShardedBuffer.made or not same_members(groups, seen):
+    if made != now or not same_members(groups, seen):
         noted = []
         if check(optimizer) is not None and (world := current_world()).size > 1:
             noted = [_NotedOptions(group, world.reduce.journal) for group in optimizer.param_groups]
-        optimizer.checked = ShardedBuffer.made, [[*group] for group in groups], noted
+        optimizer.checked = now, [[*group] for group in groups], noted
     whole_state = getattr(optimizer, "whole_state", None)
     if whole_state is not None:
         for group, options in zip(optimizer.param_groups, noted):
@@ -104,9 +103,24 @@ def _finish_load(optimizer: Any, whole_state: WholeState) -> None:
         whole_state.slice_loaded(optimizer)
 
 
-ShardedBuffer.before_first.append(lambda: register_optimizer_step_pre_hook(_before_step))
-for _types in FOREACH_TYPES:
-    _types += [SliceTensor, DistributedParameter]
+def install() -> Callable[[], None]:
+    """Check every optimizer before its steps, and let torch use functions on lists for slices.
+
+    Returns:
+        A function that undoes both.
+    """
+    handle = register_optimizer_step_pre_hook(_before_step)
+    ours = SliceTensor, DistributedParameter
+    for types in FOREACH_TYPES:
+        types += ours
+
+    def undo() -> None:
+        handle.remove()
+        for types in FOREACH_TYPES:
+            for kind in ours:
+                types.remove(kind)
+
+    return undo
 
 
 # -- the same optimizer on every rank -------------------------------------------------------------------------------
@@ -141,7 +155,7 @@ def _name_of(parameter: Any, position: int, world: World) -> str:
     if not isinstance(parameter, DistributedParameter):
         return f"ordinary parameter {position}"
     buffer = parameter.buffer
-    held = world.watch.names.get(buffer.number, f"buffer {buffer.number}")
+    held = world.monitor.names.get(buffer.number, f"buffer {buffer.number}")
     origin = parameter.origin
     name = parameter.index if origin is None else f"{origin.block}.{origin.name}".lstrip(".")
     return f"parameter '{name}' of the buffer of {held}"
@@ -260,7 +274,7 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
-    twin.checked = ShardedBuffer.made, [[parameter]], []  # it is being checked
+    twin.checked = current_world().buffers.made, [[parameter]], []  # it is being checked
     for gradient in gradients:
         parameter.grad = gradient
         if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:

@@ -18,9 +18,6 @@ import torch.distributed as dist
 # optimizer), it would keep the group's threads, even of a destroyed group, until the interpreter ends.
 import torch.distributed.nn.functional
 
-from ...faults.meeting import meet
-from ...faults.shared_status import Board
-from ...faults.watch import Watch
 from ..comm.agreement import agree
 from ..comm.communicator import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
 from ..comm.nccl import NcclCommunicator, abort_all, import_nccl
@@ -29,6 +26,7 @@ from ..comm.peer_gather import PeerGather
 from ..comm.peer_memory import CudaMemory, HostMemory
 from ..comm.peer_reduce import PeerReduction
 from ..comm.reduce import CollectiveReduction, LocalReduction, Reduction
+from .monitor import Monitor
 
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer")
@@ -41,7 +39,7 @@ class Backend(NamedTuple):
 
     gather, reduce: communicators whose operations do not wait for one another. shards: allocates and gathers shards.
     blocks, outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
-    opened: all communicators that are open. watch: compares what the ranks issue to them.
+    opened: all communicators that are open.
     """
 
     gather: Communicator
@@ -51,7 +49,6 @@ class Backend(NamedTuple):
     outside: Reduction
     control: Control
     opened: list[Communicator]
-    watch: Watch
 
 
 def check_addresses(gather: str, init_method: str) -> None:
@@ -70,25 +67,27 @@ def open_backend(
     gather: str,
     init_method: str,
     facts: Mapping[str, Any],
+    monitor: Monitor,
 ) -> Backend:
     """Join the process group and open the channels of this world. Collective.
 
-    Raises RuntimeError unless the arguments, the versions and `facts` are equal on all ranks.
+    monitor: watches the channels, from here on. Raises RuntimeError unless the arguments, the versions and `facts` are
+    equal on all ranks.
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
-        control = Control(1, timeout)
-        watch = Watch(control, Board(control, 0), 0, [], lambda: None)
-        return Backend(single, single, CollectiveGather(single), local, local, control, [], watch)
+        return Backend(single, single, CollectiveGather(single), local, local, Control(1, timeout), [])
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
-    _join(rank, size, device, timeout, init_method)
+    _join(rank, size, device, timeout, init_method, monitor)
     control = Control(size, timeout)
     own = {"device": device.type, "gather": gather, "timeout": timeout.total_seconds()}
     _agree(control, {**_versions(device), **own, **facts})
-    board = Board(control, rank)
-    board.add(control.journal)
     opened: list[Communicator] = []
+
+    def interrupt() -> None:
+        if device.type == "cuda":  # on CPU what waits looks for the problem
+            abort_all(opened)
 
     def open_communicator(name: str) -> Communicator:
         if device.type == "cpu":
@@ -96,19 +95,13 @@ def open_backend(
         else:
             unique_id = control.broadcast_object(import_nccl().get_unique_id() if rank == 0 else None)
             opened.append(NcclCommunicator(name, rank, size, unique_id, device))
-        board.add(opened[-1].journal)
-        opened[-1].journal.explain = watch.difference
+        monitor.add(opened[-1])
         return opened[-1]
 
-    def interrupt() -> None:
-        if device.type == "cuda":  # on CPU what waits looks for the problem
-            abort_all(opened)
-
-    watch = Watch(control, board, rank, opened, interrupt)
-    control.journal.explain = watch.difference
+    monitor.open(control, rank, interrupt)
     gathering, reducing = open_communicator("gather"), open_communicator("reduce")
     shards, reduction = CollectiveGather(gathering), CollectiveReduction(reducing, device)
-    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened, watch)
+    found = Backend(gathering, reducing, shards, reduction, reduction, control, opened)
     smallest = _smallest_copied(rank, device, gather, control.gather)
     if smallest is None:
         return found
@@ -121,7 +114,7 @@ def open_backend(
     )
 
 
-def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_method: str) -> None:
+def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_method: str, monitor: Monitor) -> None:
     """Initialize torch's default process group if it is not initialized."""
     if dist.is_initialized():
         return
@@ -132,7 +125,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
             "accelerate launch."
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    met = meet(rank, size, timeout, init_method)
+    met = monitor.meet(rank, size, timeout, init_method)
     try:
         dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ..base.torch_internals import make_subclass
-from ..blocks.schedule import Schedule
 from ..comm.collective_log import code
 from ..comm.layout import ALIGNMENT_BYTES, Layout
 from ..comm.reduce import Reduction
 from ..comm.resizable import ResizableStorage, shares_storage
 from ..comm.streams import Ticket
+from ..runtime.world import World
 from ..tensors.placement import Placement
 from .gradient import GradientBuffer
 from .pending_update import PendingUpdate
@@ -33,48 +33,38 @@ class ShardedBuffer:
     wholes: a Parameter in its own shape for each, views of the full buffer, readable only while that is whole (after
     `gather` and `wait`, until `release`). A parameter that is stored in this rank's shard completely is a view of the
     shard instead, and is not copied. With one rank that holds for all of them: the full buffer *is* the shard.
-    number: among the buffers of this process, the same on every rank.
+    number: among the buffers of this world, the same on every rank.
     pieces: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
     stays_whole: `release` does nothing while no parameter is trainable; the same on every rank. The next `gather`
     after a write to the shard fills the full buffer anew.
-
-    made: the number of buffers that this process has made. before_first: functions to call before the next of
-    them, once each. By one of these engine/optim/compat.py, which this folder may not import, prepares for slices.
     """
 
-    made: ClassVar[int] = 0
-    before_first: ClassVar[list[Callable[[], object]]] = []
-
-    def __init__(
-        self, schedule: Schedule, parameters: Sequence[torch.nn.Parameter], device: torch.device, reduction: Reduction
-    ) -> None:
+    def __init__(self, world: World, parameters: Sequence[torch.nn.Parameter], reduction: Reduction) -> None:
         """Store `parameters`, with rank 0's values. Collective. reduction: averages the gradients."""
-        while ShardedBuffer.before_first:
-            ShardedBuffer.before_first.pop(0)()
-        ShardedBuffer.made += 1
+        world.buffers.made += 1
         dtype = parameters[0].dtype
         assert all(p.dtype == dtype for p in parameters), "one dtype a buffer"
-        self._gather, self._communicator = schedule.shards, schedule.shards.communicator
+        self._gather, self._communicator = world.shards, world.shards.communicator
         self.rank, size = self._communicator.rank, self._communicator.size
         self.layout = self._lay_out([p.numel() for p in parameters], size, dtype)
-        self.placements = [Placement(self.layout, i, p.shape, schedule.reduce) for i, p in enumerate(parameters)]
+        self.placements = [Placement(self.layout, i, p.shape, world.reduce) for i, p in enumerate(parameters)]
         self.pieces = [placement.piece for placement in self.placements]
         self._cut = self.layout.cut_ranges(self.rank)
         self.update = PendingUpdate(self._gather)
-        self._poison = schedule.poison
-        self._allocate(schedule, dtype, device)
+        self._poison = world.poison
+        self._allocate(world, dtype)
         self._target, self._source = self._full, self.stored  # what `gather` fills, and with what of every rank
         self.wholes = [torch.nn.Parameter(self._view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)]
         for whole in self.wholes:
             whole.is_whole = True  # pyright: ignore[reportAttributeAccessIssue]
-        reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, schedule.poison)
-        self.number = ShardedBuffer.made
+        reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, world.poison)
+        self.number = world.buffers.made
         self.names: list[str | None] = [None] * len(parameters)
-        unused = UnusedParameters(schedule.control, self.number)
+        unused = UnusedParameters(world.control, self.number)
         # Gathers by copies are no collectives.
         self._journal = self._communicator.journal if self._gather.is_collective(self.stored) else None
         self._entries = [code(kind, self.number) for kind in ("gather of", "gather without gradients of")]
-        self._inside = schedule.inside
+        self._inside = world.inside
         self.gradient = GradientBuffer(self.placements, reducer, self.wholes, self.shard, unused)
         self.stays_whole = False
         self._ticket: Ticket | None = None
@@ -90,12 +80,12 @@ class ShardedBuffer:
         """Return the elements of which shards hold multiples, see `Layout`."""
         return max(1, ALIGNMENT_BYTES // dtype.itemsize)
 
-    def _allocate(self, schedule: Schedule, dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate(self, world: World, dtype: torch.dtype) -> None:
         """Make `shard`, `stored` and the full buffer, which has memory until it is released. Collective."""
         numel, layout = self.layout.shard_numel, self.layout
-        self.shard = self.stored = self._gather.allocate(numel, dtype, device, self.update.wait)
+        self.shard = self.stored = self._gather.allocate(numel, dtype, world.device, self.update.wait)
         alone = layout.world_size == 1
-        self._full = None if alone else ResizableStorage(layout.numel, dtype, device, schedule.poison)
+        self._full = None if alone else ResizableStorage(layout.numel, dtype, world.device, world.poison)
 
     def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
         piece = self.pieces[index]

@@ -16,7 +16,7 @@ from ..comm.streams import finish
 from ..ops.grad_norm import Segments, as_real
 from ..tensors.norms import SegmentNorms
 from ..tensors.placement import Placement
-from ..tensors.tensor import SliceTensor
+from ..tensors.tensor import SET_GRAD, SliceTensor
 from .unused import UnusedParameters
 
 
@@ -92,18 +92,16 @@ class GradientBuffer:
 
     @property
     def _fresh(self) -> bool:
-        with WithoutTorchFunction():
-            for reference in self.slices:
-                slice_ = reference()
-                if slice_ is not None and slice_.grad is not None:
-                    return False
+        for reference in self.slices:
+            slice_ = reference()
+            if slice_ is not None and slice_.grad_now is not None:
+                return False
         return True
 
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
         """The `.grad` of every slice, None for one that was dropped."""
-        with WithoutTorchFunction():  # else each attribute of a slice looks for overrides
-            return [None if (slice_ := reference()) is None else slice_.grad for reference in self.slices]
+        return [None if (slice_ := reference()) is None else slice_.grad_now for reference in self.slices]
 
     def set_aside(self) -> Callable[[], None]:
         """Leave the slices without `.grad` and hooks. Returns a function that puts all back as it is now.
@@ -296,12 +294,12 @@ class GradientBuffer:
                 slice_ = self.slices[index]()
                 if slice_ is None:
                     continue
-                if required[index] and (handed[index] is None or slice_.grad is not handed[index]):
+                if required[index] and (handed[index] is None or slice_.grad_now is not handed[index]):
                     part: Any = parts[self._parts[index]]
                     part.__class__ = SliceTensor  # `part` has no other reference, and `of` would make a second tensor
                     part.placement, part.segment = placements[index], None if norms is None else (norms, index)
-                    slice_.set_grad(part)
-                    handed[index] = part
+                    SET_GRAD(slice_, part)
+                    handed[index] = slice_.grad_now = part
                 if slice_._gradient_hooks:
                     hooked.append(slice_)
         for slice_ in hooked:

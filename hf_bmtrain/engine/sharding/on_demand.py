@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..blocks.schedule import Schedule
 from .buffer import ShardedBuffer
+
+if TYPE_CHECKING:
+    from ..blocks.schedule import Schedule
 
 
 class _Saved:
@@ -143,7 +145,7 @@ class OnDemandGather:
         if unwatched:
             self._buffer.wait()  # no later call would
 
-    def flush_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Release the buffer, unless an enclosing backward needs it, and send its gradient."""
         if not self._schedule.is_member(self):
             self.release()

@@ -74,7 +74,7 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
             )
         whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         world = current_world()
-        buffer = ShardedBuffer(world.schedule, [whole], world.device, world.schedule.outside)
+        buffer = ShardedBuffer(world, [whole], world.schedule.outside)
         (piece,) = buffer.make_slices(cls, [whole])
         piece.init_method, piece.group = init_method, group
         return piece

@@ -106,13 +106,13 @@ def shard_places(
         *_, form, float8 = key
         wholes, cls = [_whole(parameter) for parameter in parameters.values()], DistributedParameter
         if float8:
-            buffer = Float8Buffer(world.schedule, wholes, world.device, reduction, companions[key])
+            buffer = Float8Buffer(world, wholes, reduction, companions[key])
         elif form is None:
-            buffer = ShardedBuffer(world.schedule, wholes, world.device, reduction)
+            buffer = ShardedBuffer(world, wholes, reduction)
         else:
             names = {} if quantization is None else quantization.names
             packing = Quantization(form, names)
-            buffer = QuantizedBuffer(world.schedule, wholes, world.device, reduction, packing)
+            buffer = QuantizedBuffer(world, wholes, reduction, packing)
             cls = QuantizedParameter
         slices.update(zip(parameters, buffer.make_slices(cls, wholes)))
         del wholes

@@ -54,7 +54,7 @@ class Sliced:
     is_parameter: ClassVar[bool] = False
     in_memory: ClassVar[bool] = True
     is_sparse: ClassVar[bool] = False  # optimizers ask each gradient
-    _grad_now: torch.Tensor | None = None
+    grad_now: torch.Tensor | None = None
 
     @property
     def full_shape(self) -> torch.Size:
@@ -94,23 +94,20 @@ class Sliced:
         A Python attribute beside torch's own, which would be read through `__torch_function__` at 15 times the cost:
         clipping reads each gradient four times a step, and an optimizer three times.
         """
-        return self._grad_now
+        return self.grad_now
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
+        me: Any = self
         with WithoutTorchFunction():
-            if gradient is not None and self.shape != gradient.shape == self.full_shape:
+            if gradient is not None and me.shape != gradient.shape == self.full_shape:
                 gradient = SliceTensor.of(self.placement.cut(gradient), self.placement)
-            self.set_grad(gradient)
+            SET_GRAD(self, gradient)
+            self.grad_now = gradient
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    def set_grad(self, gradient: torch.Tensor | None) -> None:
-        """Set `.grad` to a gradient laid out like the slice. To be called under WithoutTorchFunction."""
-        _SET_GRAD(self, gradient)
-        self._grad_now = gradient
 
     def settle(self) -> None:
         """Make the current stream wait until the values are there."""
@@ -125,7 +122,7 @@ class Sliced:
         if func in METADATA:
             with WithoutTorchFunction():
                 return func(*args, **kwargs)
-        if func == _SET_GRAD:
+        if func == SET_GRAD:
             args[0].grad = args[1]
             return None
         if func is torch.autograd.backward:
@@ -487,7 +484,8 @@ def assemble_outside(occasion: str) -> None:
         world.assemble(occasion)
 
 
-_SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, types take it for a value
+SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, types take it for a value
+"""Sets torch's own `.grad`; whoever calls it sets `grad_now` as well."""
 
 
 def _data_ptr(tensor: Any) -> int:

@@ -9,7 +9,6 @@ import torch
 from ..blocks.block import CheckpointBlock
 from ..blocks.distributed_module import distribute
 from ..runtime.world import World
-from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter, Origin
 from ..sharding.slots import Place, find_places, shard_places
 
@@ -59,12 +58,12 @@ def name_buffers(model: torch.nn.Module, world: World) -> None:
             names.setdefault(parameter.buffer.number, []).append(name)
             block = holders.get(id(parameter), "")
             block = block if name.startswith(block) else ""
-            parameter.origin = Origin(ShardedBuffer.made, number, block[:-1], name[len(block) :])
+            parameter.origin = Origin(world.buffers.made, number, block[:-1], name[len(block) :])
     for number, held in names.items():
         rest = f" and {len(held) - 1} other parameters" if len(held) > 1 else ""
         text = f"'{held[0]}'{rest} of {type(model).__name__}"
-        before = sum(other < number and told.startswith(text) for other, told in world.watch.names.items())
-        world.watch.names[number] = f"{text} (number {before + 1})" if before else text
+        before = sum(other < number and told.startswith(text) for other, told in world.monitor.names.items())
+        world.monitor.names[number] = f"{text} (number {before + 1})" if before else text
 
 
 def _keys(block: torch.nn.Module) -> list[int]:

@@ -55,7 +55,7 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
         if state.buffer is not None:
             layers.setdefault(state.buffer, []).append(path)
     left: Counter[str] = Counter()
-    rounding = Rounding(world.schedule.shards.communicator)
+    rounding = Rounding(world.shards.communicator)
     for buffer, paths in layers.items():
         found = [f"{path.rpartition('.')[2]} {states[path].reason}" for path in paths if states[path].reason]
         if found:

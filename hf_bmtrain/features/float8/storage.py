@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...engine.blocks.schedule import Schedule
 from ...engine.comm.collective_log import code
 from ...engine.comm.communicator import Communicator
 from ...engine.comm.layout import ALIGNMENT_BYTES, Layout
 from ...engine.comm.reduce import Reduction
 from ...engine.comm.resizable import ResizableStorage, shares_storage
+from ...engine.runtime.world import World
 from ...engine.sharding.buffer import ShardedBuffer
 from .arithmetic import Float8, Pieces, measure_pieces, quantize_whole, round_pieces, scales_of, transpose
 
@@ -98,15 +98,14 @@ class Float8Buffer(ShardedBuffer):
 
     def __init__(
         self,
-        schedule: Schedule,
+        world: World,
         parameters: Sequence[torch.nn.Parameter],
-        device: torch.device,
         reduction: Reduction,
         companions: int = 0,
     ) -> None:
         self._companions = companions
         self._shown: list[torch.Tensor] = []  # the wholes of companions as they are gathered
-        super().__init__(schedule, parameters, device, reduction)
+        super().__init__(world, parameters, reduction)
 
     @staticmethod
     def takes(companions: Sequence[torch.nn.Parameter], weights: Sequence[torch.nn.Parameter]) -> bool:

@@ -250,7 +250,7 @@ class Planner:
         self._recomputed = recomputed
         self.memory.reset_peak()
 
-    def flush_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Use the measurements of the pass at the end of a measured backward."""
         self._take_peak(recomputed=False)
         known = self.present()

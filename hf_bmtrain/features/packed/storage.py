@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ...engine.base.torch_internals import WithoutTorchFunction, make_subclass
-from ...engine.blocks.schedule import Schedule
 from ...engine.comm.reduce import Reduction
 from ...engine.comm.resizable import ResizableStorage, shares_storage
+from ...engine.runtime.world import World
 from ...engine.sharding.buffer import ShardedBuffer
 from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.sourced import ScatteredParameter
@@ -57,9 +57,8 @@ class QuantizedBuffer(ShardedBuffer):
 
     def __init__(
         self,
-        schedule: Schedule,
+        world: World,
         parameters: Sequence[torch.nn.Parameter],
-        device: torch.device,
         reduction: Reduction,
         quantization: Quantization,
     ) -> None:
@@ -70,20 +69,21 @@ class QuantizedBuffer(ShardedBuffer):
         self.form = quantization.form
         self._quantized = [quantization.names.get(id(parameter)) for parameter in parameters]
         self._waiting = False  # from `gather` to `wait`
-        super().__init__(schedule, parameters, device, reduction)
+        super().__init__(world, parameters, reduction)
 
     # -- construction -------------------------------------------------------------------------------------------
 
     def _grain(self, dtype: torch.dtype) -> int:
         return CELL
 
-    def _allocate(self, schedule: Schedule, dtype: torch.dtype, device: torch.device) -> None:
-        self._full = ResizableStorage(self.layout.numel, dtype, device, schedule.poison)
+    def _allocate(self, world: World, dtype: torch.dtype) -> None:
+        device = world.device
+        self._full = ResizableStorage(self.layout.numel, dtype, device, world.poison)
         self.shard = torch.full((1,), float("nan"), dtype=dtype, device=device).expand(self.layout.shard_numel)
         nbytes = self.form.packed_bytes(self.layout.shard_numel)
         self.stored = self._gather.allocate(nbytes, torch.uint8, device, self.update.wait)
         size = self._communicator.size
-        self._arrived = None if size == 1 else ResizableStorage(size * nbytes, torch.uint8, device, schedule.poison)
+        self._arrived = None if size == 1 else ResizableStorage(size * nbytes, torch.uint8, device, world.poison)
 
     def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
         return self._memory.view(self.layout.offsets[index], shape)

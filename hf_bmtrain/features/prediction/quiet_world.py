@@ -16,9 +16,8 @@ from ...engine.comm.peer_reduce import PeerReduction
 from ...engine.comm.reduce import CollectiveReduction, LocalReduction, Reduction
 from ...engine.comm.streams import DONE, Ticket
 from ...engine.runtime.backend import SMALLEST_PULLED
-from ...engine.runtime.world import World
-from ...faults.shared_status import Board
-from ...faults.watch import Watch
+from ...engine.runtime.monitor import Monitor
+from ...engine.runtime.world import ForwardDepth, World
 
 META = torch.device("meta")
 
@@ -95,6 +94,9 @@ def quiet_world(size: int, zero_level: int, copies: bool) -> World:
             shards = PeerGather(
                 communicator, shards, _MetaPeers(), exchange, SMALLEST_PULLED, META, lambda: communicator
             )
-    schedule = Schedule(shards, communicator, blocks, outside, control)
-    watch = Watch(control, Board(control, 0), 0, [], lambda: None)
-    return World(0, size, 0, META, communicator, communicator, schedule, control, watch, zero_level, 2.0, 1024)
+    inside = ForwardDepth()
+    schedule = Schedule(shards, blocks, outside, inside)
+    return World(
+        0, size, 0, META, communicator, communicator, shards, control, Monitor(), inside, schedule,
+        zero_level, loss_scale_factor=2.0, loss_scale_steps=1024,
+    )  # fmt: skip

@@ -12,9 +12,9 @@ import torch
 
 from ...engine.base.torch_internals import pytree
 from ...engine.blocks.block import CheckpointBlock
+from ...engine.optim.compat import install
 from ...engine.optim.manager import OptimManager
 from ...engine.runtime.world import World, simulated
-from ...engine.sharding.buffer import ShardedBuffer
 from ...engine.sharding.slots import buffers_of
 from ..auto_wrap import auto_wrap
 from ..float8.choose import UseFloat8
@@ -95,7 +95,7 @@ def simulate(
     stage = ["wrap"]
     world = quiet_world(ranks, zero_level, copies)
     live = LiveBytes(lambda: _label(world, stage[0]))
-    with simulated(world), _uncounted(), cuda_choices(), live:
+    with simulated(world), _checked_optimizers(), cuda_choices(), live:
         world.schedule.memory = memory = _Memory(live, usable)
         if use_checkpoint == "auto":
             world.schedule.planner = Planner(world, memory)  # pyright: ignore[reportArgumentType]
@@ -120,13 +120,13 @@ def simulate(
 
 
 @contextmanager
-def _uncounted() -> Iterator[None]:
-    """Under `with`, new buffers do not count: their numbers are the same on every rank, and one alone may simulate."""
-    made = ShardedBuffer.made
+def _checked_optimizers() -> Iterator[None]:
+    """Check optimizers before their steps, as `init_distributed` makes it so."""
+    undo = install()
     try:
         yield
     finally:
-        ShardedBuffer.made = made
+        undo()
 
 
 def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str], phases: list[Phase], count) -> None:
@@ -162,7 +162,7 @@ def _peak(live: LiveBytes, first: int) -> int:
 
 
 def _label(world: World, stage: str) -> str:
-    depth = world.schedule.inside.depth
+    depth = world.inside.depth
     if world.schedule.in_backward:
         return "recomputation" if depth else "backward"
     if stage == "forward":

@@ -15,7 +15,7 @@ SHAPES = [(48, 16), (3, 5), (1, 1), (16, 176), (7, 33), (2, 2), (4, 300)]
 
 
 def rounding():
-    return Rounding(bmt.current_world().schedule.shards.communicator)
+    return Rounding(bmt.current_world().shards.communicator)
 
 
 class Owner:
@@ -36,8 +36,8 @@ def make(dtype=torch.float32, requires_grad=True, companions=()):
     wholes[4][0, 1], wholes[4][6, 32], wholes[6][3, 299] = torch.nan, torch.inf, -torch.inf
     wholes[5].zero_()
     parameters = [torch.nn.Parameter(whole.to(dtype), requires_grad) for whole in (*beside, *wholes)]
-    schedule, count = bmt.current_world().schedule, len(companions)
-    buffer = Float8Buffer(schedule, parameters, bmt.current_world().device, schedule.blocks, count)
+    world = bmt.current_world()
+    buffer = Float8Buffer(world, parameters, world.schedule.blocks, len(companions))
     return parameters, buffer, buffer.make_slices(DistributedParameter, parameters)
 
 
@@ -59,7 +59,7 @@ def check_factors(buffer, parameters):
             found = gathered.factor(turned)
             assert same_factors([found], [quantize(parameter.detach())])
             assert found.values.is_contiguous() and found.scales.is_contiguous()
-    if not isinstance(bmt.current_world().schedule.shards, CollectiveGather):
+    if not isinstance(bmt.current_world().shards, CollectiveGather):
         return
     storages = [each.values.untyped_storage() for each in buffer.factors if each is not None]
     padding = torch.empty(0, dtype=torch.uint8).set_(max(storages, key=len)).clone()  # the others are shards

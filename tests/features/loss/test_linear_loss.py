@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_bmtrain.linear_loss import chunk_rows
 from torch import nn
 
 import hf_bmtrain as bmt
 import hf_bmtrain.engine.wrap.root_params
 import linear_loss_checks as checks
+from hf_bmtrain.features.loss.linear import chunk_rows
 from hf_bmtrain.loss import linear_cross_entropy
 from language_model import CLASSES, Language, batch, buffers, head_loss
 from twins import WIDTH, Layer, check_gradients, check_twins

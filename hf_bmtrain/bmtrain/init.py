@@ -1,0 +1,90 @@
+"""`init_distributed`: where the parts of the library are put together."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..engine.base.arguments import expect_number
+from ..engine.blocks.schedule import Schedule
+from ..engine.optim import compat
+from ..engine.runtime.backend import check_addresses, open_backend
+from ..engine.runtime.launcher import check_seed, choose_device, find_place, seed_everything
+from ..engine.runtime.monitor import Monitor
+from ..engine.runtime.world import (
+    ForwardDepth,
+    World,
+    check_no_world,
+    check_zero_level,
+    enter_world,
+    refuse_parallelism,
+)
+from ..faults.process import install
+from ..faults.watch import Watch
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+def init_distributed(
+    seed: int = 0,
+    zero_level: int = 3,
+    loss_scale_factor: float = 2,
+    loss_scale_steps: int = 1024,
+    timeout: float = 1800,
+    gather: str = "auto",
+    pipe_size: int = 1,
+    tp_size: int = 1,
+    init_method: str = "env://",
+    num_micro_batches: int | None = None,
+) -> None:
+    """Initialize the world of the processes that the launcher started, or of one process without a launcher.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as set by torchrun, torch.distributed.launch and
+    accelerate, or joins an initialized torch process group. Uses CUDA if available (NCCL through CuPy), otherwise the
+    CPU (gloo); ACCELERATE_USE_CPU=true selects the CPU. Raises RuntimeError on a second call.
+
+    seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
+    zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. loss_scale_factor,
+    loss_scale_steps: defaults of OptimManager. timeout: seconds that a rank waits for others before all end.
+    gather: "peer" copies weights from the other ranks' memory and gradients of blocks to it, which requires one host
+    and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" copies large shards between GPUs if possible.
+    pipe_size, tp_size: BMTrain's; other values than 1 raise NotImplementedError. num_micro_batches: BMTrain's, of its
+    pipeline, and without effect. init_method: where the ranks meet, as in torch.distributed.init_process_group.
+    """
+    check_seed(seed)
+    check_zero_level(zero_level)
+    expect_number("loss_scale_factor", loss_scale_factor, "at least 1 and finite", lambda x: 1 <= x < float("inf"))
+    expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, whole=True)
+    expect_number("timeout", timeout, "of seconds, above 0 and at most 1e8", lambda seconds: 0 < seconds <= 1e8)
+    check_addresses(gather, init_method)
+    for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
+        expect_number(name, parts, "1", whole=True)
+        if parts not in (1, -1):  # BMTrain takes -1 for 1
+            refuse_parallelism(f"{name}={parts}")
+    check_no_world()
+    rank, size, local_rank = find_place()
+    device = choose_device(local_rank)
+    seed_everything(seed, rank, device)
+    joined = dist.is_initialized()
+    poison = os.environ.get("HF_BMTRAIN_POISON", "0") == "1"
+    facts = {"zero_level": zero_level, "HF_BMTRAIN_POISON": poison}
+    facts |= {"loss_scale_factor": loss_scale_factor, "loss_scale_steps": loss_scale_steps}
+    watch = Watch() if size > 1 else None
+    monitor = watch or Monitor()
+    found = open_backend(rank, size, device, timedelta(seconds=timeout), gather, init_method, facts, monitor)
+    inside = ForwardDepth()
+    schedule = Schedule(found.shards, found.blocks, found.outside, inside)
+    world = World(
+        rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.control, monitor, inside,
+        schedule, zero_level, loss_scale_factor, loss_scale_steps, poison,
+    )  # fmt: skip
+    enter_world(world)
+    atexit.register(compat.install())
+    if watch is not None:
+        install(world, watch, found.opened, joined)
+    kind = type(found.shards).__name__
+    _log.info("rank %d of %d on %s: %s of shards, zero_level %d", rank, size, device, kind, zero_level)

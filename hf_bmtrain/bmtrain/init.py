@@ -10,13 +10,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..engine.base.arguments import expect_number
-from ..engine.blocks.schedule import Schedule
+from ..engine.blocks.schedule import ForwardDepth, Schedule
 from ..engine.optim import compat
 from ..engine.runtime.backend import check_addresses, open_backend
 from ..engine.runtime.launcher import check_seed, choose_device, find_place, seed_everything
 from ..engine.runtime.monitor import Monitor
 from ..engine.runtime.world import (
-    ForwardDepth,
     World,
     check_no_world,
     check_zero_level,

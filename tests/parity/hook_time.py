@@ -35,7 +35,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from hf_bmtrain.engine.blocks.schedule import Schedule
+from hf_bmtrain.engine.blocks.schedule import ForwardDepth, Schedule
 from hf_bmtrain.engine.comm.collective_log import Journal, code
 from hf_bmtrain.engine.comm.communicator import CollectiveGather, SingleProcess
 from hf_bmtrain.engine.comm.object_comm import Control
@@ -104,7 +104,7 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
     control = Control(1, timedelta(seconds=1))
-    gather, inside = CollectiveGather(lane), world.ForwardDepth()
+    gather, inside = CollectiveGather(lane), ForwardDepth()
     schedule = Schedule(gather, reduction, reduction, inside)
     pretended = world.World(0, 2, 0, device, lane, lane, gather, control, Monitor(), inside, schedule, 3, 2, 1024)
     with mock.patch.object(world, "_world", pretended):

@@ -14,7 +14,6 @@ import torch
 from ..base.torch_internals import call_after_backward, current_graph_task
 from ..comm.communicator import Gather
 from ..comm.reduce import Reduction
-from ..runtime.world import ForwardDepth
 from ..sharding.gradient import GradientBuffer
 from ..sharding.on_demand import OnDemandGather
 
@@ -83,6 +82,18 @@ class ForwardPass:
         self._enter(self)
         for reader, unwatched in self.readers.items():
             reader.prepare_backward(unwatched)
+
+
+class ForwardDepth:
+    """Counts how deep the running code is inside layers' forwards: a context of each of them."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exception) -> None:
+        self.depth -= 1
 
 
 class Schedule:

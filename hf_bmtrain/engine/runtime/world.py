@@ -18,19 +18,7 @@ from ..comm.object_comm import Control
 from .monitor import Monitor
 
 if TYPE_CHECKING:  # the schedule is to the right of this folder
-    from ..blocks.schedule import Schedule
-
-
-class ForwardDepth:
-    """Counts how deep the running code is inside layers' forwards: a context of each of them."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *exception) -> None:
-        self.depth -= 1
+    from ..blocks.schedule import ForwardDepth, Schedule
 
 
 class BufferCount:

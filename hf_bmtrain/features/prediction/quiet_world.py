@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...engine.blocks.schedule import Schedule
+from ...engine.blocks.schedule import ForwardDepth, Schedule
 from ...engine.comm.communicator import CollectiveGather, Gather, SingleProcess
 from ...engine.comm.object_comm import Control
 from ...engine.comm.peer_gather import PeerGather
@@ -17,7 +17,7 @@ from ...engine.comm.reduce import CollectiveReduction, LocalReduction, Reduction
 from ...engine.comm.streams import DONE, Ticket
 from ...engine.runtime.backend import SMALLEST_PULLED
 from ...engine.runtime.monitor import Monitor
-from ...engine.runtime.world import ForwardDepth, World
+from ...engine.runtime.world import World
 
 META = torch.device("meta")
 

@@ -1,5 +1,6 @@
 """Gathers and reductions by copies: unequal ranks, what must not be read half written."""
 
+import dataclasses
 import gc
 import random
 import re
@@ -21,6 +22,7 @@ from hf_bmtrain.engine.comm.resizable import shares_storage
 from hf_bmtrain.engine.ops.peer_sum import peer_mean
 from hf_bmtrain.engine.optim import manager
 from hf_bmtrain.engine.runtime.backend import GATHERS
+from hf_bmtrain.engine.runtime.world import simulated
 from inner import peer_gather, peer_reduction
 from twins import Tower, check_gradients, check_twins, ids
 
@@ -194,7 +196,7 @@ def squares_come_with_the_mean():
             torch.testing.assert_close(parameter.grad.norm().double(), whole.norm(), rtol=1e-6, atol=0)
         return read.call_count
 
-    with mock.patch.object(world.schedule, "poison", False):  # its writes are counted, those of a reduction are not
+    with simulated(dataclasses.replace(world, poison=False)):  # its writes are counted, those of a reduction are not
         for step in range(3):
             model(ids(step, bmt.rank())).backward()
             apart = check()

@@ -1,5 +1,6 @@
 """Norms of gradient slices: measured once a shard, measured anew once it is written."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.ops.grad_norm import Segments
-from hf_bmtrain.engine.runtime.world import current_world
+from hf_bmtrain.engine.runtime.world import current_world, simulated
 from hf_bmtrain.engine.tensors.norms import SegmentNorms
 from twins import Tower, ids
 
@@ -24,7 +25,7 @@ def norms_follow_the_gradients(dtype):
 
     Without poison, whose writes are counted while those of packing and reducing are not.
     """
-    with mock.patch.object(current_world().schedule, "poison", False):
+    with simulated(dataclasses.replace(current_world(), poison=False)):
         _norms_follow_the_gradients(dtype)
 
 

@@ -11,10 +11,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+Tensor = TypeVar("Tensor")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -167,22 +168,33 @@ def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
     Raises Damaged if a file is missing or contradicts the index, FileNotFoundError if neither is there.
     """
     single, index = folder / f"{base}.safetensors", folder / f"{base}.safetensors.index.json"
-    if not index.exists():
-        return read_header(single)
+    return read_indexed(index, read_header) if index.exists() else read_header(single)
+
+
+def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return what `read` returns of the files that an index of Hugging Face names, together.
+
+    Raises Damaged for an index that is none, names files of other folders, or contradicts its files.
+    """
     try:
         places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-        files = sorted(set(places.values()), key=str)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Damaged(f"{index.name} cannot be read: {type(error).__name__}: {error}") from error
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
+        raise Damaged(
+            f"{index.name} is not an index of Hugging Face, which has a weight_map of names to files "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    tensors: dict[str, Tensor] = {}
+    names: dict[str, set[str]] = {}
+    for file in sorted({*map(str, places.values())}):
+        if not re.fullmatch(r"[^./\0][^/\0]*", file):
             raise Damaged(f"{index.name} names a file {file!r}, which is not in its folder")
         try:
-            tensors.update(read_header(folder / file))
+            found = read(index.with_name(file))
         except FileNotFoundError as error:
             raise Damaged(f"{file} is missing, which {index.name} names") from error
-    lost = sorted(name for name, file in places.items() if name not in tensors or tensors[name].file != file)
+        tensors.update(found)
+        names[file] = {*found}
+    lost = sorted(name for name, file in places.items() if name not in names[str(file)])
     if lost:
-        raise Damaged(f"{index.name} names {len(lost)} tensors that are not in its files: {', '.join(lost[:5])}")
+        raise Damaged(f"{index.name}: its files lack {len(lost)} of the tensors it names: {', '.join(lost[:5])}")
     return tensors

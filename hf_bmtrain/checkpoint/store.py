@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import threading
@@ -19,6 +18,7 @@ from ..engine.base.arguments import expect_flag, expect_module, expect_path
 from ..engine.base.files import atomic_file
 from ..engine.runtime.world import current_world
 from ..engine.sharding.state_dict import gather_state_dict
+from .header import read_indexed
 
 _SAFETENSORS = ".safetensors"
 _INDEX = ".index.json"
@@ -143,22 +143,7 @@ def read_state(path: Path) -> OrderedDict:
         if not found:
             raise ValueError(f"a folder without weights of Hugging Face: none of {', '.join(_IN_FOLDER)}")
         path = found[0]
-    return _read_indexed(path) if path.name.endswith(_INDEX) else _read_file(path)
-
-
-def _read_indexed(path: Path) -> OrderedDict:
-    """Return the tensors of the files that the index at `path` names."""
-    index = json.loads(path.read_text("utf-8"))
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict):
-        raise ValueError("not an index of Hugging Face, which has a weight_map of names to files")
-    state = OrderedDict()
-    for name in dict.fromkeys(files.values()):
-        state.update(_read_file(path.with_name(name)))
-    lost = sorted(set(files) - set(state))
-    if lost:
-        raise ValueError(f"its files lack {len(lost)} of the tensors it names: {', '.join(lost[:5])}")
-    return state
+    return OrderedDict(read_indexed(path, _read_file)) if path.name.endswith(_INDEX) else _read_file(path)
 
 
 def _read_file(path: Path) -> OrderedDict:

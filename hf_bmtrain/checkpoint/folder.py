@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import os
 import secrets
 import shutil
 import socket
+import zlib
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from ..engine.base.files import flush
+from ..engine.base.files import atomic_file, flush
 from .header import Damaged
 from .manifest import NAME, Manifest
+from .ranges import check_file
 
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
+ADDED = "complete.json"
+"""The checksums of files that others have added to a published checkpoint."""
 _LOCK = ".lock"
 _REPLACED = ".replaced-"
 _PREFIXES = ("checkpoint-", "checkpoint_")  # `save_state`'s and Accelerate's names
@@ -138,6 +144,24 @@ def _delete(folder: Path) -> None:
         _log.warning("%s cannot be deleted: %s", folder, error)
 
 
+def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
+    """Delete the checkpoints among `folders` that were saved first until `limit` remain, but none of `kept`, nor links.
+
+    Folders of other libraries, whose order of saving is not known, come first, in their order.
+    """
+
+    def number(folder: Path) -> int:
+        try:
+            return Manifest.read(folder).number
+        except Damaged:  # of another library, or deleted in part
+            return 0
+
+    ordered = sorted((folder for folder in folders if not folder.is_symlink()), key=number)
+    excess = len(ordered) - max(limit, len(kept))
+    for folder in [folder for folder in ordered if folder not in kept][: max(0, excess)]:
+        remove(folder)
+
+
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
     """Return the checkpoints in a folder, newest first, or the one that `path` itself is; and why others are not whole.
 
@@ -161,3 +185,36 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
             found.append(Found(folder, manifest))
     found.sort(key=lambda each: each.manifest.number, reverse=True)
     return found, sorted(damaged)
+
+
+# -- files that others add to a published checkpoint ------------------------------------------------------------------
+
+
+def add_checksums(folder: Path) -> None:
+    """Write the checksums of the files that were added to a checkpoint since it was published."""
+    known = {NAME, *Manifest.read(folder).files}
+    sums = {
+        path.name: zlib.crc32(path.read_bytes())
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in known
+    }
+    with atomic_file(folder / ADDED) as temporary:
+        temporary.write_text(json.dumps(sums))
+
+
+def find_damage(folder: Path, rank: int, size: int) -> str | None:
+    """Return what is wrong with a checkpoint or the files added to it, None if nothing is.
+
+    Reads the `rank`-th of `size` parts of the contents. Raises Damaged if the manifest or a file's size is wrong.
+    """
+    manifest = Manifest.read(folder)
+    manifest.check_sizes(folder)
+    if rank == 0 and (folder / ADDED).exists():
+        for name, crc in json.loads((folder / ADDED).read_bytes()).items():
+            if zlib.crc32((folder / name).read_bytes()) != crc:
+                return f"{name} does not have the checksum that was saved"
+    for name, pieces in manifest.files.items():
+        for _, problem in check_file(folder, name, pieces[rank::size]):
+            if problem is not None:
+                return problem
+    return None

@@ -9,7 +9,6 @@ import os
 import pickle
 import uuid
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,17 @@ import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint import small_state
-from ..checkpoint.folder import remove
-from ..checkpoint.header import Damaged
+from ..checkpoint.folder import ADDED, add_checksums, delete_oldest, remove
+from ..checkpoint.folder import find_damage as find_damage_in
 from ..checkpoint.load_state import load_state
 from ..checkpoint.manifest import NAME as MANIFEST
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.ranges import check_file
 from ..checkpoint.save_state import let_others_save, save_state
-from ..engine.base.files import atomic_file
 from ..engine.optim import compat as checks
 from ..engine.runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 _REFERENCE = "hf_bmtrain"
-_COMPLETE = "complete.json"
 
 
 class TrainerCheckpoints:
@@ -89,9 +85,10 @@ class TrainerCheckpoints:
         world.gather_objects(None)  # every rank has written its random state
         if world.rank == 0:
             try:
-                _write_checksums(folder)
-                if limit is not None:
-                    _delete_oldest(folder, limit, best)
+                add_checksums(folder)
+                if limit is not None and limit > 0:
+                    kept = {folder, *([Path(best).absolute()] if best else [])}
+                    delete_oldest(_by_step(folder.parent)[::-1], limit, kept)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
@@ -236,7 +233,7 @@ def _missing(folder: Path) -> str | None:
         if manifest is not None and any(name.startswith("optimizer") for name in manifest.files):
             for path in (folder / "optimizer.pt", folder / "scheduler.pt"):
                 torch.load(path, map_location="cpu", weights_only=True)
-            if not (folder / _COMPLETE).exists():  # ranks write their random states when they like
+            if not (folder / ADDED).exists():  # ranks write their random states when they like
                 ranks = [f"_{rank}" for rank in range(manifest.world_size)] if manifest.world_size > 1 else [""]
                 for rank in ranks:
                     zipfile.ZipFile(folder / f"rng_state{rank}.pth").close()
@@ -245,50 +242,11 @@ def _missing(folder: Path) -> str | None:
     return None
 
 
-def _write_checksums(folder: Path) -> None:
-    """Write the checksums of the files that Trainer added to a checkpoint."""
-    known = {MANIFEST, *Manifest.read(folder).files}
-    sums = {
-        path.name: zlib.crc32(path.read_bytes())
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name not in known
-    }
-    with atomic_file(folder / _COMPLETE) as temporary:
-        temporary.write_text(json.dumps(sums))
-
-
-def _delete_oldest(newest: Path, limit: int, best: str | None) -> None:
-    """Delete the checkpoints that were saved first until `limit` remain, but neither `newest` nor `best`, nor links."""
-
-    def number(folder: Path) -> int:
-        try:
-            return Manifest.read(folder).number
-        except Damaged:  # Trainer's own, or deleted in part
-            return 0
-
-    folders = [folder for folder in _by_step(newest.parent)[::-1] if not folder.is_symlink()]
-    folders.sort(key=number)
-    kept = {newest, *([Path(best).absolute()] if best else [])}
-    excess = len(folders) - max(limit, len(kept))
-    for folder in [folder for folder in folders if folder not in kept][: max(0, excess)] if limit > 0 else ():
-        remove(folder)
-
-
 def _damage(folder: Path, rank: int, size: int) -> str | None:
     missing = _missing(folder)
     if missing is not None:
         return f"Trainer did not finish writing it ({missing})"
-    manifest = Manifest.read(folder)
-    manifest.check_sizes(folder)
-    if rank == 0 and (folder / _COMPLETE).exists():
-        for name, crc in json.loads((folder / _COMPLETE).read_bytes()).items():
-            if zlib.crc32((folder / name).read_bytes()) != crc:
-                return f"{name} does not have the checksum that was saved"
-    for name, pieces in manifest.files.items():
-        for _, problem in check_file(folder, name, pieces[rank::size]):
-            if problem is not None:
-                return problem
-    return None
+    return find_damage_in(folder, rank, size)
 
 
 def _identity(folder: Path) -> str | None:

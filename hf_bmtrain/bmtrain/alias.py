@@ -67,46 +67,9 @@ _OFFERED = {
 }
 """Module of BMTrain: the module of this package (empty: the package itself) and its names that are there."""
 
-_PARALLEL = "belongs to tensor and pipeline parallelism, and hf_bmtrain has ZeRO-2/3 only: tp_size and pipe_size stay 1"
-_COMM = "calls NCCL directly; use bmt.distributed, whose collectives are over all ranks and differentiable"
-_INNER = "is an internal of BMTrain's; hf_bmtrain has other internals (hf_bmtrain/README.md)"
-
-_REFUSED = {
-    "bmtrain": (_INNER, "load_nccl_pypi"),
-    "bmtrain.benchmark": (_INNER, "all_gather reduce_scatter send_recv"),
-    "bmtrain.debug": (_INNER, "append clear extend get set"),
-    "bmtrain.distributed": (_PARALLEL, "send_activations recv_activations"),
-    "bmtrain.distributed.ops": (_PARALLEL, "send_activations recv_activations send_meta recv_meta"),
-    "bmtrain.hook_func": (
-        _INNER,
-        "OneStepNoGradFunc PostHookFunc PreHookFunc zero_post_backward zero_post_forward zero_pre_backward "
-        "zero_pre_forward",
-    ),
-    "bmtrain.init": (_PARALLEL, "topology"),
-    "bmtrain.loss._function": (
-        _INNER,
-        "cross_entropy_backward_inplace cross_entropy_forward fused_softmax_inplace fused_sumexp",
-    ),
-    "bmtrain.loss.cross_entropy": (_PARALLEL, "VPFusedCrossEntropy"),
-    "bmtrain.nccl": (
-        _COMM,
-        "NCCLCommunicator allGather allReduce broadcast commCount commDestroy commInitRank commRank getUniqueId "
-        "groupEnd groupStart recv reduce reduceScatter send",
-    ),
-    "bmtrain.nn": (_PARALLEL, "OpParallelLinear"),
-    "bmtrain.nn.parallel_linear_func": (_PARALLEL, "OpParallelLinear ReduceType"),
-    "bmtrain.optim._function": (_INNER, "adam_bf16 adam_cpu adam_fp16 bf16_from_fp32 fp16_from_fp32"),
-    "bmtrain.optim.optim_manager": (_INNER, "check_overflow grad_rescale"),
-    "bmtrain.store": (_INNER, "DistributedTensorWrapper _save_to_infer_model _save_to_local_rank0 _save_to_state_dict"),
-    "bmtrain.utils": (_PARALLEL, "tp_split_tensor"),
-    "bmtrain.wrapper": (_INNER, "make_distributed model_wrapper_dispatch"),
-    "bmtrain.zero_context": (_INNER, "ZeroContext"),
-}
-"""Module of BMTrain: why some of its names are not offered, and which."""
-
 
 class _Module(ModuleType):
-    """A module of BMTrain's name. Reading a name of BMTrain's that is not offered raises NotImplementedError."""
+    """A module of BMTrain's name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"{name}, provided by hf_bmtrain.")
@@ -114,10 +77,10 @@ class _Module(ModuleType):
         self.__path__ = []  # where its submodules are looked for that are not in sys.modules: nowhere
 
     def __getattr__(self, name: str) -> Any:
-        reason, names = _REFUSED.get(self.__name__, ("", ""))
-        if name in names.split():
-            raise NotImplementedError(f"{self.__name__}.{name} is not offered: it {reason}.")
-        raise AttributeError(f"module '{self.__name__}' of hf_bmtrain has no attribute '{name}'")
+        raise AttributeError(
+            f"module '{self.__name__}' of hf_bmtrain has no attribute '{name}': BMTrain's internals, and its tensor "
+            "and pipeline parallelism, are not offered"
+        )
 
 
 def install_as_bmtrain() -> None:
@@ -139,7 +102,7 @@ def install_as_bmtrain() -> None:
     if real is not None:
         _log.warning("bmtrain is installed (%s), and this process uses hf_bmtrain in its place", real.origin)
     package = sys.modules[__name__.split(".")[0]]
-    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED, *_REFUSED})}  # a package before its own
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # a package before its own
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
     for name, module in modules.items():
         if name in _OFFERED:

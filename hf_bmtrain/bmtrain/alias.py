@@ -86,9 +86,12 @@ class _Module(ModuleType):
 def install_as_bmtrain() -> None:
     """Make `import bmtrain`, and the imports of its modules, provide this package in the present process.
 
-    For scripts and libraries written for BMTrain, which then run unchanged: call it before they are imported, or start
-    the script with `python -m hf_bmtrain.run`. A second call does nothing. Processes that are spawned, not forked,
-    must call it themselves. Raises RuntimeError if BMTrain itself has been imported; logs a warning if it is installed.
+    Scripts and libraries written for BMTrain then run unchanged. Call it before they are imported, or start the script
+    with `python -m hf_bmtrain.run`. A second call does nothing. Processes that are spawned, not forked, must call it
+    themselves. A warning is logged if BMTrain is installed.
+
+    Raises:
+        RuntimeError: BMTrain itself has been imported.
     """
     present = sys.modules.get("bmtrain")
     if isinstance(present, _Module):

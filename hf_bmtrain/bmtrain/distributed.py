@@ -3,9 +3,7 @@
 An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
 adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. Gradients of sharded parameters are
 averaged over the ranks by their reduction, so do not divide the loss for them; divide by the world size where the
-gradient of another tensor is used. Every rank runs every operation, in the same order, forward and backward.
-
-comm: BMTrain's argument; None or `config["comm"]`, which stands for all ranks.
+gradient of another tensor is used. Every rank must call every operation, in the same order, forward and backward.
 """
 
 from __future__ import annotations
@@ -22,16 +20,37 @@ _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 
 
 def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Return `x` (...) of all ranks, stacked: (world size, ...). Shapes and dtypes must be equal. Collective."""
+    """Stack the tensors of all ranks. Differentiable. Collective.
+
+    Args:
+        x: (...), any dtype; shape and dtype must be equal on all ranks.
+        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+
+    Returns:
+        (world size, ...), a new tensor on the device of `x`, equal on all ranks.
+
+    Raises:
+        ValueError: on every rank, if shapes or dtypes differ.
+    """
     current_world().check_comm(comm)
     _check_alike("all_gather", "x", x)
     return _AllGather.apply(x)
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Return the element-wise sum, avg, max, min or prod of `x` (...) over ranks, on every rank. Collective.
+    """Reduce a tensor over all ranks, element by element. Differentiable. Collective.
 
-    Ranks that hold the same maximum (minimum) share its gradient evenly, as in torch.amax.
+    Args:
+        x: (...); shape and dtype must be equal on all ranks. Not of dtype bool, int16 or complex.
+        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype. Ranks that hold the same maximum or
+            minimum share its gradient evenly, as in torch.amax.
+        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+
+    Returns:
+        (...), a new tensor on the device of `x`, equal on all ranks.
+
+    Raises:
+        ValueError: an unknown `op`, a dtype that it cannot reduce, or, on every rank, shapes or dtypes that differ.
     """
     current_world().check_comm(comm)
     if not isinstance(op, str) or op not in _OPERATIONS:
@@ -48,7 +67,19 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Return this rank's part (n, ...) of the reduction of `x` (world size * n, ...) over ranks. Collective."""
+    """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable. Collective.
+
+    Args:
+        x: (world size * n, ...); shape and dtype must be equal on all ranks.
+        op: as in `all_reduce`.
+        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+
+    Returns:
+        (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
+
+    Raises:
+        ValueError: the world size does not divide dimension 0, or as in `all_reduce`.
+    """
     world = current_world()
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % world.size:
@@ -61,7 +92,19 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
 
 
 def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
-    """Return rank `root`'s `x` (...) on every rank. Shapes and dtypes must be equal. Collective."""
+    """Return one rank's tensor on every rank. Differentiable. Collective.
+
+    Args:
+        x: (...), any dtype; shape and dtype must be equal on all ranks.
+        root: the rank whose `x` is returned.
+        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+
+    Returns:
+        (...), a new tensor on the device of `x`.
+
+    Raises:
+        ValueError: `root` is no rank, or, on every rank, shapes or dtypes differ.
+    """
     current_world().check_comm(comm)
     size = current_world().size
     expect_number("root", root, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, whole=True)
@@ -142,10 +185,20 @@ class _Broadcast(torch.autograd.Function):
 
 
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Return the mean of `loss` (...) over all ranks, element by element: float32, on its device. Collective.
+    """Return the mean of a loss over all ranks, element by element. Differentiable. Collective.
 
-    (The name is BMTrain's, which computes the mean as well.) It is differentiable: backward on every rank gives the
-    gradients of the mean. Keep `.item()` or `.detach()` of it for a log, or the graph of the forward stays in memory.
+    The name is BMTrain's, which computes the mean as well. For a log keep `.item()` or `.detach()` of the result, or
+    the graph of the forward stays in memory.
+
+    Args:
+        loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
+        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+
+    Returns:
+        (...) float32, on the device of `loss`. Its backward on every rank gives the gradients of the mean.
+
+    Raises:
+        ValueError: on every rank, if shapes or dtypes differ.
     """
     world = current_world()
     world.check_comm(comm)
@@ -156,9 +209,16 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
-    """Return `result` (n, ...) of all ranks, concatenated on dim 0 in rank order, on the same device. Collective.
+    """Concatenate the results of all ranks on dimension 0, in rank order. Not differentiable. Collective.
 
-    A scalar counts as (1,). Raises ValueError on every rank if shapes or dtypes differ.
+    Args:
+        result: (n, ...); shape and dtype must be equal on all ranks. A scalar counts as (1,).
+
+    Returns:
+        (world size * n, ...), on the device of `result`.
+
+    Raises:
+        ValueError: on every rank, if shapes or dtypes differ.
     """
     _check_alike("gather_result", "result", result)
     return _stack(result.reshape(1) if result.dim() == 0 else result).flatten(0, 1)

@@ -51,7 +51,11 @@ class WarmupLRScheduler:
         self.step(num_iter)
 
     def check(self) -> None:
-        """Raise ValueError if the arguments do not define a schedule."""
+        """Check that the arguments define a schedule.
+
+        Raises:
+            TypeError, ValueError: they do not.
+        """
         expect_number("start_lr", self.start_lr, "finite and at least 0", lambda rate: 0 <= rate < math.inf)
         expect_number("num_iter", self.num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
         wanted = "finite and at least 0 (0: no warm-up)"
@@ -65,7 +69,11 @@ class WarmupLRScheduler:
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate at a step from `warmup_iter` on."""
+        """Return the learning rate at a step from `warmup_iter` on. Subclasses define it.
+
+        Raises:
+            NotImplementedError: the class does not define it.
+        """
         raise NotImplementedError
 
     def get_lr(self) -> float:
@@ -74,7 +82,14 @@ class WarmupLRScheduler:
         return formula(self.num_iter)
 
     def step(self, num_iter: int | None = None) -> None:
-        """Advance by one step, or to step `num_iter`, and set the optimizer's learning rate."""
+        """Advance the schedule and set the optimizer's learning rate.
+
+        Args:
+            num_iter: the step to go to; None for the next one.
+
+        Raises:
+            ValueError: `num_iter` is negative or not finite.
+        """
         if num_iter is None:
             num_iter = self.num_iter + 1
         expect_number("num_iter", num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
@@ -91,9 +106,11 @@ class WarmupLRScheduler:
         return {name: getattr(self, name) for name in (*STATE, *self.own_state)}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Continue a schedule saved by `state_dict()`, and set the optimizer's learning rate.
+        """Continue a schedule from a saved state, and set the optimizer's learning rate.
 
-        BMTrain's states have only the four common numbers; other numbers keep their present values.
+        Args:
+            state_dict: what `state_dict()` returned. BMTrain's have only the four common numbers; other numbers keep
+                their present values.
 
         Raises:
             ValueError: the state is not that of such a schedule. Nothing is changed then.
@@ -117,16 +134,37 @@ class WarmupLRScheduler:
 
 
 class NoDecay(WarmupLRScheduler):
-    """Warm-up, then s. `end_iter` is ignored."""
+    """Schedule with a constant learning rate s after the warm-up.
+
+    Args:
+        optimizer: the optimizer whose `param_groups` receive the learning rate.
+        start_lr: s, the peak learning rate.
+        warmup_iter: w, the steps of warm-up; 0 for none.
+        end_iter: ignored (-1 is customary).
+        num_iter: t, the steps taken already.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
 
     def get_lr_decay(self, num_iter: int) -> float:
         return self.start_lr
 
 
 class Noam(WarmupLRScheduler):
-    """Warm-up to s/sqrt(w), then s/sqrt(t) (Vaswani et al. 2017, section 5.3). `end_iter` is ignored.
+    """Schedule with warm-up to s/sqrt(w), then s/sqrt(t) (Vaswani et al. 2017, section 5.3).
 
     Without warm-up, step 0 has the learning rate of step 1, which is s.
+
+    Args:
+        optimizer: the optimizer whose `param_groups` receive the learning rate.
+        start_lr: s, the peak learning rate.
+        warmup_iter: w, the steps of warm-up; 0 for none.
+        end_iter: ignored (-1 is customary).
+        num_iter: t, the steps taken already.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def get_lr_warmup(self, num_iter: int) -> float:
@@ -137,9 +175,25 @@ class Noam(WarmupLRScheduler):
 
 
 class Linear(WarmupLRScheduler):
-    """Warm-up, then max(0, s*(e-t)/(e-w)): linear decay to 0 at `end_iter`."""
+    """Schedule with linear decay after the warm-up: max(0, s*(e-t)/(e-w)).
+
+    Args:
+        optimizer: the optimizer whose `param_groups` receive the learning rate.
+        start_lr: s, the peak learning rate.
+        warmup_iter: w, the steps of warm-up; 0 for none.
+        end_iter: e, the step at which the learning rate is 0; above `warmup_iter`.
+        num_iter: t, the steps taken already.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
 
     def check(self) -> None:
+        """Check that the arguments define a schedule.
+
+        Raises:
+            ValueError: they do not; `end_iter` must be above `warmup_iter`.
+        """
         super().check()
         if self.end_iter <= self.warmup_iter:
             raise ValueError(
@@ -153,9 +207,27 @@ class Linear(WarmupLRScheduler):
 
 
 class Cosine(WarmupLRScheduler):
-    """Warm-up, then s*(1+cos(pi*(t-w)/max(1, e-w)))/2, and 0 after `end_iter` (Loshchilov & Hutter 2017)."""
+    """Schedule with cosine decay after the warm-up (Loshchilov & Hutter 2017).
+
+    The learning rate is s*(1+cos(pi*(t-w)/max(1, e-w)))/2, and 0 after step e.
+
+    Args:
+        optimizer: the optimizer whose `param_groups` receive the learning rate.
+        start_lr: s, the peak learning rate.
+        warmup_iter: w, the steps of warm-up; 0 for none.
+        end_iter: e, the step at which the learning rate is 0; at least `warmup_iter`.
+        num_iter: t, the steps taken already.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
 
     def check(self) -> None:
+        """Check that the arguments define a schedule.
+
+        Raises:
+            ValueError: they do not; `end_iter` must be at least `warmup_iter`.
+        """
         super().check()
         if self.end_iter < self.warmup_iter:
             raise ValueError(
@@ -169,7 +241,19 @@ class Cosine(WarmupLRScheduler):
 
 
 class Exponential(WarmupLRScheduler):
-    """Warm-up, then s*gamma^(t-w). `end_iter` is ignored."""
+    """Schedule with exponential decay after the warm-up: s*gamma^(t-w).
+
+    Args:
+        optimizer: the optimizer whose `param_groups` receive the learning rate.
+        start_lr: s, the peak learning rate.
+        warmup_iter: w, the steps of warm-up; 0 for none.
+        end_iter: ignored (-1 is customary).
+        num_iter: t, the steps taken already.
+        gamma: the factor per step, in (0, 1].
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
 
     own_state = ("gamma",)
 

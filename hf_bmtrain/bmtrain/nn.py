@@ -18,10 +18,19 @@ __all__ = [
 
 
 class Linear(DistributedModule):
-    """A linear layer y = x Aᵀ + b like torch.nn.Linear: x (..., in_features) to y (..., out_features).
+    """Linear layer y = x Aᵀ + b like torch.nn.Linear, from x (..., in_features) to y (..., out_features).
 
-    weight (out_features, in_features) and bias (out_features,) are DistributedParameters, zero until `init_parameters`
-    (which fills the weight from Glorot's normal distribution) or a load. dtype: torch's default dtype if None.
+    `weight` (out_features, in_features) and `bias` (out_features,) are DistributedParameters. They are zero until
+    `init_parameters`, which fills the weight from Glorot's normal distribution, or until they are loaded.
+
+    Args:
+        in_features: the size of the last dimension of the input.
+        out_features: the size of the last dimension of the output.
+        bias: whether there is a bias.
+        dtype: a floating dtype; None for torch's default dtype.
+
+    Raises:
+        ValueError: a size is not positive, or `dtype` is not a floating dtype.
     """
 
     def __init__(
@@ -52,10 +61,20 @@ class Linear(DistributedModule):
 
 
 class OpLinear:
-    """The function of `Linear`: `OpLinear.apply(x, weight, bias)` is torch's differentiable `linear`."""
+    """The function of `Linear`, under BMTrain's name."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute x weightᵀ + bias. Differentiable.
+
+        Args:
+            x: (..., in_features).
+            weight: (out_features, in_features).
+            bias: (out_features,), or None.
+
+        Returns:
+            (..., out_features).
+        """
         return F.linear(x, weight, bias)
 
 
@@ -67,12 +86,36 @@ class _Refused:
 
 
 class ColumnParallelLinear(_Refused):
-    """BMTrain's linear layer whose outputs are split over ranks. Not supported: raises NotImplementedError."""
+    """BMTrain's linear layer whose outputs are split over ranks. Not supported.
+
+    Args:
+        *args: ignored.
+        **kwargs: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
 
 
 class RowParallelLinear(_Refused):
-    """BMTrain's linear layer whose inputs are split over ranks. Not supported: raises NotImplementedError."""
+    """BMTrain's linear layer whose inputs are split over ranks. Not supported.
+
+    Args:
+        *args: ignored.
+        **kwargs: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """
 
 
 class VPEmbedding(_Refused):
-    """BMTrain's embedding whose vocabulary is split over ranks. Not supported: raises NotImplementedError."""
+    """BMTrain's embedding whose vocabulary is split over ranks. Not supported.
+
+    Args:
+        *args: ignored.
+        **kwargs: ignored.
+
+    Raises:
+        NotImplementedError: always.
+    """

@@ -20,12 +20,22 @@ __all__ = ["DistributedStateDictWrapper", "allgather_objects", "broadcast_object
 
 
 def allgather_objects(obj: Any) -> list[Any]:
-    """Return every rank's `obj` (any picklable object), in rank order. Collective."""
+    """Return the objects of all ranks, in rank order. Collective.
+
+    Args:
+        obj: any object that can be pickled.
+    """
     return current_world().gather_objects(obj)
 
 
 def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
-    """Return rank `src`'s `obj` (any picklable object) on every rank. Collective. comm: None or `config["comm"]`."""
+    """Return one rank's object on every rank. Collective.
+
+    Args:
+        obj: any object that can be pickled; only rank `src`'s is used.
+        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+        src: the rank whose object is returned.
+    """
     world = current_world()
     world.check_comm(comm)
     size = world.size
@@ -36,10 +46,13 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
 
 
 class DistributedStateDictWrapper(Mapping):
-    """Rank 0's `state_dict` as a mapping on every rank, for `load_state_dict`; the other ranks pass an empty dict.
+    """Mapping of rank 0's state dict on every rank, for `load_state_dict`.
 
-    Reading an entry is collective: it broadcasts the tensor, which is on the CPU on the other ranks. `bmt.load` does
-    without it: each rank reads its own parts of the file.
+    Reading an entry broadcasts the tensor, which is on the CPU on the other ranks. Prefer `bmt.load`, with which each
+    rank reads its own part of a file. Collective, as is reading an entry.
+
+    Args:
+        state_dict: the state dict on rank 0, an empty dict on the others.
     """
 
     def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -73,6 +86,7 @@ class DistributedStateDictWrapper(Mapping):
         return len(self._keys)
 
     def copy(self) -> DistributedStateDictWrapper:
+        """Return this mapping itself."""
         return self
 
 

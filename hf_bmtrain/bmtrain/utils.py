@@ -26,8 +26,11 @@ _GIB = 2**30
 class AverageRecorder:
     """Exponential moving average with bias correction (Kingma & Ba 2015, section 3).
 
-    After n values it is Σ α^(n-i) v_i / Σ α^(n-i). alpha: the weight of the old average, in [0, 1). start_value: the
-    average before the first value.
+    After n values v_i it is Σ α^(n-i) v_i / Σ α^(n-i).
+
+    Args:
+        alpha: the weight α of the old average, in [0, 1).
+        start_value: the average before the first value.
     """
 
     def __init__(self, alpha: float = 0.9, start_value: float = 0.0) -> None:
@@ -38,6 +41,7 @@ class AverageRecorder:
         self._sum, self._weight = 0.0, 0.0
 
     def record(self, value: float) -> None:
+        """Add a number, or a tensor of one element, to the average."""
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             expect_number("value", value, "or a tensor of one element")
         self._sum = self.alpha * self._sum + (1 - self.alpha) * float(value)
@@ -45,18 +49,34 @@ class AverageRecorder:
 
     @property
     def value(self) -> float:
+        """The average of the values so far."""
         return self._sum / self._weight if self._weight else self._start
 
 
 def round_up(x: int, d: int) -> int:
-    """Return the smallest multiple of `d` that is at least `x`."""
+    """Return the smallest multiple of `d` that is at least `x`.
+
+    Args:
+        x: an integer of any sign.
+        d: an integer of at least 1.
+    """
     expect_number("x", x, "of any sign", whole=True)
     expect_number("d", d, "at least 1", lambda step: step >= 1, whole=True)
     return -(-x // d) * d
 
 
 def check_torch_version(version_str: str) -> int:
-    """Return a number below, at or above 0 as the installed torch is older than, equal to or newer than "x.y.z"."""
+    """Compare the installed torch with a version.
+
+    Args:
+        version_str: a version such as "2.6.0".
+
+    Returns:
+        A negative number if the installed torch is older, 0 if it is equal, a positive number if it is newer.
+
+    Raises:
+        ValueError: `version_str` is no version.
+    """
     if not isinstance(version_str, str) or not re.match(r"v?\d+(\.\d+)*", version_str):
         raise ValueError(f"version_str must be a version such as '2.6.0', got {version_str!r:.80}")
     mine, other = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (torch.__version__, version_str))
@@ -65,9 +85,15 @@ def check_torch_version(version_str: str) -> int:
 
 @torch.no_grad()
 def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Write 1 to `out` (a uint8 scalar on the device of `x`) if an element of `x` is inf or nan; leave it otherwise.
+    """Set a flag if a tensor has an element that is inf or nan. Waits neither for the device nor for other ranks.
 
-    One `out` serves several tensors. Neither the host nor another rank is waited for.
+    Args:
+        x: (...), a floating dtype.
+        out: one uint8 on the device of `x`, which is set to 1 if there is such an element and left as it is otherwise.
+            One flag can serve several tensors.
+
+    Raises:
+        ValueError: `out` is not one uint8 on the device of `x`.
     """
     expect_tensor("x", x)
     expect_tensor("out", out)
@@ -80,9 +106,13 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print, on rank 0, `message` and its device's allocated memory in GiB: now, and the peak since the last call.
+    """Print the allocated memory of rank 0's device in GiB: now, and the peak since the last call.
 
-    On CPU it is the process's resident memory and its peak since the start. detail: print the allocator's own table.
+    On a CPU it is the process's resident memory, and its peak since the start of the process.
+
+    Args:
+        message: printed before the numbers.
+        detail: whether to print the allocator's own table.
     """
     device = current_world().device
     if device.type == "cpu":
@@ -100,7 +130,16 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:
-    """Print `title` centred in a line of 60 `=` and `content` below it, to `file` (default: standard output)."""
+    """Print a title, centred in a line of 60 `=`, and text below it.
+
+    Args:
+        title: the title.
+        content: the text; None for the title alone.
+        file: where to print; None for standard output.
+
+    Raises:
+        TypeError: `file` cannot be written to.
+    """
     if file is not None and not callable(getattr(file, "write", None)):
         raise TypeError(f"file must be open for writing text, or None for standard output, got a {type(file).__name__}")
     print(f" {title} ".center(_WIDTH, "="), file=file)
@@ -109,7 +148,13 @@ def print_block(title: str, content: str | None = None, file: TextIO | None = No
 
 
 def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = None) -> None:
-    """Print `content` as a block of aligned `key : value` lines. Long values are wrapped."""
+    """Print a dict as a block of aligned `key : value` lines. Long values are wrapped.
+
+    Args:
+        title: the title of the block.
+        content: the dict.
+        file: where to print; None for standard output.
+    """
     expect_kind("content", content, Mapping, "a dict")
     left = max((len(str(key)) for key in content), default=0) + 1
     lines = []

@@ -35,7 +35,13 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Resumed(NamedTuple):
-    """What `load_state` has loaded. extra: what this rank passed to `save_state`."""
+    """What `load_state` has loaded.
+
+    Attributes:
+        step: the step of the checkpoint.
+        folder: the checkpoint's folder.
+        extra: what this rank passed to `save_state`; with another number of ranks, what rank 0 passed.
+    """
 
     step: int
     folder: Path
@@ -51,16 +57,32 @@ def load_state(
     weights: bool = True,
     random: bool = True,
 ) -> Resumed | None:
-    """Load the newest checkpoint in `folder` that is whole, or the checkpoint that `folder` is. Collective.
+    """Load the newest intact checkpoint in `folder`, or the checkpoint that `folder` is. Collective.
 
-    Returns None, with nothing changed, if there is none. Each rank reads its own parts of the files, for any number of
-    ranks, and every byte that it uses is compared with its checksum. A checkpoint that is incomplete or damaged is
-    passed over, with a warning that names file and tensor, for the one before it. With as many ranks as saved, training
-    goes on bit by bit as if it had not stopped; with another number, random generators are seeded anew.
+    Each rank reads its own part of the files, whatever number of ranks saved them, and compares every byte that it uses
+    with its checksum. An incomplete or damaged checkpoint is passed over for the one before it, with a warning that
+    names the file and the tensor. With as many ranks as saved, training continues bit by bit; with another number, the
+    random generators are seeded anew.
 
-    optimizer, scheduler: as for `save_state`; what is not passed is not loaded. weights: False leaves the model's
-    tensors as they are. random: False leaves random generators as they are. Raises RuntimeError on every rank if no
-    checkpoint is whole, or if it is of another model or optimizer; values that fit may have been loaded then.
+    Args:
+        folder: the folder of the checkpoints, or one checkpoint.
+        model: the model, made and wrapped as when it was saved.
+        optimizer: as for `save_state`; the state of what is not passed is not loaded.
+        scheduler: as for `save_state`.
+        weights: whether to load the model's tensors.
+        random: whether to restore the random generators.
+
+    Returns:
+        A `Resumed`, or None if `folder` has no checkpoint. Nothing is changed then.
+
+    Raises:
+        RuntimeError: on every rank, if no checkpoint is intact, or if it is of another model or optimizer. Values that
+            fit may have been loaded then.
+
+    Example::
+
+        resumed = bmt.load_state("checkpoints", model, manager)
+        first = resumed.step + 1 if resumed else 1
     """
     check_arguments(folder, model, optimizer, scheduler)
     expect_flag("weights", weights)

@@ -62,32 +62,45 @@ def save_state(
     name: str | None = None,
     add: Callable[[Path], None] | None = None,
 ) -> SavingState:
-    """Save all that training needs to `folder`/checkpoint-`step`, for `load_state`. Collective.
+    """Save everything that training needs to `folder`/checkpoint-`step`, for `load_state`. Collective.
 
-    `model*.safetensors` there, with the config, is what Hugging Face's `from_pretrained` opens;
-    `optimizer*.safetensors` has the optimizer's state in the parameters' shapes. Every rank writes its parts of these
-    files, so all must see `folder`. Nothing is gathered. Random generators of every rank, buffers, schedulers, the loss
-    scale and which layers compute in float8 are saved too.
+    Saved are the weights, buffers, optimizer state, schedulers, the loss scale, the random generators of every rank,
+    and which layers compute in float8. Each rank writes its own part of the files, and nothing is gathered, so all
+    ranks must see `folder`. `model*.safetensors`, with the config, can be opened by Hugging Face's `from_pretrained`;
+    `optimizer*.safetensors` contains the optimizer's state in the parameters' shapes.
 
-    The files are written to a folder of another name, flushed to disk, checksummed, and published by one rename: a
-    kill at any moment leaves the earlier checkpoints or, in addition, this one. Older ones are deleted after that.
-    Raises RuntimeError on every rank if one fails; the earlier checkpoints are untouched then.
+    The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place. If the job is
+    killed, earlier checkpoints are intact. Only then are older checkpoints deleted. No other job may save to `folder`
+    while this process lives.
 
-    optimizer: an OptimManager, an optimizer or a sequence of them; their parameters must be the model's. scheduler: one
-    or several objects with a `state_dict`, besides those of an OptimManager. extra: this rank's tensors, numbers,
-    strings, lists and dicts. step: None counts on from the newest checkpoint in `folder`. keep: the number of
-    checkpoints that remain, this one included; None keeps all. While this process lives, no other job may save there.
+    Args:
+        folder: the folder of the checkpoints.
+        model: the model.
+        optimizer: an OptimManager, an optimizer, or a sequence of them, over parameters of `model`.
+        scheduler: one or several objects with a `state_dict`, besides those of an OptimManager.
+        extra: tensors, numbers, strings, lists and dicts of this rank, which `load_state` returns.
+        step: the number of the checkpoint; None for one more than the newest in `folder`.
+        keep: how many checkpoints remain, this one included; None keeps all.
+        trained_only: save only parameters that are, or since `auto_wrap` were, trainable. They are written to
+            `trained*.safetensors`, and `load_state` needs a model that has the others.
+        non_blocking: return at once; a thread copies the values to host memory and writes them. The next optimizer step
+            waits for the copies. Do not write weights in another way before `SavingState.wait`. The first call reserves
+            host memory for this rank's values, page-locked if there is a GPU, and later calls reuse it. Errors are
+            raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
+        name: the name of the checkpoint in place of checkpoint-`step`.
+        add: called on every rank with an empty folder; the files that it writes there become files of the checkpoint.
+            Of several files of one name the lowest rank's is kept.
 
-    trained_only: leave out parameters that are frozen, and were in every backward whose gradients were reduced, as
-    adapters' users want; the others go to `trained*.safetensors`, and `load_state` needs a model that has the rest.
+    Returns:
+        A `SavingState`. Its `folder` is the checkpoint's.
 
-    non_blocking: return at once; a thread copies the values to host memory and writes them. The next step of an
-    optimizer waits for the copies; write weights in other ways only after `wait` of what is returned. The first such
-    call reserves host memory for this rank's parts, page-locked beside a GPU, which the next ones use as well. Errors
-    are raised on all ranks by the next `save_state` or `load_state` of the folder, or by `wait`.
+    Raises:
+        RuntimeError: on every rank, if one rank fails. Earlier checkpoints are untouched.
+        TypeError, ValueError: an argument is not what is described here.
 
-    name: of the checkpoint instead of checkpoint-`step`. add: called on every rank with an empty folder; the files that
-    it writes there become files of the checkpoint, of those with one name the lowest rank's.
+    Example::
+
+        bmt.save_state("checkpoints", model, manager, step=step, keep=3, non_blocking=True)
     """
     check_arguments(folder, model, optimizer, scheduler)
     _check_options(step, keep, trained_only, non_blocking, name, add)
@@ -170,7 +183,11 @@ def let_others_save(folder: str | os.PathLike) -> None:
 
 
 class SavingState:
-    """A checkpoint that `save_state` has saved or, with non_blocking, is saving. folder: where it is, once complete."""
+    """A checkpoint that `save_state` has saved or, with `non_blocking`, is saving.
+
+    Attributes:
+        folder: the checkpoint's folder, which exists once the checkpoint is complete.
+    """
 
     def __init__(
         self, world: World, job: _Job, snapshot: Snapshot | None = None, memory: HostMemory | None = None
@@ -196,7 +213,11 @@ class SavingState:
             _log.error("save_state: %s was not saved. %s", self._job.final, self._problem)
 
     def wait(self) -> None:
-        """Block until the checkpoint is complete. Collective. Raises RuntimeError on every rank if saving failed."""
+        """Block until the checkpoint is complete. Collective.
+
+        Raises:
+            RuntimeError: on every rank, if saving failed on one.
+        """
         if self._thread is not None and self._snapshot is not None:
             self._thread.join()
             self._snapshot.close()

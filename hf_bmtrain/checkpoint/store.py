@@ -42,7 +42,11 @@ class Saving:
             raise  # threading's hook reports it even without a wait
 
     def wait(self) -> None:
-        """Block until the file is complete and in its place. Raises RuntimeError, on rank 0, if writing failed."""
+        """Block until the file is complete and in its place.
+
+        Raises:
+            RuntimeError: on rank 0, if the file could not be written. An earlier file of that name is untouched.
+        """
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:
@@ -52,16 +56,27 @@ class Saving:
 
 
 def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: bool = False) -> Saving | None:
-    """Write the whole tensors of `model`, persistent buffers included, to one file. Collective.
+    """Save the full tensors of a model, persistent buffers included, to one file. Collective.
 
-    If the name ends in `.safetensors`, the file has that format and contains tied weights once; otherwise it is a
-    `torch.save` of the state dict, which `torch.load(weights_only=True)` opens. Rank 0 writes a file in a folder
-    `file_name`.*.tmp, flushes it to disk and renames it, so that a kill at any moment leaves the previous file or the
-    new one; the next save to `file_name` deletes what it left.
-    Raises RuntimeError on every rank if writing fails.
+    Rank 0 writes to a temporary folder `file_name`.*.tmp, flushes the file to disk and renames it. If the job is
+    killed, the file of that name is the previous one or the new one; the next save to it deletes what was left.
 
-    non_blocking: return a `Saving` as soon as the values are in host memory, on rank 0 alone. Call its `wait` before
-    saving to the same file again.
+    Args:
+        model: a model with or without sharded parameters.
+        file_name: the file to write. If it ends in `.safetensors`, the file has that format and contains tied weights
+            once. Otherwise it is the state dict, written by `torch.save`, and `torch.load(weights_only=True)` reads it.
+        non_blocking: return as soon as the values are in host memory on rank 0; a thread writes the file. Call
+            `Saving.wait` before saving to the same file again.
+
+    Returns:
+        A `Saving` if `non_blocking`, else None.
+
+    Raises:
+        RuntimeError: on every rank, if the file cannot be written. An earlier file of that name is untouched.
+
+    Example::
+
+        bmt.save(model, "model.safetensors")
     """
     world = current_world()
     expect_module("model", model)
@@ -83,13 +98,24 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 
 
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
-    """Load a whole checkpoint into `model`, in place, and return the result of `load_state_dict`. Collective.
+    """Load a checkpoint of full tensors into a model, in place. Collective.
 
-    Reads files of `save`, of `torch.save(model.state_dict())`, of Hugging Face and of BMTrain, torch's with
-    weights_only=True. A folder of Hugging Face, or the `.index.json` in it, stands for the weights there, in one file
-    or several, under the names in them. Every rank reads its own parts, so every host needs the file. It may contain a
-    tied weight once. Raises RuntimeError on every rank if the file cannot be read, or if its keys (unless strict is
-    False) or shapes are not the model's; the error names them, and entries that fit may have been loaded.
+    Each rank reads its own part of each tensor, so the file must be visible on every host. Files of `bmt.save`, of
+    `torch.save(model.state_dict())`, of Hugging Face and of BMTrain can be loaded; torch's are read with
+    `weights_only=True`.
+
+    Args:
+        model: the model whose parameters and buffers are overwritten.
+        file_name: a file, a folder of Hugging Face, or the `.index.json` in such a folder. Names must be those of the
+            model's state dict; a tied weight may be in the file under one of its names.
+        strict: whether the names in the file must be exactly those of the model.
+
+    Returns:
+        The result of `load_state_dict`: the missing and the unexpected keys.
+
+    Raises:
+        RuntimeError: on every rank, if the file cannot be read, or if its keys (with `strict`) or shapes are not the
+            model's. The error names them. Entries that fit may have been loaded then.
     """
     world = current_world()
     expect_module("model", model)

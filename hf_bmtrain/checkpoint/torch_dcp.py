@@ -26,18 +26,24 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class DCPState:
-    """The state of a model and its optimizer, for `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
+    """State of a model and its optimizer for `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
+
+    Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
+    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim", so checkpoints of
+    FSDP2 or of a plain model can be loaded, and the other way round. AdamOptimizer is saved as torch.optim.AdamW, whose
+    lr, betas, eps and weight decay it loads; float32 masters of half-precision weights are saved too, and expected.
+
+    Args:
+        model: the model, whose complete state dict is saved.
+        optimizer: an AdamOptimizer, or another optimizer that has made a step; None for the model alone.
+
+    Raises:
+        RuntimeError: torch is older than 2.15.
+
+    Example::
 
         dcp.save({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
         dcp.load({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
-
-    Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
-    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim": what FSDP2 or a plain
-    model has saved so is loaded, and the other way round. AdamOptimizer is saved as torch.optim.AdamW, whose lr, betas,
-    eps and weight decay it loads; masters of half-precision weights are saved too, and expected.
-
-    model: its whole state dict is saved. optimizer: AdamOptimizer, or another that has made a step. Raises RuntimeError
-    with an older torch.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -27,10 +27,16 @@ from ..engine.runtime.world import World, current_world
 def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
     """Make `accelerator.save_state` and `load_state` save and load checkpoints as `bmt.save_state` does.
 
-    Weights and optimizer state are written by all ranks, nothing is gathered, and any number of ranks can resume.
+    All ranks write their parts of weights and optimizer state, nothing is gathered, and any number of ranks can resume.
     Accelerate writes all else (schedulers, scaler, samplers, registered objects, random states) to the same folder,
-    which is checksummed and published by one rename. Checkpoints beyond `total_limit` are deleted after that.
-    Returns `accelerator`; both methods are collective then.
+    which is checksummed and renamed into place. Checkpoints beyond `total_limit` are deleted after that. Both methods
+    are collective then.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`, which is changed.
+
+    Returns:
+        `accelerator`.
     """
     expect_kind("accelerator", accelerator, Accelerator, "an accelerate.Accelerator")
     states = _AcceleratorStates(accelerator)

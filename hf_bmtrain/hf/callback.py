@@ -27,21 +27,27 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class BMTrainCallback(TrainerCallback):
-    """Trains a sharded model with Trainer: `Trainer(model=bmt.auto_wrap(model), …, callbacks=[BMTrainCallback()])`.
+    """Trains a sharded model with Hugging Face's Trainer.
 
     At the start it raises an error for arguments that do not work with a sharded model, and shards adapters that the
-    trainer itself added. Before every save, which Trainer performs on rank 0 alone, all ranks write their parts of
-    weights and optimizer state to the checkpoint. It compiles the blocks if `torch_compile` is set. To log entries of
-    the training loss it adds samples_per_second, tokens_per_second (of all ranks), model_tflops_per_device,
-    peak_memory_gib (of the rank with most) and, with loss scaling, loss_scale. A gradient norm of inf or nan, or a loss
-    scale below 1, in such an entry is a warning that is followed by the block, parameter and rank it comes from; after
-    three such norms in a row training ends with an error.
+    trainer itself added. Trainer saves on rank 0 alone; before each save all ranks write their parts of weights and
+    optimizer state to the checkpoint. The callback compiles the blocks if `torch_compile` is set.
+
+    To log entries of the training loss it adds samples_per_second, tokens_per_second (of all ranks),
+    model_tflops_per_device, peak_memory_gib (of the rank with most) and, with loss scaling, loss_scale. If the gradient
+    norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and rank it
+    comes from; after three such norms in a row training ends with an error.
 
     Pass it last in `callbacks`, so that it sees whether the others requested a save. Reporters such as TensorBoard run
     before it and miss its numbers; with `bmt.hf.Trainer` they receive them.
 
-    save_on_sigterm: after SIGTERM to any rank, all save a checkpoint at the end of the step and exit with status 143.
-    The ranks ask each other after every step then, which takes about a millisecond.
+    Args:
+        save_on_sigterm: after SIGTERM to any rank, save a checkpoint at the end of the step and exit with status 143,
+            on all ranks. The ranks then exchange a message after every step, which takes about a millisecond.
+
+    Example::
+
+        trainer = Trainer(model=bmt.auto_wrap(model), args=args, train_dataset=data, callbacks=[BMTrainCallback()])
     """
 
     def __init__(self, save_on_sigterm: bool = False) -> None:
@@ -154,7 +160,12 @@ class BMTrainCallback(TrainerCallback):
         self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
-        """Gather the present weights of `model`, for a `save_model` that runs on rank 0 alone. Collective."""
+        """Gather the present weights, for a `save_model` that runs on rank 0 alone. Collective.
+
+        Args:
+            args: the trainer's TrainingArguments.
+            model: the sharded model.
+        """
         self._adopt(args, model)
         assert self._weights is not None
         self._weights.gather(checkpoint=False)
@@ -175,7 +186,11 @@ class BMTrainCallback(TrainerCallback):
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Move the report into `logs` if they contain the training loss."""
+        """Move the numbers of the last step into a log entry.
+
+        Args:
+            logs: the entry, which is changed if it contains the training loss.
+        """
         if "loss" in logs:
             logs.update(self._report)
             self._report = {}

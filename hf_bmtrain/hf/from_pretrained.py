@@ -47,24 +47,44 @@ def from_pretrained(
     keep: Sequence[str] = (),
     **kwargs: Any,
 ) -> Any:
-    """Return `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, never whole. Collective.
+    """Load a model of transformers and shard it while its files are read. Collective.
 
-    Every rank maps the files, so each host needs them, and reads its part of each tensor. Tensors that are converted
-    (to another dtype, or merged) are whole in host memory one at a time, with the parts of merged ones; this rank's 1/N
-    of them is kept until they are sharded. Weights that the files lack are whole until then. Device memory holds the
-    shards and one tensor whole.
+    The result is that of `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, bit by bit, but
+    no rank holds the full model. There is one exception: values in the files are kept, also where transformers
+    overwrites the row of the padding in a loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP).
 
-    The result is that of loading whole and wrapping, bit by bit, with one exception: values in the files are kept, also
-    where transformers overwrites the padding's row of a loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP).
+    Each rank maps the files and reads its part of each tensor, so every host needs the files. Tensors that are
+    converted (to another dtype, or merged) are in host memory in full, one at a time; of these each rank keeps 1/N
+    until they are sharded. Weights that the files lack are in host memory in full until then. Device memory holds the
+    shards and one full tensor.
 
-    auto_class: AutoModelForCausalLM, LlamaForCausalLM, … kwargs: of its `from_pretrained`; with
-    `output_loading_info=True` the result is (model, info).
-    zero_level, use_checkpoint, compile, keep_frozen, float8, keep: of `auto_wrap`.
-    blocks: names of the modules that become blocks instead, as `auto_wrap` takes the modules.
-    quantize_frozen: of `auto_wrap`; all that is loaded is frozen, for adapters that are added to the result.
+    Args:
+        auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a `from_pretrained`.
+        name_or_path: a name on the hub, or a folder; None with `state_dict` in `kwargs`.
+        *model_args: of the class's `from_pretrained`.
+        zero_level: as for `auto_wrap`.
+        use_checkpoint: as for `auto_wrap`.
+        compile: as for `auto_wrap`.
+        blocks: the names of the modules that become blocks; None finds them as `auto_wrap` does.
+        keep_frozen: as for `auto_wrap`.
+        quantize_frozen: as for `auto_wrap`; everything that is loaded is frozen, for adapters that are added to the
+            result.
+        float8: as for `auto_wrap`.
+        keep: as for `auto_wrap`.
+        **kwargs: of the class's `from_pretrained`.
 
-    Raises what `auto_class.from_pretrained` raises, and RuntimeError on the other ranks; ValueError for quantized
-    weights, adapters and arguments that place or divide the model in another way.
+    Returns:
+        The model; with `output_loading_info=True` the pair (model, info).
+
+    Raises:
+        ValueError: weights are quantized, `name_or_path` is an adapter, or an argument places or divides the model in
+            another way.
+        RuntimeError: loading failed on another rank.
+        Exception: whatever the class's `from_pretrained` raised on this rank.
+
+    Example::
+
+        model = bmt.hf.from_pretrained(AutoModelForCausalLM, "meta-llama/Llama-3.1-8B", dtype=torch.bfloat16)
     """
     world = current_world()
     _check_arguments(auto_class, name_or_path, zero_level, use_checkpoint, compile, blocks)

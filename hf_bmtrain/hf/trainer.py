@@ -18,10 +18,19 @@ _Base: Any = transformers.Trainer
 
 
 class TrainerMixin:
-    """Adds BMTrainCallback to a trainer: `class MyTrainer(bmt.hf.TrainerMixin, SomeTrainer)`.
+    """Adds BMTrainCallback to a trainer.
 
-    The callback's numbers reach every reporter, and parameters are counted whole, not by this rank's slices.
-    `train(resume_from_checkpoint=True)` resumes from the newest checkpoint whose every byte is what was saved.
+    The callback's numbers reach every reporter, and parameters are counted in full, not by this rank's shards.
+    `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
+
+    Args:
+        *args: of the trainer.
+        callbacks: of the trainer; a BMTrainCallback is added unless there is one.
+        **kwargs: of the trainer.
+
+    Example::
+
+        class MyTrainer(bmt.hf.TrainerMixin, SomeTrainer): ...
     """
 
     callback_handler: Any
@@ -36,10 +45,21 @@ class TrainerMixin:
         super().__init__(*args, callbacks=callbacks, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train. A checkpoint to resume from is verified first; every rank reads a part of it. Collective.
+        """Train the model. Collective.
 
-        With True, one that is damaged or incomplete is passed over for the one before it, with a warning. Raises
-        RuntimeError on every rank if the folder that is given is damaged, or if no checkpoint is whole.
+        A checkpoint to resume from is verified first; every rank reads a part of it.
+
+        Args:
+            resume_from_checkpoint: a checkpoint, or True for the newest one in `output_dir`: one that is damaged or
+                incomplete is passed over for the one before it, with a warning.
+            *args: of the trainer's `train`.
+            **kwargs: of the trainer's `train`.
+
+        Returns:
+            What the trainer's `train` returns.
+
+        Raises:
+            RuntimeError: on every rank, if the given checkpoint is damaged, or no checkpoint is intact.
         """
         given: Any = resume_from_checkpoint
         if given is True:
@@ -65,19 +85,38 @@ class TrainerMixin:
         return [each for each in self.callback_handler.callbacks if isinstance(each, BMTrainCallback)]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log an entry, with the callback's numbers.
+
+        Args:
+            logs: the entry.
+            *args: of the trainer's `log`.
+            **kwargs: of the trainer's `log`.
+        """
         for callback in self._callbacks():
             callback.take_report(logs)
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
-        """Gather the weights, then call Trainer's `save_model`, whose body rank 0 runs alone. Collective."""
+        """Gather the weights, then call the trainer's `save_model`, whose body rank 0 runs alone. Collective.
+
+        Args:
+            *args: of the trainer's `save_model`.
+            **kwargs: of the trainer's `save_model`.
+        """
         for callback in self._callbacks() if not _internal_call else ():
             callback.stage(self.args, self.model)
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:
+        """Return the number of elements of all trainable parameters, in full."""
         return ParameterCount(self.model)(only_trainable=True)
 
 
 class Trainer(TrainerMixin, _Base):
-    """transformers.Trainer with BMTrainCallback."""
+    """transformers.Trainer with BMTrainCallback.
+
+    Args:
+        *args: of transformers.Trainer.
+        callbacks: of transformers.Trainer; a BMTrainCallback is added unless there is one.
+        **kwargs: of transformers.Trainer.
+    """

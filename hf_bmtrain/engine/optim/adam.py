@@ -22,39 +22,47 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class AdamOptimizer(torch.optim.Optimizer):
-    """AdamW: eps outside the square root, decoupled weight decay, bias-corrected (Loshchilov & Hutter, 2019); or Adam.
+    """AdamW over the shards of sharded parameters, and over ordinary parameters (Loshchilov & Hutter, 2019).
 
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
 
-    Updates slices and ordinary parameters of one device. Neighbouring slices of a parameter group are updated in one
-    launch. Parameters without a gradient (`.grad is None`) are left as they are; gradients are only read.
+    All parameters must be on one device. Neighbouring shards of a parameter group are updated in one launch. Parameters
+    without a gradient (`.grad is None`) are left as they are; gradients are only read. The host never waits for the
+    device in `step`.
 
-    State: m, v and, for half-precision weights, a master copy of w, all float32; the weights are the masters rounded to
-    nearest even. On CUDA the master of a bfloat16 weight is stored, without loss, as the 16 bits by which it differs
-    from the weight (ops/residual.py): 10 bytes of state per element, instead of 12 as for float16 weights; float32
-    weights, their own masters, take 8. `optimizer.state[p]` then has "residual" instead of "master". `state_dict()`
-    contains float32 masters on every device, assembled in host memory.
+    The state is m, v and, for half-precision weights, a master copy of w, all float32; the weights are the masters
+    rounded to nearest even. On CUDA the master of a bfloat16 weight is stored, without loss, as the 16 bits by which it
+    differs from the weight (ops/residual.py), so that the state takes 10 bytes per element, instead of 12 as for
+    float16 weights; float32 weights are their own masters, and take 8. `optimizer.state[p]` then has "residual" instead
+    of "master". `state_dict()` contains float32 masters on every device, in host memory.
 
-    Writing half-precision weights between steps (a load, an average, a mask) moves their masters, so that they round to
-    the new weights (see `Master.follow_weight`). Masters of weights that keep their value do not move.
-
-    decoupled: False adds weight_decay·w to g instead, as torch.optim.Adam does (L2 regularisation), for weights of
-    every dtype. BMTrain does so for float32 weights, and decouples the decay of half-precision ones. It is a setting of
-    the parameter group.
-
-    lr, betas, eps, weight_decay: numbers, or tensors of one element; those on the weights' device are read there.
-
-    hold_steps: the number of first steps of a parameter that update m, v and t but not w, so that the moments settle
-    first. t counts these steps, because m and v contain their gradients: the next step has the bias correction of step
-    `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the parameter group, like lr.
-
-    exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically by bits that depend only on the element
-    and the step, not on the number of ranks (but with float8 blocks one rank has other bits than several).
+    If half-precision weights are written between steps (a load, an average, a mask), their masters move so that they
+    round to the new weights (see `Master.follow_weight`). Masters of weights that keep their value do not move.
 
     `grad_scale` and `found_inf` (float32 scalars on the device, set by OptimManager or torch.amp.GradScaler before
-    `step`) divide the gradients and skip the update. The host never waits for the device in `step`.
+    `step`) divide the gradients and skip the update.
 
-    Raises ValueError for settings out of range, and for parameters that are not float32, float16 or bfloat16.
+    Args:
+        params: parameters, or parameter groups as for torch's optimizers; float32, float16 or bfloat16.
+        lr: the learning rate: a number, or a tensor of one element. Tensors on the weights' device are read there, here
+            and for the next three.
+        betas: β₁ and β₂.
+        eps: added to √v, outside the square root.
+        weight_decay: wd.
+        hold_steps: the number of first steps of a parameter that update m, v and t but not w, so that the moments
+            settle first. t counts these steps, because m and v contain their gradients: the next step has the bias
+            correction of step `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the
+            parameter group.
+        decoupled: False adds weight_decay·w to g instead, as torch.optim.Adam does, for weights of every dtype. BMTrain
+            does so for float32 weights, and decouples the decay of half-precision ones. It is a setting of the
+            parameter group.
+        exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically by bits that depend only on the
+            element and the step, not on the number of ranks (but with float8 blocks one rank has other bits than
+            several).
+
+    Raises:
+        TypeError: `params` is one tensor.
+        ValueError: a setting is out of range, there are no parameters, or one is of another dtype.
     """
 
     _step_supports_amp_scaling = True
@@ -92,6 +100,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
 
     def add_param_group(self, param_group: dict) -> None:
+        """Add a group of parameters with settings of its own.
+
+        Args:
+            param_group: a dict with "params" and settings that differ from the defaults.
+
+        Raises:
+            ValueError: a setting is out of range, "params" is missing, or a parameter is not float32, float16 or
+                bfloat16.
+        """
         expect_kind("param_group", param_group, dict, 'a dict with "params"')
         if "params" not in param_group:
             raise ValueError(f'param_group must have "params", got the keys {", ".join(map(str, param_group))}')
@@ -112,7 +129,15 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, scale: float = 1.0):
-        """Update every parameter that has a gradient, divided by `scale`."""
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: a function that computes the loss, called before the update; None for none.
+            scale: divides the gradients.
+
+        Returns:
+            What `closure` returned, or None.
+        """
         loss = None
         if closure is not None:
             expect_callable("closure", closure, "a function that computes the loss, or None")
@@ -184,6 +209,11 @@ class AdamOptimizer(torch.optim.Optimizer):
     _finish = wait  # before state is read or moved
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients to None.
+
+        Args:
+            set_to_none: False sets them to zero instead.
+        """
         if not set_to_none:
             self.wait()  # an update may still read the gradients
         with WithoutTorchFunction():  # each attribute of a slice looks for overrides otherwise
@@ -256,11 +286,12 @@ class AdamOptimizer(torch.optim.Optimizer):
     def state_dict(self, gather: bool = False) -> dict:
         """Return the state of torch's AdamW, with a float32 "master" for half-precision weights.
 
-        Its tensors are the optimizer's own, which the next step changes, except masters and exp_avg_sq assembled from
+        The tensors are the optimizer's own, which the next step changes, except masters and exp_avg_sq assembled from
         residuals.
 
-        gather: return a copy of the whole state, in host memory on rank 0 (other ranks get no tensors), for any number
-        of ranks; every rank passes it to `load_state_dict`. Collective.
+        Args:
+            gather: whether to return a copy of the full state instead, in host memory on rank 0 (other ranks get no
+                tensors), for any number of ranks; every rank passes it to `load_state_dict`. Collective then.
         """
         expect_flag("gather", gather)
         if gather:
@@ -288,8 +319,13 @@ class AdamOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the state of any AdamW as float32; torch would cast it to the dtype of the parameters.
 
-        Of whole tensors this rank's part is loaded. Until the next step it is a copy in host memory, so that no device
-        stores it twice.
+        Until the next step the state is a copy in host memory, so that no device stores it twice.
+
+        Args:
+            state_dict: this rank's part or, on every rank, full tensors, of which this rank's part is loaded.
+
+        Raises:
+            ValueError: the state is of other parameters.
         """
         check_state(state_dict)
         if "sliced" in state_dict:  # a gathered state
@@ -303,7 +339,11 @@ class AdamOptimizer(torch.optim.Optimizer):
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Load a state dict whose state is the step counts, and allocate the rest, which the caller is to write.
 
-        Returns it as `stored_state` does, for the parameters that have a step count.
+        Args:
+            state_dict: step counts, and parameter groups.
+
+        Returns:
+            The state of the parameters that have a step count, as `stored_state` returns it.
         """
         self._load(state_dict, copy=True)
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])

@@ -25,27 +25,38 @@ from .state import load_state, save_state
 class OptimManager:
     """Steps optimizers and their schedulers, with loss scaling and clipping, and skips steps that overflow.
 
+    If a gradient is inf or nan, the gradients are zeroed, and neither optimizers nor schedulers step; a loss scale is
+    divided by `loss_scale_factor` while it is above `min_loss_scale`. One line of the log "hf_bmtrain" names the block,
+    the parameter and, if it is known, the rank. With dynamic loss scaling skipped steps are normal, and logged as info,
+    as a warning at each eighth in a row. Without it, or at the minimum scale, they are logged as warnings.
+
+    With AdamOptimizer the host never waits for the device: norm, clip factor, scale and skip flag are scalars on the
+    device. The host reads the skip flag in the next `backward` or `step`, after it has arrived, and then advances the
+    schedulers; on CPU it does so at once. Other optimizers wait for the flag in `step`.
+
+    Args:
+        loss_scale: the initial loss scale, a power of two, for float16; None for no scaling.
+        loss_scale_factor: the factor by which the scale grows and shrinks; None for the world's, 2 by default.
+        loss_scale_steps: the number of steps in a row without overflow after which the scale grows; None for the
+            world's, 1024 by default.
+        min_loss_scale: the least scale.
+        max_loss_scale: the largest scale.
+        grad_scale: divides the sum of the ranks' gradients; None for the world size, which gives their mean.
+        max_skipped_steps: after so many skipped steps in a row that a lower scale could not have avoided, `step` or the
+            next `backward` raises RuntimeError; None for no limit.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example::
+
+        manager = bmt.optim.OptimManager()
         manager.add_optimizer(optimizer, lr_scheduler)
         for batch in batches:
             manager.zero_grad()
             manager.backward(model(batch))
             manager.clip_grad_norm(optimizer.param_groups, 1.0)
             manager.step()
-
-    loss_scale: the initial scale, a power of two (for fp16), or None for no scaling. It is multiplied by
-    loss_scale_factor after loss_scale_steps clean steps in a row (defaults: the world's, 2 and 1024), up to
-    max_loss_scale. If a gradient is inf or nan, the scale is divided by the factor while it is above min_loss_scale,
-    the gradients are zeroed, and neither optimizers nor schedulers step. Such a step is skipped without a loss scale
-    as well. One line of the log "hf_bmtrain" tells which block and parameter, and if it is known which rank: a warning
-    where a lower scale could not have helped (there is none, or it is at its minimum), otherwise as info, and as a
-    warning at each eighth in a row. After max_skipped_steps in a row that a lower scale could not have avoided `step`,
-    or the next `backward`, raises RuntimeError; None is no limit.
-
-    grad_scale: what the sum of the ranks' gradients is divided by, None for the world size, which gives their mean.
-
-    With AdamOptimizer the host never waits for the device: norm, clip factor, scale and skip flag are scalars on the
-    device. The host reads the skip flag in the next `backward` or `step`, after it has arrived, and then advances the
-    schedulers; on CPU it does so at once. Other optimizers wait for the flag in `step`.
     """
 
     def __init__(
@@ -125,9 +136,15 @@ class OptimManager:
         return self.schedulers
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Add `optimizer`, and `lr_scheduler` (any object with a `step()`), which is stepped after it.
+        """Add an optimizer and its scheduler.
 
-        Raises ValueError for an optimizer that was created before its model was sharded: it would train nothing.
+        Args:
+            optimizer: an optimizer over parameters of the sharded model.
+            lr_scheduler: any object with a `step()`, called after the optimizer's; None for none.
+
+        Raises:
+            TypeError: `optimizer` or `lr_scheduler` has no `step()`.
+            ValueError: the optimizer was added before, or made before its model was sharded: it would train nothing.
         """
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
@@ -150,7 +167,11 @@ class OptimManager:
             optimizer.loss_scale = self._scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of every optimizer to None, or to zero."""
+        """Set the gradients of every optimizer to None.
+
+        Args:
+            set_to_none: False sets them to zero instead.
+        """
         if not isinstance(set_to_none, bool):
             expect_flag("set_to_none", set_to_none)
         if self._skipped is not None and self._skipped.arrived and self._skipped.read():
@@ -160,7 +181,15 @@ class OptimManager:
         self._used = {}  # or their memory would not be free in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Run the backward of `loss` (a scalar) times the loss scale."""
+        """Run the backward of a loss times the loss scale. Collective, since it reduces gradients.
+
+        Args:
+            loss: a scalar, or a tensor of one element.
+
+        Raises:
+            ValueError: `loss` is no number, or requires no gradient.
+            RuntimeError: the last step was skipped, and the limit of skipped steps is reached.
+        """
         if loss is None:
             raise ValueError("backward() needs the loss: call manager.backward(loss).")
         if not isinstance(loss, torch.Tensor):
@@ -180,7 +209,11 @@ class OptimManager:
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` times the loss scale, for a `backward()` of your own; `step` divides the gradients by it."""
+        """Return a loss times the loss scale, for a `backward()` of your own; `step` divides the gradients by it.
+
+        Args:
+            loss: a scalar, or a tensor of one element.
+        """
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
         self._end_last_step()
@@ -193,12 +226,25 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Scale the gradients by max_norm / (norm + eps) if that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+        """Scale gradients by max_norm / (norm + eps) if that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+        Collective.
 
         The norm is over all ranks, without the loss scale. If all gradients of an optimizer are clipped, its update
-        scales them; others are scaled in place. Returns the norm before clipping, a float32 scalar on the device
-        (formatting it waits for the device). scale: an argument of BMTrain's, ignored. Collective.
-        Raises RuntimeError after `update_in_backward`, which has used the gradients.
+        scales them; others are scaled in place.
+
+        Args:
+            param_groups: `optimizer.param_groups`, or a list of dicts with "params".
+            max_norm: the largest norm: a number, or a tensor of one element.
+            norm_type: the order of the norm, positive or inf.
+            scale: an argument of BMTrain's, ignored.
+            eps: added to the norm.
+
+        Returns:
+            The norm before clipping, a float32 scalar on the device. Reading its value waits for the device.
+
+        Raises:
+            RuntimeError: after `update_in_backward`, which has used the gradients.
+            TypeError, ValueError: an argument is out of range.
         """
         param_groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
         _check_clipping(param_groups, max_norm, norm_type, eps)
@@ -232,7 +278,11 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one update of every optimizer, or none of any if a gradient is inf or nan. Collective."""
+        """Make one update of every optimizer, or none of any if a gradient is inf or nan. Collective.
+
+        Raises:
+            RuntimeError: there is no optimizer, the ranks' managers differ, or the limit of skipped steps is reached.
+        """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer: call add_optimizer first.")
         # 1. The last step is over: advance its schedulers, or drop its gradients if it was skipped.
@@ -310,8 +360,12 @@ class OptimManager:
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """Return the state of optimizers, schedulers and loss scale, in host memory, for torch.save. Collective.
 
-        gather_opt: gather the optimizers' whole state on rank 0 (other ranks get no tensors), for any number of ranks.
-        Otherwise every rank gets its own part, for the same rank of an equally large world.
+        Args:
+            gather_opt: whether rank 0 gets the optimizers' full state, for any number of ranks, and other ranks get no
+                tensors. Otherwise every rank gets its own part, for the same rank of an equally large world.
+
+        Returns:
+            A dict for `load_state_dict`.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -329,11 +383,16 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
-        """Load `state_dict`, after the same calls of `add_optimizer` as when it was saved.
+        """Load a state, after the same calls of `add_optimizer` as when it was saved. Collective.
 
-        Every rank passes a state saved with gather_opt whole; the argument gather_opt is optional. Raises ValueError,
-        with the manager's own state unchanged, for the state of other optimizers or of another manager. Collective:
-        raises RuntimeError if the ranks pass states that differ in more than their own parts.
+        Args:
+            state_dict: what `state_dict` returned. Every rank passes a state saved with `gather_opt` in full.
+            gather_opt: as it was saved; None takes either.
+
+        Raises:
+            ValueError: the state is of other optimizers or of another manager. The manager's own state is unchanged
+                then.
+            RuntimeError: the ranks pass states that differ in more than their own parts.
         """
         expect_kind("state_dict", state_dict, dict, "what OptimManager.state_dict() returned")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -354,7 +413,14 @@ class OptimManager:
         self.load_own_state(state_dict)
 
     def check_own_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `state`, of `own_state`, is of a manager with the same optimizers and schedulers."""
+        """Check that a state of `own_state` is of a manager with the same optimizers and schedulers.
+
+        Args:
+            state: what `own_state` returned.
+
+        Raises:
+            ValueError: it is not.
+        """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
@@ -370,7 +436,14 @@ class OptimManager:
             )
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Load what `own_state` returned."""
+        """Load what `own_state` returned.
+
+        Args:
+            state: what `own_state` returned.
+
+        Raises:
+            ValueError: it is of another manager.
+        """
         self.check_own_state(state)
         self._end_last_step()
         for scheduler, saved in zip(self.schedulers, state["lr_schedulers"]):

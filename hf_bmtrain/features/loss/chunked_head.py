@@ -21,16 +21,18 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def fuse_causal_loss(model: torch.nn.Module) -> bool:
-    """Make `model(input_ids, labels=…)` compute its training loss by `linear_cross_entropy`. Return whether it does.
+    """Make `model(input_ids, labels=...)` compute its training loss without its logits, by `linear_cross_entropy`.
 
-    The returned `loss` is the model's own (shift and `num_items_in_batch` included) and `logits` is None: the logits
-    never exist whole. In evaluation and without labels nothing changes. The model's own forward runs; its head returns
-    UnbornLogits, which record the operations on them until the cross entropy. Scaling (Cohere, Granite), soft-capping
-    (Gemma), casts, reshaping and slicing of rows are recorded; any other operation computes the logits, and one log
-    line names it.
+    The returned `loss` is the model's own, with its shift and `num_items_in_batch`, and `logits` is None. Nothing
+    changes in evaluation or without labels. The model's own forward runs; its head returns an object that records the
+    operations on it until the cross entropy. Scaling (Cohere, Granite), soft-capping (Gemma), casts, reshaping and
+    slicing of rows are recorded. Any other operation computes the logits, and one line of the log names it.
 
-    model: any model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`. If its
-    loss cannot be fused, it is left unchanged, and one log line gives the reason.
+    Args:
+        model: a model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`.
+
+    Returns:
+        Whether the loss is fused. If it cannot be, the model is unchanged, and one line of the log gives the reason.
     """
     expect_module("model", model)
     find_head = getattr(model, "get_output_embeddings", None)

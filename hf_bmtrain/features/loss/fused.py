@@ -103,7 +103,31 @@ def cross_entropy(
     softcap: float = 0.0,
     num_items_in_batch: NumItems = None,
 ) -> Tensor:
-    """Compute the loss of `FusedCrossEntropy`, which documents the arguments."""
+    """Compute the cross entropy between logits and class indices, in float32. The function of `FusedCrossEntropy`.
+
+    Args:
+        logits: (N, C) or (N, C, d...) float16, bfloat16 or float32; the gradient has the same dtype.
+        targets: (N,) or (N, d...) class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
+        weight: (C,), one weight per class, any floating dtype; the mean divides by the sum of the targets' weights.
+        ignore_index: targets with this value contribute neither to the loss nor to the gradient.
+        reduction: "mean" over the targets that count, "sum", or "none".
+        label_smoothing: weight of the uniform distribution over all classes in each target, in [0, 1].
+        inplace: write the gradient over the logits, which saves their size in memory. The caller must not read the
+            logits afterwards.
+        z_loss: add z_loss * logsumexp(logits)^2 to every row that counts.
+        softcap: replace the logits by softcap * tanh(logits / softcap); 0 for none.
+        num_items_in_batch: the divisor of the mean in place of the targets that count in this call; a number or a
+            tensor of one element.
+
+    Returns:
+        float32: a scalar, or the targets' shape with reduction "none". See `FusedCrossEntropy.forward` for special
+        values.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or settings, or, with `inplace`, logits that are a leaf of autograd; on CPU
+            also a target out of range.
+        RuntimeError: in backward, for create_graph=True and, with `inplace`, for a second backward.
+    """
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     expect_tensor("logits", logits)
     expect_tensor("targets", targets)

@@ -45,22 +45,28 @@ def linear_cross_entropy(
     computes the logits again. Only gradients that are needed are computed. Targets are not shifted: `targets[i]`
     belongs to `hidden[i]`.
 
-    `weight` and `bias` may be slices of a sharded model (`model.lm_head.weight`), inside or outside its forward: they
-    are gathered, released before this function returns, and their gradient is reduced when backward reaches the loss.
-    Every rank must call it then.
+    `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside its forward.
+    They are all-gathered, freed before this function returns, and their gradient is reduced when backward reaches the
+    loss. Collective then.
 
     Args:
         hidden: (..., H) float16, bfloat16 or float32.
-        weight: (V, H), bias: (V,), of hidden's dtype; under autocast all are cast to its dtype.
+        weight: (V, H), of hidden's dtype; under autocast all three are cast to its dtype.
         targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
+        bias: (V,), of hidden's dtype, or None.
         class_weight: (V,), one weight per class.
-        ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch: as in `FusedCrossEntropy`,
-            also for targets out of range, no targets at all, and infinite logits.
+        ignore_index: as in `FusedCrossEntropy`.
+        reduction: as in `FusedCrossEntropy`.
+        label_smoothing: as in `FusedCrossEntropy`.
+        z_loss: as in `FusedCrossEntropy`.
+        softcap: as in `FusedCrossEntropy`.
+        num_items_in_batch: as in `FusedCrossEntropy.forward`.
         chunk_bytes: the most bytes of logits at a time. In addition, from forward to backward, the weight's gradient
             takes 4 bytes per element, and hidden's gradient as much as hidden.
 
     Returns:
-        float32: a scalar, or the targets' shape with reduction "none".
+        float32: a scalar, or the targets' shape with reduction "none". Targets out of range, no targets at all, and
+        infinite logits are treated as in `FusedCrossEntropy.forward`.
 
     Raises:
         ValueError: wrong shapes, dtypes or settings; on CPU also a target out of range.

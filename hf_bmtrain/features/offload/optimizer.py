@@ -29,22 +29,34 @@ _log = logging.getLogger("hf_bmtrain")
 class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory. The results are bitwise the same.
 
-    It takes as many bytes of host memory as AdamOptimizer's on the device, and as many over PCIe each way; the state
-    dict of bfloat16 weights takes 8 bytes more per element. On CPU nothing is copied, and it works like AdamOptimizer.
+    It takes as many bytes of host memory as AdamOptimizer takes on the device, and as many over PCIe each way per step;
+    the state dict of bfloat16 weights takes 8 bytes more per element. On CPU nothing is copied, and it works like
+    AdamOptimizer.
 
     `step` copies the state through the device in chunks, on streams of its own, and returns before the last chunks are
-    updated. The chunks of the first buffers are the first, so that the next forward can begin early: a buffer waits for
-    its own update when it is gathered (see PendingUpdate). Forward, backward, `parameter.gather()`, `state_dict`,
+    updated. The chunks of the first buffers come first, so that the next forward can begin early: a buffer waits for
+    its own update when it is all-gathered (see PendingUpdate). Forward, backward, `parameter.gather()`, `state_dict`,
     loading, `.data` and the next `step` wait by themselves. After a `step`, call `wait()` before any other read or
-    write of slices or of `optimizer.state`, and before writing to their gradients (an average over
+    write of parameters or of `optimizer.state`, and before writing to their gradients (an average over
     `model.parameters()`, for example).
 
-    record_delta: after every step compute the mean and the variance of its update over all elements, in units of the
-    learning rate (see `delta_moments`), for `get_avg_delta()` and `get_var_delta()`. This is slow, for inspection only:
-    the host waits for the step, all state is copied to the device once more, in parts of about 30 MiB, and the ranks
-    reduce three numbers.
+    Args:
+        params: as for AdamOptimizer, as are all arguments but `record_delta`.
+        lr: the learning rate.
+        betas: β₁ and β₂.
+        eps: added to √v, outside the square root.
+        weight_decay: the decay of the weights.
+        hold_steps: the number of first steps that update the moments alone.
+        record_delta: compute, after every step, the mean and the variance of its update over all elements, in units of
+            the learning rate (see `delta_moments`), for `get_avg_delta()` and `get_var_delta()`. It is slow, for
+            inspection only: the host waits for the step, all state is copied to the device once more, in parts of about
+            30 MiB, and the ranks reduce three numbers.
+        decoupled: False adds the decay to the gradient instead.
+        exp_avg_dtype: the dtype of the first moment.
 
-    Raises RuntimeError if the host memory is insufficient for the state.
+    Raises:
+        RuntimeError: in the first step, if the host memory is insufficient for the state.
+        ValueError: as AdamOptimizer.
     """
 
     def __init__(
@@ -71,17 +83,18 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._mover: DeviceUpdate | None = None
 
     def get_avg_delta(self) -> float:
-        """The mean of the last step's update in units of the learning rate; 0 without `record_delta`.
+        """Return the mean of the last step's update in units of the learning rate; 0 without `record_delta`.
 
-        Reading it waits for the device. A skipped step leaves the values of the last one.
+        Waits for the device. A skipped step leaves the values of the last one.
         """
         return 0.0 if self._delta is None else self._delta[0].item()
 
     def get_var_delta(self) -> float:
-        """The variance of the last step's update, as `get_avg_delta` gives the mean."""
+        """Return the variance of the last step's update, as `get_avg_delta` returns the mean."""
         return 0.0 if self._delta is None else self._delta[1].item()
 
     def wait(self) -> None:
+        """Make the current stream wait until the last update has written weights and state. The host does not wait."""
         if self._mover is not None:
             self._mover.updated.wait()
 
@@ -158,22 +171,26 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def update_in_backward(self) -> Iterator[None]:
         """Update each block during the backward as soon as its gradient is reduced; `step` updates the rest.
 
-            for batch in batches[:-1]:
-                model(batch).backward()  # accumulates
-            with optimizer.update_in_backward():
-                model(batches[-1]).backward()
-            optimizer.step()
-
         The weights after `step` are bitwise the same as without it; between the backward and `step` they are partly
-        updated and must not be used. The state of all blocks is copied during the backward, from the last block to
-        the first, so the next forward begins after the last chunk.
+        updated and must not be used. The state of all blocks is copied during the backward, from the last block to the
+        first, so the next forward begins after the last chunk.
 
         Use it only if the update does not depend on all gradients together: clipping, loss scaling and skipping come
         too late, and `clip_grad_norm` and `step` raise. An inf or nan reaches the weights, and OptimManager raises.
         `step` updates ordinary parameters, and all parameters of a buffer in the first step, in the first after a load
         and whenever other parameters of the buffer have gradients than in the last step.
 
-        Raises ValueError with a loss scale, and RuntimeError for a second backward inside or a missing `step`.
+        Raises:
+            ValueError: there is a loss scale.
+            RuntimeError: a second backward inside, or no `step` since the last one.
+
+        Example::
+
+            for batch in batches[:-1]:
+                model(batch).backward()  # accumulates
+            with optimizer.update_in_backward():
+                model(batches[-1]).backward()
+            optimizer.step()
         """
         if self.loss_scale is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The launchers of recipes/LAUNCHERS.md, as printed there: a short job equals plain torch in one process."""
+"""The launchers of recipes/guides/launchers.md, as printed there: a short job equals plain torch in one process."""
 
 import json
 import os
@@ -44,9 +44,11 @@ PROGRAMS = {
 
 
 def commands() -> dict[str, str]:
-    """{on: command} of the table in recipes/LAUNCHERS.md."""
+    """{on: command} of the table in recipes/guides/launchers.md."""
     section = re.search(
-        r"^## Commands$(.*?)^## ", (ROOT / "recipes" / "LAUNCHERS.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+        r"^## Commands$(.*?)^## ",
+        (ROOT / "recipes" / "guides" / "launchers.md").read_text("utf-8"),
+        re.MULTILINE | re.DOTALL,
     )
     assert section is not None
     return dict(re.findall(r"^\| ([^|]+?) \| `([^`]+)`", section[1], re.MULTILINE))

@@ -112,13 +112,16 @@ def test_the_import_leaves_out(imported, module):
     assert module not in imported[2]
 
 
-def test_the_readmes_program_runs(tmp_path):
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_readmes_program_runs(tmp_path, size):
     """As it is printed: its loss falls, and a plain Hugging Face model loads what it saves."""
     readme = (ROOT / "README.md").read_text("utf-8")
     program = re.search(r"<!-- example -->\n```py\n(.+?)```", readme, re.DOTALL)
     assert program
     (tmp_path / "train.py").write_text(program[1])
-    losses = re.findall(r"^step \d+ loss (\S+)", run(sys.executable, "train.py", cwd=tmp_path), re.MULTILINE)
+    launcher = () if size == 1 else ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
+    printed = run(sys.executable, *launcher, "train.py", cwd=tmp_path)
+    losses = re.findall(r"^step \d+ loss (\S+)", printed, re.MULTILINE)
     assert len(losses) == 40
     assert float(losses[-1]) < 0.3 < float(losses[0])
     config = transformers.BertConfig(**SIZES)  # the README's

@@ -1,4 +1,4 @@
-"""FAMILIES.md says of every model type of transformers whether the zoo has it, and why not."""
+"""model_types.md says of every model type of transformers whether the zoo has it, and why not."""
 
 import pytest
 import transformers
@@ -8,13 +8,13 @@ from zoo_families import FAMILIES
 
 
 def test_every_model_type_is_accounted_for():
-    """In FAMILIES.md, for the transformers that made it; of another one the new types are named."""
+    """In model_types.md, for the transformers that made it; of another one the new types are named."""
     version, answers = read_account()
     assert answers and all(kind in set(KINDS) - {"unexplained"} for kind, _ in answers.values())
     assert {details for kind, details in answers.values() if kind == "zoo"} <= set(FAMILIES)
     unknown = sorted(set(transformers.CONFIG_MAPPING) - set(answers))
     if version != transformers.__version__:
-        pytest.skip(f"FAMILIES.md is of transformers {version}; not in it: {', '.join(unknown) or 'none'}")
+        pytest.skip(f"model_types.md is of transformers {version}; not in it: {', '.join(unknown) or 'none'}")
     assert unknown == [], "run `python tests zoo --families`"
 
 
@@ -22,5 +22,5 @@ def test_every_model_type_is_accounted_for():
 def test_the_account_is_up_to_date():
     version, answers = read_account()
     if version != transformers.__version__:
-        pytest.skip(f"FAMILIES.md is of transformers {version}")
+        pytest.skip(f"model_types.md is of transformers {version}")
     assert account() == answers

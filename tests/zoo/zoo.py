@@ -1,4 +1,7 @@
-"""Every family of the zoo against plain torch: `python tests zoo` writes ZOO.md, with --families FAMILIES.md."""
+"""Every family of the zoo against plain torch: `python tests zoo` writes recipes/guides/families.md.
+
+With --families it writes recipes/guides/model_types.md instead.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from zoo_models import Family
 
 WORLDS = 2
 """So many families are measured at a time: rank 1 waits while rank 0 computes the plain twin."""
-COMMAND = "python tests zoo"
+PAGE = Path(__file__).resolve().parents[2] / "recipes" / "guides" / "families.md"
 
 
 def main() -> int:
@@ -28,7 +31,7 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="print these only, and write nothing")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--families", dest="account", action="store_true", help="table every model type of transformers in FAMILIES.md"
+        "--families", dest="account", action="store_true", help="write model_types.md, a table of all model types"
     )
     arguments = parser.parse_args()
     if arguments.account:
@@ -49,7 +52,7 @@ def main() -> int:
     failed = [name for name, row in results.items() if isinstance(row, str) or max(row.loss, row.gradient) > 1]
     failed = [name for name in failed if not FAMILIES[name].missing]
     if not arguments.families:
-        (Path(__file__).parent / "ZOO.md").write_text(_table(results, arguments.ranks))
+        PAGE.write_text(_page(results, arguments.ranks))
     print(f"{len(results)} families, not right: {failed or 'none'}")
     return int(bool(failed))
 
@@ -83,22 +86,34 @@ def _line(family: Family, row: Row | str) -> str:
     return f"| {family.name} | {family.model} | {blocks} | {errors} | {outputs} | {family.note} |"
 
 
-def _table(results: dict[str, Row | str], ranks: int) -> str:
+def _page(results: dict[str, Row | str], ranks: int) -> str:
     measured = [row for row in results.values() if isinstance(row, Row)]
     versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
-    text = f"""`{COMMAND}`
+    kinds = "\n".join(f"- [{kind}](#{kind.lower().replace(',', '').replace(' ', '-')})" for kind in KINDS)
+    text = f"""# Model families
 
-# Families of transformers, sharded
+`auto_wrap` needs no list of models: it shards the items of the model's `nn.ModuleList`s. {len(measured)} families of
+transformers have been compared with plain PyTorch; the tables below list them, and [model types](model_types.md)
+says of every model type of transformers whether it is among them. To compare some yourself, in two processes on a CPU:
 
-{len(measured)} families on {ranks} ranks with ZeRO-3 and recomputation against one process of plain torch, in float32
-on the CPU ({versions}): two steps of SGD on batches that differ between ranks, dropout on
-where the family has it by default, layer-drop off. In every row `state_dict` has the plain model's keys, the weights
-and buffers after training are the plain model's, and `save_pretrained` followed by `from_pretrained` gives what it
-gives for the plain model.
+```sh
+python tests zoo llama qwen3
+```
 
-Blocks: how many in each list that was found. Errors are the largest of all steps in units of what is allowed: 1e-5
-of the loss; 1e-5 of a gradient tensor's largest element plus 2e-6 of the model's. Outputs: the optional ones the
-model offers, equal in training and in evaluation.
+To compare your own model, use [check_parity](faults.md#wrong-numbers-check_parity).
+
+{kinds}
+
+`python tests zoo` wrote this page: {ranks} ranks with ZeRO-3 and recomputation against one process of plain PyTorch, in
+float32 on a CPU ({versions}). Each model is small and random. It makes two steps of SGD on batches that
+differ between ranks, with dropout if the family has it by default, and without layer-drop. In every row `state_dict`
+has the plain model's keys, weights and buffers after training are the plain model's, and `save_pretrained` followed by
+`from_pretrained` gives what it gives for the plain model.
+
+- blocks: how many there are in each list that was found
+- loss, gradient: the largest error of all steps, as a share of what is allowed: 1e-5 of the loss; 1e-5 of a gradient
+  tensor's largest element plus 2e-6 of the model's
+- outputs: the optional outputs of the model, which are equal in training and in evaluation
 """
     for kind, families in KINDS.items():
         text += f"\n## {kind}\n\n| family | class | blocks | loss | gradient | outputs | notes |\n{'|---' * 7}|\n"

@@ -1,7 +1,7 @@
 """Which model types of the installed transformers the zoo has, and why not the others.
 
-`python tests zoo --families` writes FAMILIES.md. What can be found out is found out when it runs: models are built on
-the meta device, from small configurations. The rest is in REASONS and OPEN.
+`python tests zoo --families` writes recipes/guides/model_types.md. What can be found out is found out when it runs:
+models are built on the meta device, from small configurations. The rest is in REASONS and OPEN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_bmtrain.engine.wrap.find import find_block_lists
 from zoo_families import FAMILIES
 from zoo_tiny import tiny
 
-FILE = Path(__file__).parent / "FAMILIES.md"
+PAGE = Path(__file__).resolve().parents[2] / "recipes" / "guides" / "model_types.md"
 REASONS = {
     "auto_wrap refuses reversible layers, which compute outside their forward": "reformer",
     "its forward takes an inference session that holds a video": (
@@ -213,27 +213,30 @@ def summary(answers: dict[str, tuple[str, str]]) -> str:
 
 
 def tell_account() -> int:
-    """Print the table, write it to FAMILIES.md, and return 1 if a type is unexplained."""
+    """Print the table, write it to model_types.md, and return 1 if a type is unexplained."""
     transformers.utils.logging.set_verbosity_error()
     answers = account()
     rows = [f"| {name} | {kind} | {details} |" for name, (kind, details) in answers.items()]
-    text = f"""`python tests zoo --families`
+    text = f"""# Model types of transformers {transformers.__version__}
 
-# Model types of transformers {transformers.__version__}
+Which model types have been compared with plain PyTorch ([families](families.md), the *zoo*), and why not the others.
+`auto_wrap` does not need this list: a type that is not in the zoo may work as well.
 
 {summary(answers)}.
+
+`python tests zoo --families` wrote this page.
 
 | type | kind | details |
 |---|---|---|
 """
     print("\n".join([*rows, summary(answers)]))
-    FILE.write_text(text + "\n".join(rows) + "\n")
+    PAGE.write_text(text + "\n".join(rows) + "\n")
     return int(any(kind == "unexplained" for kind, _ in answers.values()))
 
 
 def read_account() -> tuple[str, dict[str, tuple[str, str]]]:
-    """The version of transformers and the answers in FAMILIES.md."""
-    text = FILE.read_text()
+    """The version of transformers and the answers in model_types.md."""
+    text = PAGE.read_text()
     version = re.search(r"^# Model types of transformers (\S+)$", text, re.MULTILINE)
     assert version is not None
     rows = re.findall(r"^\| ([^|]+) \| (\w+) \| ([^|]*) \|$", text, re.MULTILINE)

@@ -1,0 +1,82 @@
+"""The guides and the README: what is marked to run does, and links lead somewhere."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDES = sorted((ROOT / "recipes" / "guides").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", ROOT / "recipes" / "README.md", *GUIDES]
+RUN = re.compile(r"^<!-- run -->\n```py\n(.+?)^```", re.MULTILINE | re.DOTALL)
+
+FORK_EACH = """
+import os, sys, tempfile, traceback
+import torch, transformers
+import hf_bmtrain
+for number, path in enumerate(sys.argv[1:]):  # each in a process of its own, but the imports are paid for once
+    child = os.fork()
+    if child == 0:
+        os.chdir(tempfile.mkdtemp(dir="."))
+        try:
+            exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(path, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def snippets() -> dict[str, str]:
+    """The programs marked `<!-- run -->`, by guide and number, without those that import a package that is missing."""
+    found = {f"{page.stem}-{n}": code for page in GUIDES for n, code in enumerate(RUN.findall(page.read_text("utf-8")))}
+    optional = ("peft", "trl", "bitsandbytes")
+    missing = [name for name in optional if importlib.util.find_spec(name) is None]
+    return {name: code for name, code in found.items() if not any(f"from {each} import" in code for each in missing)}
+
+
+SNIPPETS = snippets()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], str]:
+    """({snippet: exit status}, what they printed); each ran in an empty folder."""
+    folder = tmp_path_factory.mktemp("guides")
+    for name, code in SNIPPETS.items():
+        (folder / f"{name}.py").write_text(code)
+    paths = [str(folder / f"{name}.py") for name in SNIPPETS]
+    done = subprocess.run(
+        [sys.executable, "-c", FORK_EACH, *paths], cwd=folder, env=environment(), timeout=280, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    statuses = re.findall(r"([\w-]+)\.py (-?\d+)$", done.stdout, re.MULTILINE)
+    return {name: int(status) for name, status in statuses}, done.stdout
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_runs_as_it_is(finished, name):
+    statuses, output = finished
+    assert statuses.get(name) == 0, output
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ +(.+?) *$", re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not link.startswith("https://"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"

@@ -1,4 +1,4 @@
-"""Checkpoints of all that training needs, as byte ranges of safetensors files.
+"""Checkpoints of everything that training needs, as byte ranges of safetensors files.
 
-Knows files, folders and which bytes of a whole tensor this rank holds; must not know layers, Hugging Face's packages.
+Knows files, folders and which bytes of a full tensor this rank holds; must not know layers or Hugging Face's packages.
 """

@@ -1,10 +1,10 @@
-"""Look at checkpoints, and make models of them, without a GPU or a process group.
+"""Inspect checkpoints, and make models of them, without a GPU or a process group.
 
     python -m hf_bmtrain.checkpoint verify FOLDER     read every byte and compare it with its checksum
     python -m hf_bmtrain.checkpoint inspect FOLDER    print what a checkpoint contains
     python -m hf_bmtrain.checkpoint merge FOLDER      write its model to a folder that from_pretrained opens
 
-FOLDER is one checkpoint, or holds several; `merge` takes the newest that is whole. The exit status is 1 if a checkpoint
+FOLDER is one checkpoint, or contains several; `merge` takes the newest intact one. The exit status is 1 if a checkpoint
 is damaged, or nothing was written.
 """
 
@@ -77,7 +77,7 @@ def _bytes(text: str) -> int:
 
 
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
-    """Write the model of the newest checkpoint that is whole. Returns the error, None if it was written."""
+    """Write the model of the newest intact checkpoint. Returns the error, None if it was written."""
     for checkpoint in found:
         output = given.output or checkpoint.folder.with_name(f"merged-{checkpoint.folder.name}")
         try:

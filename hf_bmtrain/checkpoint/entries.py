@@ -1,4 +1,4 @@
-"""What a checkpoint contains: the tensors of a model and of its optimizers, and this rank's part of each."""
+"""The tensors of a checkpoint: those of a model and of its optimizers, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from .header import TensorSpec
 class Entry:
     """A tensor of a checkpoint.
 
-    first: the element of the whole at which this rank's part begins. part: 1-D; for a tensor that every rank holds
-    (sharded is False) all of it. It may share the tensor's memory, or be a copy of one that is not contiguous.
+    Attributes:
+        first: the element of the full tensor at which this rank's part begins.
+        part: 1-D, this rank's part. If `sharded` is False, every rank has the full tensor. It may share the tensor's
+            memory, or be a copy of one that is not contiguous.
     """
 
     spec: TensorSpec
@@ -40,10 +42,14 @@ MODEL, TRAINED = "model", "trained"
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
-    """Return the entries of the state dict of `model`, a tied weight under the first of its names. Not collective.
+    """Return the entries of a model's state dict, a tied weight under the first of its names. Not collective.
 
-    chosen: which parameters to take, by name and parameter, beside all buffers. None takes all, and raises ValueError
-    if one is quantized.
+    Args:
+        model: the model.
+        chosen: which parameters to take, by name and parameter, in addition to all buffers. None takes all.
+
+    Raises:
+        ValueError: `chosen` is None, and a weight is quantized.
     """
     if chosen is None:
         refuse_quantized(model)
@@ -63,7 +69,7 @@ def was_trained(name: str, parameter: Any) -> bool:
 
 
 def refuse_quantized(model: torch.nn.Module) -> None:
-    """Raise ValueError if a weight is quantized: these are no part of checkpoints."""
+    """Raise ValueError if a weight is quantized: quantized weights are not saved in checkpoints."""
     if any(isinstance(parameter, QuantizedParameter) for parameter in model.parameters()):
         raise ValueError(
             "a model with quantized weights is saved and resumed by what is trained: save_state(..., "
@@ -163,10 +169,11 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
 def optimizer_entries(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, world: World
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
-    """Return the entries `<parameter>.<name>` of the state that is laid out like its parameter, and all other state.
+    """Return the entries `<parameter>.<name>` of the state that has its parameter's layout, and all other state.
+    Collective.
 
-    The latter by the parameter's name, copied to the CPU: step counts and the like. Collective. Raises RuntimeError for
-    state that fits neither.
+    All other state (step counts and the like) is copied to the CPU, by the parameter's name. Raises RuntimeError for
+    state that is neither.
     """
     parameters = named(optimizer, model)
     check_keys(optimizer, optimizer.state)
@@ -194,10 +201,14 @@ def _holds_slices(value: Any) -> bool:
 
 
 class LoadedState:
-    """The state of an optimizer that is being loaded. Making one of AdamOptimizer discards the state that it has.
+    """The state of an optimizer that is being loaded. Constructing one for an AdamOptimizer discards its present state.
 
-    parameters: as `named` returns them. names: (parameter, name) of the tensors that `target` is asked for. others:
-    all other state, by the parameter's name. groups: as they were saved, for the optimizer's own in this order.
+    Args:
+        optimizer: the optimizer.
+        parameters: its parameters, as `named` returns them.
+        names: (parameter, name) of the tensors that `target` is asked for.
+        others: all other state, by the parameter's name.
+        groups: parameter groups as they were saved, in the order of the optimizer's own.
     """
 
     def __init__(
@@ -227,7 +238,7 @@ class LoadedState:
                 self._places = places  # else masters were saved in the form of another device
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory, 1-D, for this rank's part of a tensor that is stored as `dtype`."""
+        """Return 1-D memory for this rank's part of a tensor that is stored as `dtype`."""
         parameter = self._parameters[name]
         if self._places:
             return self._places[parameter][what]
@@ -237,7 +248,7 @@ class LoadedState:
         return values
 
     def load(self) -> None:
-        """Load what was written to the targets."""
+        """Load the values that were written to the targets."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             self._optimizer.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: staging, publication, and which one is the newest."""
+"""A folder of checkpoints: staging, publishing, and finding the newest one."""
 
 from __future__ import annotations
 
@@ -38,10 +38,17 @@ class Found(NamedTuple):
 
 
 def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
-    """Keep other jobs from saving to `root` until the returned file is closed or this process has ended.
+    """Keep other jobs from saving to a folder until the returned file is closed or this process ends.
 
-    held: what an earlier call returned; it counts unless the folder has been removed since. Returns None, with a line
-    in the log, where the file system has no locks. Raises RuntimeError if another holds it.
+    Args:
+        root: the folder, which is created.
+        held: what an earlier call returned. It is returned again unless the folder has been removed since.
+
+    Returns:
+        The locked file, or None, with a warning in the log, if the file system has no locks.
+
+    Raises:
+        RuntimeError: another process holds the lock.
     """
     root.mkdir(parents=True, exist_ok=True)
     if held is not None and _is_in_place(held, root / _LOCK):
@@ -72,15 +79,15 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a checkpoint of this name would not be found, or be deleted as what an interrupted save has left."""
+    """Return whether a checkpoint of this name would not be found, or would be deleted as left by an interrupted save."""
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
 
 def stage(root: Path, step: int, nbytes: int) -> Path:
-    """Make an empty folder for `nbytes` of files, and remove what killed jobs have left. Needs the lock.
+    """Create an empty folder for `nbytes` of files, and delete what killed jobs have left. Needs the lock.
 
     Its name is new each time, since another rank of a killed job may live a while, and write. Raises OSError if there
-    is too little space. None is reserved: some file systems would write zeros for that.
+    is too little space. No space is reserved: some file systems would write zeros for that.
     """
     for kind in ("checkpoint", "removed"):
         for left in root.glob(f"{_STAGING}{kind}-*"):
@@ -112,9 +119,9 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete replaced checkpoints and, unless `keep` is None, all but the newest `keep` that are whole.
+    """Delete replaced checkpoints and, unless `keep` is None, all but the newest `keep` intact ones.
 
-    Links to checkpoints stay, unless they were replaced, and do not count.
+    Links to checkpoints remain, unless they were replaced, and do not count.
     """
     for link in root.glob(f"*{_REPLACED}*"):
         if link.is_symlink():
@@ -126,7 +133,7 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder so that a part of it is never taken for a checkpoint."""
+    """Delete a checkpoint. A part of it that cannot be deleted is never taken for a checkpoint."""
     doomed = folder.with_name(f"{_STAGING}removed-{folder.name}-{secrets.token_hex(4)}")
     try:
         os.rename(folder, doomed)
@@ -137,7 +144,7 @@ def remove(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete what is no checkpoint. What resists is left for the next save, with a line in the log."""
+    """Delete a folder that is no checkpoint. What cannot be deleted is logged, and left for the next save."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -145,9 +152,13 @@ def _delete(folder: Path) -> None:
 
 
 def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
-    """Delete the checkpoints among `folders` that were saved first until `limit` remain, but none of `kept`, nor links.
+    """Delete the checkpoints that were saved first until `limit` remain.
 
-    Folders of other libraries, whose order of saving is not known, come first, in their order.
+    Args:
+        folders: the checkpoints. Those of other libraries, whose order of saving is not known, are taken for the
+            oldest, in this order. Links remain, and do not count.
+        limit: how many remain.
+        kept: these are not deleted.
     """
 
     def number(folder: Path) -> int:
@@ -163,9 +174,14 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
 
 
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
-    """Return the checkpoints in a folder, newest first, or the one that `path` itself is; and why others are not whole.
+    """Find the checkpoints in a folder. Reads manifests and file sizes, not contents.
 
-    The newest is that which was saved last. Reads manifests and sizes, not contents. without: see `Manifest.without`.
+    Args:
+        path: a folder of checkpoints, or one checkpoint.
+        without: see `Manifest.without`.
+
+    Returns:
+        The intact checkpoints, the one that was saved last first; and the others, with what is wrong with each.
     """
     found: list[Found] = []
     damaged: list[tuple[Path, str]] = []

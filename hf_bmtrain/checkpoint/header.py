@@ -33,11 +33,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Damaged(ValueError):
-    """A file of a checkpoint does not hold what was saved, or is missing."""
+    """A file of a checkpoint does not contain what was saved, or is missing."""
 
 
 class TensorSpec(NamedTuple):
-    """A whole tensor, without its values."""
+    """Name, dtype and shape of a full tensor."""
 
     name: str
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class TensorSpec(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A whole tensor in a file, its bytes start:stop."""
+    """A full tensor in a file, its bytes start:stop."""
 
     file: str
     dtype: torch.dtype
@@ -60,7 +60,14 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file to be written. head: its bytes up to the first tensor. size: of the file in bytes."""
+    """A file to be written.
+
+    Attributes:
+        name: of the file.
+        head: its bytes up to the first tensor.
+        tensors: the tensors, by name.
+        size: bytes of the file.
+    """
 
     name: str
     head: bytes
@@ -71,8 +78,18 @@ class FilePlan:
 def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) -> tuple[list[FilePlan], bytes | None]:
     """Divide tensors into files as Hugging Face names them: `base`.safetensors, or `base`-00001-of-0000n.safetensors.
 
-    Returns the files, and the bytes of `base`.safetensors.index.json if there are several, else None. Depends on the
-    arguments alone. Raises ValueError for a dtype that safetensors lacks, or a header that it would refuse.
+    The result depends on the arguments alone.
+
+    Args:
+        base: the beginning of the files' names.
+        specs: the tensors.
+        limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
+
+    Returns:
+        The files, and the bytes of `base`.safetensors.index.json, None if there is one file.
+
+    Raises:
+        ValueError: a dtype that safetensors lacks, or a header that it would refuse.
     """
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -172,9 +189,17 @@ def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
 
 
 def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return what `read` returns of the files that an index of Hugging Face names, together.
+    """Read the files that an index of Hugging Face names.
 
-    Raises Damaged for an index that is none, names files of other folders, or contradicts its files.
+    Args:
+        index: the index, a JSON file.
+        read: reads one file.
+
+    Returns:
+        The tensors of all files, by name.
+
+    Raises:
+        Damaged: the file is no index, names files of other folders, or its files are missing or lack tensors.
     """
     try:
         places = dict(json.loads(index.read_text("utf-8"))["weight_map"])

@@ -1,4 +1,4 @@
-"""Values of a checkpoint, copied to host memory and written while training goes on."""
+"""Copies of a checkpoint's values in host memory, written while training continues."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TURN_BYTES = 256 << 20
 
 
 class HostMemory:
-    """Host memory for the copies, kept from one checkpoint to the next: reserving it takes longer than copying."""
+    """Host memory for the copies, reused by later checkpoints: reserving it takes longer than copying."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return uint8 (nbytes,), which `device` can write. Raises RuntimeError if so much is not available."""
+        """Return uint8 (nbytes,), which `device` can write. Raises RuntimeError if there is not as much memory."""
         if len(self._memory) < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old one first
             self._memory = pinned_bytes(nbytes, device, "copies of what is being saved")
@@ -41,8 +41,8 @@ class HostMemory:
 class Snapshot:
     """The values of `parts` at the time of the call, for a thread that writes them.
 
-    A forward and a backward only read them, and until they are copied the next update of any optimizer waits. Other
-    writes in the meantime are found by their versions. The world's device must have finished its queued work.
+    Forward and backward only read them, and the next optimizer step waits until they are copied. Other writes in the
+    meantime are found by the tensors' versions. The world's device must have finished its queued work.
     """
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
@@ -56,7 +56,7 @@ class Snapshot:
         self._taken.wait()
 
     def close(self) -> None:
-        """Let optimizers step without a look at this. For the thread that steps them, after `write`."""
+        """Let optimizers step without checking this snapshot. Called after `write` by the thread that steps them."""
         self._hook.remove()
         self._copying.discard(self._taken)
 

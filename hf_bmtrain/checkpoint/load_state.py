@@ -1,4 +1,4 @@
-"""`load_state`: resume from the newest checkpoint that is whole, on any number of ranks."""
+"""`load_state`: resume from the newest intact checkpoint, on any number of ranks."""
 
 from __future__ import annotations
 

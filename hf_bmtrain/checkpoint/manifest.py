@@ -26,10 +26,14 @@ class Checked(NamedTuple):
 
 @dataclass
 class Manifest:
-    """What a checkpoint contains.
+    """The contents of a checkpoint.
 
-    step: the caller's count. number: one more than that of the checkpoint saved before it in the same folder.
-    world_size: ranks that saved it. versions: of packages. files: by name, pieces that cover each file without gaps.
+    Attributes:
+        step: the caller's count.
+        number: one more than that of the checkpoint saved before it in the same folder.
+        world_size: the number of ranks that saved it.
+        versions: of packages, by name.
+        files: by name, pieces that cover each file without gaps.
     """
 
     step: int

@@ -19,11 +19,18 @@ Named = dict[int, tuple[torch.Tensor, list[str]]]
 
 
 def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
-    """Give the parameters and buffers of `model` the values in `weights`, as `auto_wrap` takes them. Collective.
+    """Fill the parameters and buffers of a model with the values in files. Collective.
 
     Each rank maps the files and reads its part of each parameter, in the model's dtype. Weights that a Hugging Face
-    model ties are tied first, and its `_init_weights` computes the buffers that are not in files. Raises RuntimeError
-    on every rank if one cannot read, if a tensor has no value, or if names or shapes differ.
+    model ties are tied first, and its `_init_weights` computes the buffers that are not in files.
+
+    Args:
+        model: the model, on the meta device, not sharded.
+        weights: a folder or file, as `auto_wrap` takes it.
+        world: the ranks.
+
+    Raises:
+        RuntimeError: on every rank, if one cannot read, if a tensor has no value, or if names or shapes differ.
     """
     problem = None
     try:
@@ -96,7 +103,7 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
 def _put(
     model: torch.nn.Module, parameters: Named, buffers: Named, state: Mapping[str, torch.Tensor], world: World
 ) -> None:
-    """Put scattered parameters and buffers with the values of `state` into the modules; tied ones stay tied."""
+    """Put sharded parameters and buffers with the values of `state` into the modules; tied ones stay tied."""
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:
         name = next((name for name in names if name in state), None)
@@ -117,9 +124,9 @@ def _put(
 
 @torch.no_grad()
 def _compute_buffers(module: Any, owner: Any) -> None:
-    """Let `_init_weights` of the innermost Hugging Face model around a module compute its buffers that no file has.
+    """Let `_init_weights` of the innermost Hugging Face model around a module compute its buffers that are in no file.
 
-    What it leaves as it is stays on the meta device. Parameters are initialised only if they have no values.
+    Buffers that it does not write stay on the meta device. Parameters are initialized only if they have no values.
     """
     owner = module if callable(getattr(module, "_init_weights", None)) else owner
     for child in module.children():

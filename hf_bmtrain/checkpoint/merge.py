@@ -1,4 +1,4 @@
-"""Write the model of a checkpoint to a folder of its own, for others: what `merge` of the command line does."""
+"""Write the model of a checkpoint to a folder of its own: `python -m hf_bmtrain.checkpoint merge`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ _CONFIGS = ("config.json", "generation_config.json")
 
 
 class _Source(NamedTuple):
-    """A tensor that is to be copied. manifest: None if there are no checksums. in_base: it is not the checkpoint's."""
+    """A tensor that is to be copied.
+
+    Attributes:
+        folder: the folder of its file.
+        manifest: the checksums, None if there are none.
+        stored: where it is in the file.
+        in_base: whether it is one of `--base`, not of the checkpoint.
+    """
 
     folder: Path
     manifest: Manifest | None
@@ -33,15 +40,23 @@ class _Source(NamedTuple):
 
 
 def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, base: Sequence[Path]) -> list[str]:
-    """Write the model of `checkpoint` to the new folder `output`, as Hugging Face's `from_pretrained` opens it.
+    """Write the model of a checkpoint to a new folder, which Hugging Face's `from_pretrained` opens.
 
-    limit: bytes of a file, but for a tensor that is larger alone. with_optimizer: write the optimizers' state and all
-    else that `load_state` needs as well. base: for a checkpoint of what was trained, the folder or the safetensors
-    files with the model's other tensors. Returns notes for the user.
+    One tensor is in memory at a time, and everything that is read is compared with its checksum. The folder is written
+    under another name, flushed to disk and renamed into place; what a killed `merge` has left is deleted by the next.
 
-    Holds one tensor at a time, and compares all that it reads with the checksums. The folder is written under another
-    name, flushed to disk and renamed; what a killed `merge` has left is deleted by the next. Raises Damaged, ValueError
-    or OSError, with nothing left behind.
+    Args:
+        checkpoint: the checkpoint.
+        output: the new folder.
+        limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
+        with_optimizer: whether to write the optimizers' state and all else that `load_state` needs as well.
+        base: for a checkpoint with `trained_only`, the folder or the safetensors files with the model's other tensors.
+
+    Returns:
+        Notes for the user.
+
+    Raises:
+        Damaged, ValueError, OSError: nothing was written.
     """
     if output.exists():
         raise ValueError(f"{output} exists already: name another --output, or delete it")

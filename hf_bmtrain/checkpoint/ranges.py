@@ -85,9 +85,9 @@ def _in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 class _Scratch(threading.local):
-    """Memory for a piece, one for each thread, which `device` reads and writes.
+    """Memory for one piece per thread, which `device` reads and writes.
 
-    It is the system's own: malloc would keep a part of it afterwards.
+    It is allocated by the system: malloc would keep a part of it afterwards.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -149,9 +149,15 @@ def _write_piece(handle: int, start: int, data: torch.Tensor, scratch: _Scratch)
 
 
 def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked]:
-    """Write a new file that begins with `data`, and flush it to disk. Returns the pieces of `data`.
+    """Write a new file and flush it to disk.
 
-    size: of the file; what is not written reads as zeros.
+    Args:
+        path: the file, which must not exist.
+        data: its first bytes.
+        size: bytes of the file, None for those of `data`; what is not written reads as zeros.
+
+    Returns:
+        The pieces of `data`.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -171,7 +177,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 
 def checksums(path: Path) -> list[Checked]:
-    """Flush a file that something else has written to disk. Returns its pieces."""
+    """Flush a file to disk that other code has written. Returns its pieces."""
     pieces, start = [], 0
     with open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):
@@ -185,9 +191,13 @@ def checksums(path: Path) -> list[Checked]:
 
 
 class Wanted(NamedTuple):
-    """Elements of a stored tensor that are to be read: from the element `first` on, as many as `values` has.
+    """Elements of a stored tensor that are to be read.
 
-    values: 1-D, of any device; other dtypes than the stored one are converted to.
+    Attributes:
+        name: of the tensor, for messages.
+        stored: where the tensor is.
+        first: the first element to be read.
+        values: 1-D, on any device: where they are written, and how many. Its dtype may differ from the stored one.
     """
 
     name: str
@@ -197,9 +207,15 @@ class Wanted(NamedTuple):
 
 
 def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]) -> None:
-    """Fill the `values` of each from the files. Raises Damaged, naming tensor and file, if a checksum differs.
+    """Fill the `values` of each from the files.
 
-    A piece that overlaps with what is wanted is read whole. manifest: None for files without checksums.
+    Args:
+        folder: the folder of the files.
+        manifest: the checksums, None for files without. A piece that overlaps with what is wanted is read in full.
+        wanted: what is to be read.
+
+    Raises:
+        Damaged: a checksum differs; the message names tensor and file.
     """
     scratch = _scratch_for(each.values for each in wanted)
     with ExitStack() as stack:
@@ -244,7 +260,7 @@ def _read_piece(handle: int, wanted: Wanted, piece: Checked, scratch: _Scratch) 
 
 
 def _read(handle: int, scratch: _Scratch, piece: Checked, what: str) -> torch.Tensor:
-    """Return a piece, uint8, until the next is read.
+    """Return a piece, uint8; it is valid until the next is read.
 
     Raises Damaged if it cannot be read, the file is shorter or the checksum differs.
     """

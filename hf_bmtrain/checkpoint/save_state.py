@@ -1,4 +1,4 @@
-"""`save_state`: a checkpoint of everything that training needs, each rank's parts written in place."""
+"""`save_state`: save everything that training needs, each rank its own part."""
 
 from __future__ import annotations
 
@@ -146,7 +146,10 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
 
 
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
-    """Begin on rank 0, and tell the others where. Raises RuntimeError on all if that fails, or the files differ."""
+    """Begin on rank 0, and broadcast step, number and folder.
+
+    Raises RuntimeError on all ranks if that fails, or if the ranks have different files.
+    """
     problem = None
     if world.rank == 0:
         try:
@@ -174,7 +177,7 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
-    """Wait for what is being saved to `folder`, and allow other jobs to save there. Collective."""
+    """Wait for the checkpoint that is being saved to `folder`, and allow other jobs to save there. Collective."""
     keeper = current_world().kept.pop(Path(folder).resolve(), None)
     if keeper is not None:
         keeper.finish(current_world())
@@ -227,9 +230,12 @@ class SavingState:
 
 
 class _Keeper:
-    """What saves the checkpoints of one folder.
+    """State of this process for one folder of checkpoints.
 
-    lock: rank 0's, of the folder. saving: what is under way. memory: for copies of what is saved.
+    Attributes:
+        lock: the folder's lock, on rank 0.
+        saving: the checkpoint that is being written, or None.
+        memory: host memory for copies of the values.
     """
 
     def __init__(self) -> None:
@@ -238,7 +244,7 @@ class _Keeper:
         self.memory = HostMemory()
 
     def finish(self, world: World) -> None:
-        """Wait for what is under way. Collective. Raises RuntimeError on every rank if it failed."""
+        """Wait for the checkpoint that is being written. Collective. Raises RuntimeError on every rank if it failed."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.wait()
@@ -246,10 +252,11 @@ class _Keeper:
 
 @dataclass
 class _Job:
-    """One checkpoint that is being saved. Its methods are called on every rank but for `begin`, which rank 0 calls.
+    """One checkpoint that is being saved. Its methods are called on every rank, except `begin`, which rank 0 calls.
 
-    staged: the name of the folder that is written to, "" before there is one; no other checkpoint ever has it. adds:
-    the ranks have added files.
+    Attributes:
+        staged: the name of the folder that is written to, which no other checkpoint ever has; "" before there is one.
+        adds: whether the ranks have added files.
     """
 
     rank: int
@@ -272,7 +279,9 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the files, as long as they will be, with all that is not a part. Chooses number, folder and step."""
+        """Create the files in their final sizes, with everything that is not a rank's part. Chooses number, folder and
+        step.
+        """
         small = {**small, small_state.NAME: small_state.encode(state)}
         keeper.lock = lock(self.root, keeper.lock)
         found, _ = find(self.root)
@@ -289,7 +298,7 @@ class _Job:
         self._note("begin", written)
 
     def add(self, write: Callable[[Path], None]) -> None:
-        """Let `write` fill a folder of this rank's own, from which `_publish` moves the files."""
+        """Let `write` fill a folder of this rank; `_publish` moves the files out of it."""
         folder = self._added(self.rank)
         folder.mkdir()
         write(folder)
@@ -314,7 +323,7 @@ class _Job:
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
-        """Leave the checksums of what was written for rank 0."""
+        """Store the checksums of what was written, for rank 0."""
         with open(self.staging / f"pieces-{name}.json", "x") as file:
             json.dump(written, file)
 
@@ -339,7 +348,7 @@ class _Job:
         return self.staging / f"added-{rank}"
 
     def _move_added(self, rank: int, pieces: dict[str, list[Any]]) -> None:
-        """Move the files that a rank has added, unless there are such. Those in subfolders are not in the manifest."""
+        """Move the files that a rank has added, unless there are such. Files in subfolders are not in the manifest."""
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
             target = self.staging / name
@@ -355,7 +364,7 @@ class _Job:
         shutil.rmtree(self._added(rank))
 
     def withdraw(self) -> None:
-        """Remove what was written, after a failure."""
+        """Delete what was written, after a failure."""
         if self.rank == 0 and self.staged:
             shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -363,7 +372,7 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return what goes to safetensors files, by their base, and all other state of each optimizer. Collective."""
+    """Return the entries of safetensors files, by the files' base, and all other state of each optimizer. Collective."""
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
     for number, each in enumerate(optimizers_of(optimizer)):
@@ -384,7 +393,7 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_wholes(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Copy what is not sharded: a forward writes buffers."""
+    """Copy tensors that are not sharded: a forward writes buffers."""
     return {
         base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]
         for base, entries in bases.items()

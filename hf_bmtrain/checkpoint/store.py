@@ -1,4 +1,4 @@
-"""Whole checkpoints: one file with whole tensors under the model's own keys, for any number of ranks."""
+"""`save` and `load`: one file with full tensors under the model's own keys, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -160,9 +160,9 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
 
 
 def read_state(path: Path) -> OrderedDict:
-    """Return the tensors in the file at `path`, or in the files that a folder or an index of Hugging Face names.
+    """Return the tensors in a file, or in the files that a folder or an index of Hugging Face names.
 
-    They are mapped where the format allows it, so that memory is used for what is read of them.
+    They are mapped if the format allows it, so that only what is read takes memory.
     """
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).exists()]
@@ -192,7 +192,7 @@ def _read_file(path: Path) -> OrderedDict:
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
-    """Add a tied weight that `state` contains under one of its names in `model` under the other names."""
+    """Add the other names in `model` of a tied weight that `state` contains under one of its names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

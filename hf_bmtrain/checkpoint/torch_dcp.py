@@ -161,7 +161,7 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes that cover the elements start:stop, in C order, of a tensor of `shape`, each element once.
 
-    Of a matrix these are at most a part of a row, whole rows and a part of a row.
+    For a matrix these are at most a part of a row, complete rows and a part of a row.
     """
     if start == stop:
         return
@@ -185,8 +185,8 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 def _pack(like: Any, values: Any) -> Any:
     """Return a copy of `values`, laid out like the parameter `like`, in host memory, as DCP saves and loads it.
 
-    It has the rows that contain this rank's elements; only those elements are written or read, so that the system gives
-    no memory to the others. A tensor that is not sharded is copied as it is.
+    It has the rows that contain this rank's elements. Only those elements are written or read, so that the system
+    allocates no memory for the others. A tensor that is not sharded is copied as it is.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
         whole = (

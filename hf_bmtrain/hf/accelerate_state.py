@@ -1,4 +1,4 @@
-"""Accelerate's checkpoints of a sharded model: each rank writes its parts, and one rename publishes the whole."""
+"""Accelerate's checkpoints of a sharded model: each rank writes its part, and one rename publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -56,10 +56,18 @@ class _AcceleratorStates:
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
 
     def save(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Path:
-        """Save to `output_dir` or, with automatic naming, to the next folder. Returns it. Collective.
+        """Save to `output_dir` or, with automatic naming, to the next folder. Collective.
 
-        safe_serialization is ignored: weights are safetensors. Raises RuntimeError on every rank if one cannot write;
-        earlier checkpoints are untouched then.
+        Args:
+            output_dir: the folder; None with automatic naming.
+            safe_serialization: ignored: weights are safetensors.
+            **options: of Accelerate's `save_state`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RuntimeError: on every rank, if one cannot write. Earlier checkpoints are untouched.
         """
         world, configuration = self._begin("accelerator.save_state"), self._accelerator.project_configuration
         automatic, limit, iteration = (
@@ -91,10 +99,17 @@ class _AcceleratorStates:
         return saved.folder if automatic else root
 
     def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """Load `input_dir` or, with automatic naming, the newest checkpoint that is whole. Collective.
+        """Load `input_dir` or, with automatic naming, the newest intact checkpoint. Collective.
 
-        What is passed over is logged, with the reason. A folder of Accelerate's own format is left to it. Raises
-        RuntimeError on every rank if no checkpoint is whole or one rank cannot load it.
+        Checkpoints that are passed over are logged, with the reason. A folder of Accelerate's own format is left to it.
+
+        Args:
+            input_dir: the folder; None with automatic naming.
+            load_kwargs: of Accelerate's `load_state`.
+            **options: of Accelerate's `load_state`.
+
+        Raises:
+            RuntimeError: on every rank, if no checkpoint is intact, or one rank cannot load it.
         """
         world, configuration = self._begin("accelerator.load_state"), self._accelerator.project_configuration
         automatic = input_dir is None and configuration.automatic_checkpoint_naming
@@ -144,9 +159,9 @@ class _AcceleratorStates:
 
     @contextmanager
     def _left_to_accelerate(self) -> Iterator[None]:
-        """Let Accelerate save to, or load from, the folder that it is given, all but models and optimizers.
+        """Let Accelerate save to, or load from, the folder that it is given, everything but models and optimizers.
 
-        Hooks of the user's before saving or loading see the models, and before saving whole weights.
+        Hooks of the user's before saving or loading see the models, and before saving full weights.
         """
         accelerator, configuration = self._accelerator, self._accelerator.project_configuration
         models, optimizers, automatic = (
@@ -193,7 +208,7 @@ def _refuse_existing(folder: Path) -> None:
 
 
 def _fresh(folder: Path, stack: ExitStack) -> Path | None:
-    """Return an empty folder that becomes `folder` when `stack` is closed, so that it is there only when complete.
+    """Return an empty folder that becomes `folder` when `stack` is closed, so that it exists only when it is complete.
 
     None if `folder` has contents, which remain.
     """

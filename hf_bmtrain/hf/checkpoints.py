@@ -31,12 +31,12 @@ _REFERENCE = "hf_bmtrain"
 
 
 class TrainerCheckpoints:
-    """Saves and loads weights and an element-wise `optimizer` over slices in Trainer's folders.
+    """Saves and loads weights and an element-wise `optimizer` of a sharded model in Trainer's folders.
 
-    `save` publishes `checkpoint-N` with everything that is sharded, on disk and checksummed, before Trainer adds its
-    own files; Trainer's `optimizer.pt` has the parameter groups and a reference. `complete` adds checksums of Trainer's
-    files, and deletes older checkpoints: Trainer would on rank 0, while others still write. On resuming, Trainer loads
-    `optimizer.pt`, and then `load` the rest, for any number of ranks.
+    `save` publishes `checkpoint-N` with everything that is sharded, flushed to disk and checksummed, before Trainer
+    adds its own files; Trainer's `optimizer.pt` has the parameter groups and a reference. `complete` adds checksums of
+    Trainer's files, and deletes older checkpoints: Trainer would on rank 0, while others still write. On resuming,
+    Trainer loads `optimizer.pt`, and then `load` the rest, for any number of ranks.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, args: Any) -> None:
@@ -73,9 +73,10 @@ class TrainerCheckpoints:
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
-        """Add checksums of what Trainer has written to the checkpoint, then delete older ones. Collective.
+        """Add checksums of Trainer's files to the checkpoint, then delete older ones. Collective.
 
-        best: the checkpoint that stays in any case.
+        Args:
+            best: the checkpoint that is not deleted in any case, or None.
         """
         limit = self._limit
         folder = self._forget()
@@ -94,7 +95,7 @@ class TrainerCheckpoints:
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
 
     def withdraw(self) -> None:
-        """Delete what `save` wrote, if Trainer did not write the checkpoint. Rank 0 does."""
+        """Delete the files of `save` if Trainer did not complete the checkpoint (on rank 0)."""
         folder = self._forget()
         if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
             remove(folder)
@@ -133,10 +134,15 @@ class TrainerCheckpoints:
         return Path(reference["folder"])
 
     def load(self, *folders: str | os.PathLike | None) -> None:
-        """Load the checkpoint that Trainer's reference names, if it has loaded one: from `folders`, or where it was.
+        """Load the checkpoint that Trainer's reference names, if it has loaded one. Collective.
 
-        Weights too, even if stock Trainer has loaded them: it verifies nothing. Collective. Raises RuntimeError if it
-        is not there, or damaged.
+        Weights are loaded too, even if Trainer has loaded them: it verifies nothing.
+
+        Args:
+            *folders: where to look, before the place where it was saved.
+
+        Raises:
+            RuntimeError: the checkpoint is missing, or damaged.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:
@@ -170,8 +176,14 @@ def writes_own_weights(model: Any) -> bool:
 def newest_whole(output_dir: str | os.PathLike) -> Path | None:
     """Return the newest checkpoint of Trainer in `output_dir` whose every byte is what was saved. Collective.
 
-    Each rank reads a part of the files. What is passed over is logged. None if there is none of this library's, the
-    newest is without a sharded part, or the folder is missing.
+    Each rank reads a part of the files. Checkpoints that are passed over are logged.
+
+    Returns:
+        The folder, or None if there is none of this library's, the newest has no sharded part, or `output_dir` is
+        missing.
+
+    Raises:
+        RuntimeError: no checkpoint is intact.
     """
     world = current_world()
     folders = world.control.broadcast_object(_by_step(output_dir) if world.rank == 0 else None)
@@ -226,7 +238,7 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Return what Trainer has not finished writing, None if all that it needs to resume can be read."""
+    """Return what Trainer has not finished writing, None if everything that it needs to resume can be read."""
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None

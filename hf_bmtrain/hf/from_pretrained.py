@@ -1,4 +1,4 @@
-"""from_pretrained: load a model of transformers that is sharded while its files are read."""
+"""`from_pretrained`: load a model of transformers that is sharded while its files are read."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _find_block(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for what cannot be loaded in shares."""
+    """Raise ValueError for what cannot be loaded in parts."""
     way_out = "Load it by the class's own from_pretrained, and pass the model to bmt.auto_wrap."
     asked = [name for name in _REFUSED if kwargs.get(name)]
     if asked:
@@ -176,7 +176,7 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
 
 @contextmanager
 def _synchronous() -> Iterator[None]:
-    """Under `with`, transformers reads one tensor after another; its threads would read ahead of the sharding."""
+    """Make transformers read one tensor after another, under `with`; its threads would read ahead of the sharding."""
     before = os.environ.get(_SYNCHRONOUS)
     os.environ[_SYNCHRONOUS] = "1"
     try:
@@ -190,10 +190,10 @@ def _synchronous() -> Iterator[None]:
 
 @contextmanager
 def _scattering(world: World) -> Iterator[None]:
-    """Under `with`, each parameter whose values transformers has read becomes scattered when it is put in its module.
+    """Shard each parameter whose values transformers has read when it is put in its module, under `with`.
 
-    A parameter that was read has the attribute `_is_hf_initialized`, by which transformers tells it from those that it
-    has still to initialise.
+    A parameter that was read has the attribute `_is_hf_initialized`, by which transformers distinguishes it from those
+    that it has still to initialize.
     """
     thread = threading.get_ident()
 
@@ -240,7 +240,7 @@ def _check_alike(model: torch.nn.Module, world: World) -> None:
 def _tie_equal(model: Any, world: World) -> None:
     """Tie the weights that are to be tied and were both in the files, if they are equal. Collective.
 
-    transformers has tied all others. These it compares, and cannot where each rank has a share.
+    transformers has tied all others. It compares these, and cannot where each rank has a part.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):

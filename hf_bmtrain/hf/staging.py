@@ -1,4 +1,4 @@
-"""Staged weights: gathered by all ranks before a save that rank 0 performs alone."""
+"""Weights that all ranks gather before a save that rank 0 performs alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..features.parity.plain import shown_plain
 
 
 class StagedWeights:
-    """The whole weights of `model` at the time of `gather`, for `model.save_pretrained` on rank 0.
+    """The full weights of `model` at the time of `gather`, for `model.save_pretrained` on rank 0.
 
-    Trainer saves on rank 0 alone, where a collective would hang. While the staged weights are fresh, `save_pretrained`
-    (or `state_dict`, for a model without it) uses them on rank 0, and `save_pretrained` does nothing on other ranks.
-    Otherwise both are the model's own, and collective.
+    Trainer saves on rank 0 alone, where a collective would hang. While the staged weights are the present ones,
+    `save_pretrained` (or `state_dict`, for a model without it) uses them on rank 0, and `save_pretrained` does nothing
+    on other ranks. Otherwise both are the model's own, and collective.
     """
 
     def __init__(self, model: Any) -> None:
@@ -35,7 +35,11 @@ class StagedWeights:
             model.state_dict = self.state_dict
 
     def gather(self, checkpoint: bool) -> None:
-        """Stage the present weights. Collective. checkpoint: for a Trainer checkpoint, not for publication."""
+        """Stage the present weights. Collective.
+
+        Args:
+            checkpoint: whether they are for a checkpoint of Trainer, not for publication.
+        """
         world = current_world()
         if world.size > 1 and not self.fresh:
             self.drop()
@@ -79,7 +83,7 @@ class StagedWeights:
         return self._save_pretrained(self.model, **options)
 
     def _wholes(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
-        """Return the whole parameters, over the memory of `state`; a slice for one that a hook has left out of it."""
+        """Return the full parameters, over the memory of `state`; for one that a hook has removed from it, the shard."""
         return {
             piece: torch.nn.Parameter(state[name], requires_grad=False) if name in state else piece
             for name, piece in self.model.named_parameters()

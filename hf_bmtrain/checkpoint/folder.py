@@ -79,7 +79,7 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a checkpoint of this name would not be found, or would be deleted as left by an interrupted save."""
+    """Return whether a checkpoint of this name would not be found, or be deleted as left by an interrupted save."""
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
 

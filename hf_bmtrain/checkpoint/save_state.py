@@ -372,7 +372,7 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return the entries of safetensors files, by the files' base, and all other state of each optimizer. Collective."""
+    """Return the entries of safetensors files, by their base, and all other state of each optimizer. Collective."""
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
     for number, each in enumerate(optimizers_of(optimizer)):

@@ -1,4 +1,4 @@
-"""The small state of a checkpoint, in one file: random generators, parameter groups, schedulers and the caller's extra."""
+"""The small state of a checkpoint, one file: random generators, parameter groups, schedulers and the caller's extra."""
 
 from __future__ import annotations
 

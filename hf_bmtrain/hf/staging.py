@@ -83,7 +83,7 @@ class StagedWeights:
         return self._save_pretrained(self.model, **options)
 
     def _wholes(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
-        """Return the full parameters, over the memory of `state`; for one that a hook has removed from it, the shard."""
+        """Return the full parameters, over the memory of `state`; the shard of one that a hook has removed from it."""
         return {
             piece: torch.nn.Parameter(state[name], requires_grad=False) if name in state else piece
             for name, piece in self.model.named_parameters()

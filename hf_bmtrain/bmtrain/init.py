@@ -40,19 +40,34 @@ def init_distributed(
     init_method: str = "env://",
     num_micro_batches: int | None = None,
 ) -> None:
-    """Initialize the world of the processes that the launcher started, or of one process without a launcher.
+    """Initialize the world: the processes that the launcher started, or one process without a launcher. Collective.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as set by torchrun, torch.distributed.launch and
     accelerate, or joins an initialized torch process group. Uses CUDA if available (NCCL through CuPy), otherwise the
-    CPU (gloo); ACCELERATE_USE_CPU=true selects the CPU. Raises RuntimeError on a second call.
+    CPU (gloo); ACCELERATE_USE_CPU=true selects the CPU.
 
-    seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
-    zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them. loss_scale_factor,
-    loss_scale_steps: defaults of OptimManager. timeout: seconds that a rank waits for others before all end.
-    gather: "peer" copies weights from the other ranks' memory and gradients of blocks to it, which requires one host
-    and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" copies large shards between GPUs if possible.
-    pipe_size, tp_size: BMTrain's; other values than 1 raise NotImplementedError. num_micro_batches: BMTrain's, of its
-    pipeline, and without effect. init_method: where the ranks meet, as in torch.distributed.init_process_group.
+    Args:
+        seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
+        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them.
+        loss_scale_factor: the default of OptimManager.
+        loss_scale_steps: the default of OptimManager.
+        timeout: seconds that a rank waits for others before all end.
+        gather: "peer" copies weights from the other ranks' memory, and gradients of blocks to it, which requires one
+            host and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" copies large shards between GPUs
+            if possible.
+        pipe_size: an argument of BMTrain's: 1 or -1.
+        tp_size: an argument of BMTrain's: 1 or -1.
+        init_method: where the ranks meet, as in torch.distributed.init_process_group.
+        num_micro_batches: an argument of BMTrain's, of its pipeline; ignored.
+
+    Raises:
+        RuntimeError: it was called before, ranks do not come within `timeout`, or they pass different arguments.
+        NotImplementedError: `pipe_size` or `tp_size` has another value.
+        TypeError, ValueError: another argument is out of range.
+
+    Example::
+
+        bmt.init_distributed(seed=0)
     """
     check_seed(seed)
     check_zero_level(zero_level)

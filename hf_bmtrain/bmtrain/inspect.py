@@ -84,11 +84,17 @@ def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
-    """Return one dict per parameter of `model` whose name matches the pattern `param_name` (`*`, `?`, `[…]`).
+    """Compute statistics of the parameters of a model. Collective; nothing is gathered.
 
-    Keys: name (`prefix` included, also for the pattern), shape, std (unbiased), mean, max and min of the whole
-    parameter; grad_std and grad_mean, 0.0 without a gradient. A tied parameter has a line under each of its names.
-    Collective; nothing is gathered: every rank contributes the moments of its slices.
+    Args:
+        model: the model, sharded or not.
+        param_name: a pattern of names (`*`, `?`, `[...]`), such as "*.weight".
+        prefix: put before each name, for the pattern as well.
+
+    Returns:
+        A dict for each parameter whose name matches: name, shape, std (unbiased), mean, max and min of the full
+        parameter, and grad_std and grad_mean, which are 0.0 without a gradient. A tied parameter has a dict for each of
+        its names.
     """
     world = current_world()
     expect_module("model", model)
@@ -126,6 +132,14 @@ class InspectTensor:
         self._records: list[_Record] = []
 
     def add(self, x: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
+        """Record a tensor. `record_tensor` calls it.
+
+        Args:
+            x: the tensor.
+            name: its name.
+            group: a name for several records, or None.
+            requires_grad: whether to keep its gradient.
+        """
         wants = requires_grad and x.requires_grad
         if wants:
             x.retain_grad()
@@ -140,12 +154,15 @@ class InspectTensor:
         ]
 
     def get_summary(self) -> list[dict[str, Any]]:
-        """Return one dict per record, in order, over all ranks' tensors. Collective.
+        """Compute statistics of the recorded tensors over all ranks. Collective.
 
-        Keys as in `inspect_model`; dimension 0 of the shape is summed over ranks; statistics of a gradient that
-        backward has not reached are None. A name is `group.0.name`, `group.1.name`, …, without a group `0.name`, …
-        Raises RuntimeError if the ranks have recorded different names, or if a recorded tensor
-        was modified in place.
+        Returns:
+            A dict for each record, in order, with the keys of `inspect_model`. Dimension 0 of the shape is summed over
+            ranks; statistics of a gradient that backward has not reached are None. A name is `group.0.name`,
+            `group.1.name`, and so on, without a group `0.name`.
+
+        Raises:
+            RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place.
         """
         world = current_world()
         world.assemble("get_summary")
@@ -174,7 +191,16 @@ class InspectTensor:
         return lines
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """Return this rank's `index`-th tensor (default: 0) recorded under that name, with its `.grad`, or None."""
+        """Return one of this rank's recorded tensors, with its `.grad`.
+
+        Args:
+            name: the name it was recorded under.
+            group: the group it was recorded under.
+            index: which one of that name and group; None for the first.
+
+        Returns:
+            The tensor, or None if there is none.
+        """
         found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
         index = index or 0
         return found[index] if 0 <= index < len(found) else None
@@ -190,9 +216,21 @@ class InspectTensor:
 
 @contextmanager
 def inspect_tensor() -> Iterator[InspectTensor]:
-    """Record, inside the context, the tensors given to `record_tensor`, and yield the `InspectTensor` that keeps them.
+    """Record, under `with`, the tensors that are passed to `record_tensor`.
 
     A tensor is recorded once per forward, also if its block is recomputed. Recorded tensors stay in memory.
+
+    Returns:
+        A context manager that yields an `InspectTensor`.
+
+    Raises:
+        RuntimeError: another `inspect_tensor` is active.
+
+    Example::
+
+        with bmt.inspect.inspect_tensor() as inspector:
+            model(batch).backward()
+        print(bmt.inspect.format_summary(inspector.get_summary()))
     """
     schedule = current_world().schedule
     if schedule.inspector is not None:
@@ -205,9 +243,16 @@ def inspect_tensor() -> Iterator[InspectTensor]:
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> None:
-    """Record the activation `x` under `name` in the active `inspect_tensor` context; do nothing outside one.
+    """Record an activation in the active `inspect_tensor` context; do nothing outside one.
 
-    group: a prefix of the name. requires_grad: keep its gradient too. Raises ValueError for a parameter.
+    Args:
+        x: the activation, any shape.
+        name: its name in the summary.
+        group: a prefix of the name, or None.
+        requires_grad: whether to keep its gradient too.
+
+    Raises:
+        ValueError: `x` is a parameter, or no tensor.
     """
     if isinstance(x, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         raise ValueError(
@@ -222,7 +267,14 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
-    """Return a text table of a summary from `inspect_model` or `get_summary`: a header, and one line per dict."""
+    """Format a summary as a table of text: a header, and one line per dict.
+
+    Args:
+        summary: what `inspect_model` or `InspectTensor.get_summary` returned.
+
+    Raises:
+        ValueError: `summary` is something else.
+    """
     expect_kind("summary", summary, (list, tuple), "a list, from inspect_model or get_summary")
     for line in summary:
         expect_kind("summary", line, Mapping, "a list of dicts, from inspect_model or get_summary")

@@ -69,7 +69,11 @@ class DCPState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned and DCP has filled. Collective."""
+        """Load a state that DCP has filled. Collective.
+
+        Args:
+            state_dict: what `state_dict` returned.
+        """
         current_world().assemble("DCPState.load_state_dict")
         targets = _model_tensors(self._model)
         buffers = {p.buffer for p in targets.values() if isinstance(p, DistributedParameter)}

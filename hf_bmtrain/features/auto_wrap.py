@@ -56,26 +56,46 @@ def auto_wrap(
     float8: UseFloat8 = False,
     keep: Sequence[str] = (),
 ) -> torch.nn.Module:
-    """Shard `model` over all ranks, in place, and return it. Collective.
+    """Shard a model over all ranks, in place, and return it. Collective.
 
-    The items of the outermost `nn.ModuleList`s that hold parameters become CheckpointBlocks and the lists
-    TransformerBlockLists; every other module reads its parameters as a DistributedModule does. Class names, the keys
-    of `state_dict` and tied weights are preserved. The model moves to the rank's device, and all ranks get rank 0's
-    weights and buffers. Afterwards `model.parameters()` yields 1-D slices: create the optimizer from them, and cast
-    the model before wrapping it. Raises ValueError, with the reason, for a model that cannot be sharded.
+    The items of the outermost `nn.ModuleList`s that hold parameters become CheckpointBlocks, and the lists
+    TransformerBlockLists; every other module reads its parameters as a DistributedModule does. Class names, the keys of
+    `state_dict` and tied weights are preserved. The model moves to the rank's device, and all ranks get rank 0's
+    weights and buffers. Afterwards `model.parameters()` yields 1-D shards, so create the optimizer afterwards, and cast
+    the model before.
 
     Call `auto_wrap(model)` again after adding parameters, such as adapters: each is sharded with the block it is in.
 
-    zero_level: 3 frees a block's parameters between forward and backward, 2 keeps them; None takes the world's.
-    use_checkpoint: recompute each block in backward instead of keeping its activations. With "auto" on a GPU the first
-    step is measured, and then only as many blocks are recomputed as memory requires; if none is, as many as memory
-    allows stay whole from forward to backward. On the CPU, whose memory is not measured, "auto" recomputes none.
-    compile: compile the blocks with torch.compile, by its default backend or the named one.
-    blocks: the modules that become blocks instead, in execution order; a ModuleList or Sequential stands for its items.
-    weights: a folder or file, as `load` takes it, with the values of a model on the meta device. Each rank copies 1/N.
-    keep_frozen: frozen parameters stay whole from step to step (True), are gathered at each use (False), or as many as
-    memory allows stay whole on GPUs ("auto"). quantize_frozen: frozen matrices of blocks are packed ("nf4", "fp8"), and
-    read-only. float8: linear layers of blocks compute in float8 (True, "rows"), but for modules named in `keep`.
+    Args:
+        model: the model, on any device; on the meta device with `weights`.
+        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them; None takes the
+            world's.
+        use_checkpoint: whether to recompute each block in backward instead of keeping its activations. With "auto" on a
+            GPU the first step is measured, and then only as many blocks are recomputed as memory requires; if none is,
+            as many as memory allows stay unsharded from forward to backward. On the CPU, whose memory is not measured,
+            "auto" recomputes none.
+        compile: whether to compile the blocks with torch.compile, by its default backend or the named one.
+        blocks: the modules that become blocks instead, in execution order; a ModuleList or Sequential stands for its
+            items.
+        weights: a folder or file, as `load` takes it, with the values of a model on the meta device. Each rank copies
+            1/N.
+        keep_frozen: whether frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
+            fit on the GPU.
+        quantize_frozen: "nf4" or "fp8" packs the frozen matrices of blocks, which are read-only then; None packs none.
+        float8: whether linear layers of blocks compute in float8: True or "rows".
+        keep: names of modules that do not compute in float8.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: the model cannot be sharded, for a reason that the message gives, or an argument is out of range.
+        RuntimeError: the ranks' models or arguments differ.
+
+    Example::
+
+        model = bmt.auto_wrap(AutoModelForCausalLM.from_pretrained(name))
+        optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
     """
     world = current_world()
     check_arguments(model, use_checkpoint, compile, blocks, weights, keep_frozen, quantize_frozen, float8, keep)
@@ -177,9 +197,17 @@ def _connect(
 
 @functools.wraps(auto_wrap, assigned=("__annotations__",))
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Shard `model` as `auto_wrap` does, but return one that needs no sharding as it is. Collective.
+    """Shard a model as `auto_wrap` does, but return one that needs no sharding as it is. Collective.
 
     That is a DistributedModule, a block, a list of blocks, and a model whose parameters are all sharded already.
+
+    Args:
+        model: the model.
+        *args: of `auto_wrap`.
+        **kwargs: of `auto_wrap`.
+
+    Returns:
+        `model`.
     """
     expect_module("model", model)
     if isinstance(model, TransformerBlockList) or (

@@ -24,15 +24,17 @@ from .sharded_module import ShardedModule, extend_class
 
 
 class CheckpointBlock(ShardedModule):
-    """A transformer layer whose parameters are sharded, and whole only while its forward or backward runs.
+    """A transformer layer whose parameters are sharded, and full only while its forward or backward runs.
 
     `CheckpointBlock(layer)` shards `layer` in place and returns it, its class extended by this one: the layer's names,
-    `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. It may hold DistributedParameters already.
-    Collective.
+    `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. Collective.
 
-    use_checkpoint: recompute the forward in backward instead of keeping its activations; for "auto" see `auto_wrap`.
-    zero_level: 3 frees the parameters between forward and backward, 2 keeps them; None takes the world's.
-    mode: BMTrain's, of its pipeline, and without effect.
+    Args:
+        layer: the layer. It may hold DistributedParameters already; a CheckpointBlock is returned as it is.
+        use_checkpoint: whether to recompute the forward in backward instead of keeping its activations; for "auto" see
+            `auto_wrap`.
+        zero_level: 3 frees the full parameters between forward and backward, 2 keeps them; None takes the world's.
+        mode: an argument of BMTrain's, of its pipeline; ignored.
     """
 
     _bmt: BlockState
@@ -65,10 +67,14 @@ class CheckpointBlock(ShardedModule):
         return self._bmt.slots
 
     def compile(self, *args, **kwargs) -> None:
-        """Compile the layer's own forward with torch.compile, without the gathers and reductions around it.
+        """Compile the layer's own forward with torch.compile, without the all-gathers and reductions around it.
 
         The forward of the class is compiled, not the bound one: torch takes the parameters as inputs, so layers that
         differ in nothing else share a graph. A forward that was set on the instance is compiled separately.
+
+        Args:
+            *args: of torch.compile.
+            **kwargs: of torch.compile.
         """
         state = self._bmt
         if not state.compiled:

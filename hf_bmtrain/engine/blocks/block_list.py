@@ -17,10 +17,12 @@ class TransformerBlockList(torch.nn.ModuleList):
 
     Makes every module a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList (a slice
     is a plain ModuleList), and called as in BMTrain: `list(x, *args)` passes x through all blocks, which all get the
-    same `args` and `kwargs`.
+    same `args` and `kwargs`. Collective.
 
-    num_hidden: the number of leading arguments that are hidden states, passed from block to block. Each block returns
-    as many, as a tuple if there are several.
+    Args:
+        modules: the layers, in execution order.
+        num_hidden: the number of leading arguments that are hidden states, passed from block to block. Each block
+            returns as many, as a tuple if there are several.
     """
 
     num_hidden: int = 1  # of a list whose class was extended in place, too
@@ -43,10 +45,19 @@ class TransformerBlockList(torch.nn.ModuleList):
             block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
-        """Return the last block's hidden state, or a tuple if there are several.
+        """Pass hidden states through all blocks.
 
-        return_hidden_states: append, for each hidden state, the inputs of all blocks, stacked on a new dimension 0,
-        shape (blocks, ...). Raises ValueError if a block returns another number of hidden states.
+        Args:
+            *args: the hidden states, as many as `num_hidden`, and further arguments that all blocks get.
+            return_hidden_states: whether to append, for each hidden state, the inputs of all blocks, stacked on a new
+                dimension 0: (blocks, ...).
+            **kwargs: keywords that all blocks get.
+
+        Returns:
+            The last block's hidden state, or a tuple if there are several or `return_hidden_states` is set.
+
+        Raises:
+            ValueError: there are fewer arguments than hidden states, or a block returns another number of them.
         """
         if len(args) < self.num_hidden:
             raise ValueError(f"this list passes on {self.num_hidden} hidden states, got {len(args)} arguments")
@@ -75,12 +86,22 @@ class TransformerBlockList(torch.nn.ModuleList):
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """A TransformerBlockList. With one stage, which is all there is here, BMTrain's pipeline computes the same.
+    """TransformerBlockList under the name of BMTrain's list for pipelines. It has one stage and computes the same.
 
-    batch_related: which arguments BMTrain cuts into micro-batches, without effect.
+    Args:
+        modules: the layers, in execution order.
+        num_hidden: as in TransformerBlockList.
     """
 
     def forward(
         self, *args: Any, batch_related: Iterable[int] = (), return_hidden_states: bool = False, **kwargs: Any
     ) -> Any:
+        """Pass hidden states through all blocks, as TransformerBlockList does.
+
+        Args:
+            *args: as in TransformerBlockList.
+            batch_related: an argument of BMTrain's, what it cuts into micro-batches; ignored.
+            return_hidden_states: as in TransformerBlockList.
+            **kwargs: as in TransformerBlockList.
+        """
         return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)

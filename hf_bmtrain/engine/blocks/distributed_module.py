@@ -36,14 +36,18 @@ def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
 
 
 class DistributedModule(ShardedModule):
-    """A module whose DistributedParameters are whole when read inside a forward, and slices otherwise.
+    """A module whose DistributedParameters are full when read inside a forward, and shards otherwise.
 
-    Inside a forward means during a call of this or an enclosing DistributedModule, after auto_wrap also of their
-    methods `forward_…`, `get_…_features` and `generate` (if the model has one of its own), or during a recomputation
-    in backward. The first read of a forward pass gathers the parameter's buffer, so every rank must read it. The buffer
-    is released when backward no longer needs it, or after the forward if nothing requires a gradient. Any other read
-    returns the slice (name, dtype, device, `full_shape`) without communication; `parameter.gather()` is the explicit
-    collective.
+    Inside a forward means during a call of this or an enclosing DistributedModule, after `auto_wrap` also of their
+    methods `forward_...`, `get_..._features` and `generate` (if the model has one of its own), or during a
+    recomputation in backward. The first read of a forward pass all-gathers the parameter's buffer, so every rank must
+    read it. The buffer is freed when backward no longer needs it, or after the forward if nothing requires a gradient.
+    Any other read returns the shard (name, dtype, device, `full_shape`) without communication; `parameter.gather()` is
+    the explicit collective.
+
+    Args:
+        *args: of the next class, usually torch.nn.Module.
+        **kwargs: of the next class.
     """
 
     _schedule: Schedule
@@ -140,7 +144,17 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """An `init_method`: `ParameterInitializer(torch.nn.init.normal_, std=1)` calls `normal_(tensor, std=1)`."""
+    """An `init_method` of DistributedParameter: a function that fills a tensor, with its arguments.
+
+    Args:
+        function: a function that fills a tensor in place, such as torch.nn.init.normal_.
+        *args: passed to `function` after the tensor.
+        **kwargs: passed to `function`.
+
+    Example::
+
+        bmt.ParameterInitializer(torch.nn.init.normal_, std=0.02)
+    """
 
     def __init__(self, function: Callable, *args, **kwargs) -> None:
         expect_callable("function", function, "a function that fills a tensor, such as torch.nn.init.normal_")
@@ -154,7 +168,10 @@ class ParameterInitializer:
 def init_parameters(model: torch.nn.Module) -> None:
     """Fill every DistributedParameter that has an `init_method`, with rank 0's values on all ranks. Collective.
 
-    Parameters without one keep their values: a Hugging Face model initialises itself.
+    Parameters without one keep their values: a Hugging Face model initializes itself.
+
+    Args:
+        model: the model whose parameters are filled.
     """
     world = current_world()
     expect_module("model", model)
@@ -168,10 +185,18 @@ def init_parameters(model: torch.nn.Module) -> None:
 
 
 def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """Yield (group, parameters) for every `group=` of the parameters of `model`, None for those without one.
+    """Yield the parameters of a model by their group, for an optimizer.
 
-    Groups are in order of first appearance, and each parameter occurs once, for use in an optimizer:
-    `[{"params": parameters, "lr": rates[group]} for group, parameters in bmt.grouped_parameters(model)]`.
+    Args:
+        model: the model, sharded or not.
+
+    Returns:
+        An iterator over (group, parameters), in order of first appearance; the group is None for parameters without
+        one. Each parameter occurs once.
+
+    Example::
+
+        groups = [{"params": parameters, "lr": rates[group]} for group, parameters in bmt.grouped_parameters(model)]
     """
     expect_module("model", model)
     groups: dict[str | None, list[torch.nn.Parameter]] = {}

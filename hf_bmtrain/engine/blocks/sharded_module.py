@@ -51,7 +51,14 @@ class ShardedModule(torch.nn.Module):
         raise NotImplementedError
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """Return whole tensors on the CPU, under the module's own keys; tied weights stay tied. Collective."""
+        """Return full tensors on the CPU, under the module's own keys; tied weights stay tied. Collective.
+
+        Args:
+            *args: as in torch.nn.Module, as are the others.
+            destination: a state dict under construction.
+            prefix: of the keys.
+            keep_vars: ignored: the tensors are copies without gradients.
+        """
         outermost = destination is None
         if outermost:
             current_world().assemble("state_dict")
@@ -61,9 +68,15 @@ class ShardedModule(torch.nn.Module):
         return destination.plain() if outermost else destination
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Load whole tensors, the same on every rank, of which each rank takes its parts. Collective.
+        """Load full tensors, of which each rank takes its part. Collective.
 
-        Raises RuntimeError, with nothing changed, if the ranks pass different parameters.
+        Args:
+            state_dict: the full tensors, the same on every rank.
+            *args: as in torch.nn.Module.
+            **kwargs: as in torch.nn.Module.
+
+        Raises:
+            RuntimeError: with nothing changed, if the ranks pass different parameters; or as torch.nn.Module.
         """
         agree_on_wholes(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)

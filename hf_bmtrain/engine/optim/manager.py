@@ -109,7 +109,7 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale, 1 without one; writing it changes it. Reading it waits for the device."""
+        """The current loss scale, 1 without one. It can be set. Reading it waits for the device."""
         return 1.0 if self._scale is None else float(self._scale)
 
     @loss_scale.setter

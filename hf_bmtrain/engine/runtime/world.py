@@ -60,10 +60,15 @@ class World:
     copying: set[threading.Event] = field(default_factory=set)
 
     def assemble(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait for every rank, at most `seconds`, by default the timeout of `init_distributed`.
+        """Wait for every rank, and compare what the ranks have issued since the last time. Collective.
 
-        Raises RuntimeError, with the ranks' names, if one does not come or is at another occasion, or if they have
-        issued different operations before, whose results are wrong.
+        Args:
+            occasion: what the ranks are about to do, for messages; it must be equal on all ranks.
+            seconds: how long to wait; None for the timeout of `init_distributed`.
+
+        Raises:
+            RuntimeError: a rank does not come, which is named, is at another occasion, or the ranks have issued
+                different operations before, whose results are wrong.
         """
         try:
             self.control.barrier(occasion, seconds)
@@ -78,26 +83,52 @@ class World:
                 raise RuntimeError(f"rank {self.rank}: '{occasion}' found that {problem}")
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value` (any picklable object), in rank order. Collective."""
+        """Return the objects of all ranks, in rank order. Collective.
+
+        Args:
+            value: any object that can be pickled.
+        """
         return self.control.gather(value)
 
     def agree(self, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None) -> None:
-        """Raise RuntimeError, the same on every rank, unless all have equal `facts`, in one order. Collective.
+        """Check that all ranks have equal facts, in one order. Collective.
 
-        Two values are equal if their `repr`s are. If all are, the ranks have exchanged one digest. may_differ: what the
-        error shows besides, such as the file that each rank has read.
+        Two values are equal if their `repr`s are. If all are, the ranks exchange one digest.
+
+        Args:
+            occasion: what the ranks are about to do, for the message.
+            facts: names and values that must be equal.
+            may_differ: what the message shows besides, such as the file that each rank has read.
+
+        Raises:
+            RuntimeError: on every rank, with the same message, if facts differ.
         """
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Raise NotImplementedError unless `comm`, an argument of BMTrain's, is None or this world: all ranks."""
+        """Check an argument `comm` of BMTrain's.
+
+        Args:
+            comm: None or this world, which stands for all ranks.
+
+        Raises:
+            NotImplementedError: it is anything else.
+        """
         if comm is not None and comm is not self:
             raise NotImplementedError(
                 f"comm={comm!r}: collectives are over all ranks. Leave comm out, or pass bmt.config['comm']."
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
-        """Raise RuntimeError on every rank if one has a problem, so that the others do not hang. Collective."""
+        """Raise an error on every rank if one has a problem, so that the others do not hang. Collective.
+
+        Args:
+            what: the beginning of the message.
+            problem: this rank's problem, or None.
+
+        Raises:
+            RuntimeError: a rank has a problem. The message names the ranks and their problems.
+        """
         problems = self.gather_objects(problem)
         report = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
         if report:
@@ -108,7 +139,11 @@ _world: World | None = None
 
 
 def current_world() -> World:
-    """Return the world of this process. Raises RuntimeError before `init_distributed`."""
+    """Return the world of this process.
+
+    Raises:
+        RuntimeError: `init_distributed` has not been called.
+    """
     if _world is None:
         raise RuntimeError("hf_bmtrain is not initialised: call hf_bmtrain.init_distributed() first.")
     return _world
@@ -152,7 +187,13 @@ def world_size() -> int:
 
 
 def print_rank(*values, rank: int = 0, **options) -> None:
-    """Print on one rank, 0 by default; do nothing on the others."""
+    """Print on one rank; do nothing on the others.
+
+    Args:
+        *values: what `print` takes.
+        rank: the rank that prints.
+        **options: keywords of `print`.
+    """
     expect_number("rank", rank, "at least 0", lambda number: number >= 0, whole=True)
     if current_world().rank == rank:
         print(*values, **options)

@@ -20,17 +20,29 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 @contextmanager
 def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
-    """Under `with bmt.gathered(model):` the model's parameters are whole, in their own shapes. Collective.
+    """Show full parameters, in their own shapes, under `with`. Collective.
 
-    The wholes are copies on each rank's device, made without gradients. Inside the context the model cannot be called,
-    nor its `state_dict()`. Raises RuntimeError at the end if another parameter or module was put in the place of one
-    (resizing embeddings, tying): do that before auto_wrap. After an exception inside nothing is written.
+    The full tensors are copies on each rank's device, made without gradients. Inside the context the model and its
+    `state_dict()` cannot be called. After an exception inside nothing is written.
 
-    what: a module, which is yielded, its attributes and `parameters()` whole; or one or several parameters, for which
-    a list of the whole tensors is yielded.
-    modify: write back. At the end all ranks get the weights as they are on rank 0; AdamOptimizer's float32 masters
-    follow where the weights differ. If False, changed values raise RuntimeError at the end, and changed values of
-    quantized weights do in any case, before anything is written.
+    Args:
+        what: a module, whose attributes and `parameters()` are full inside; or one or several parameters.
+        modify: whether to write the values back. At the end all ranks get the weights as they are on rank 0;
+            AdamOptimizer's float32 masters follow where the weights differ.
+
+    Returns:
+        A context manager. It yields the module, or a list of the full tensors of the parameters.
+
+    Raises:
+        ValueError: `what` is an ordinary tensor, which is full already.
+        RuntimeError: at the end, before anything is written, if values were changed without `modify`, or those of
+            quantized weights in any case, or if another parameter or module was put in the place of one (resizing
+            embeddings, tying): do that before `auto_wrap`.
+
+    Example::
+
+        with bmt.gathered(model.lm_head, modify=True):
+            model.lm_head.weight.normal_(std=0.02)
     """
     world = current_world()
     wanted = "a model, or sharded parameters: an ordinary tensor is whole already"

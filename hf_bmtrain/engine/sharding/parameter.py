@@ -31,19 +31,30 @@ class Origin(NamedTuple):
 
 
 class DistributedParameter(Sliced, torch.nn.Parameter):
-    """This rank's 1-D slice of a parameter. `model.parameters()` yields slices, and optimizers update them.
+    """This rank's 1-D shard of a parameter. `model.parameters()` yields such shards, and optimizers update them.
 
-    `DistributedParameter(data)` shards `data` (any shape, rank 0's values) over all ranks, as in BMTrain. Collective.
-    The slice is a view of the shard of its `ShardedBuffer`: writing to it writes the shard. Its `part` may be empty.
-    The attribute of a `DistributedModule` is whole when it is read inside a forward. Raises ValueError if `data` is on
-    the meta device.
+    `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective.
 
-    full_shape: shape of the whole parameter, as `shape` is. init_method: fills a whole tensor, see `init_parameters`.
-    group: a name for `grouped_parameters`. origin: where `auto_wrap` found it, None without `auto_wrap`.
+    The shard is a view of the memory of its `ShardedBuffer`: writing to it writes there. Its `part`, the plain tensor
+    of this rank's elements, may be empty. As an attribute of a `DistributedModule` the parameter is full when it is
+    read inside a forward.
 
     A backward sets the `.grad` of every parameter in the blocks that it passed through, and of those outside blocks
     whose buffers its forward read, if any rank used the parameter; a rank that did not use it counts as zero. A
     parameter that no rank used is left as it is, with None at first, as in plain torch.
+
+    Args:
+        data: the full values, any shape; rank 0's are taken.
+        requires_grad: whether the parameter requires a gradient.
+        init_method: a function that fills a full tensor in place, see `init_parameters`.
+        group: a name for `grouped_parameters`.
+
+    Attributes:
+        full_shape: the shape of the full parameter, as `shape` is.
+        origin: where `auto_wrap` found the parameter, None without `auto_wrap`.
+
+    Raises:
+        ValueError: `data` is on the meta device, or cannot require a gradient.
     """
 
     is_parameter = True
@@ -131,20 +142,27 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
             return self.whole.detach().clone()
 
     def gather(self) -> torch.Tensor:
-        """Return the whole parameter, a new tensor of `full_shape` on this device. Collective.
+        """Return the full parameter, a new tensor of `full_shape` on this rank's device. Collective.
 
         Where autograd records, it is differentiable: its gradient is averaged over the ranks into `.grad`.
         """
         return self.read_whole()
 
     def gather_gradient(self) -> torch.Tensor | None:
-        """Return the whole gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
+        """Return the full gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
     def take(self, whole: torch.Tensor) -> SliceTensor:
-        """Return this rank's part of a `whole` tensor of `full_shape`, as a 1-D view. Not collective.
+        """Return this rank's part of a full tensor. Not collective.
 
-        Raises ValueError for another shape.
+        Args:
+            whole: a tensor of `full_shape`, any dtype and device.
+
+        Returns:
+            1-D, a view of `whole`, possibly empty.
+
+        Raises:
+            ValueError: `whole` has another shape.
         """
         expect_tensor("whole", whole)
         if whole.shape != self.full_shape:
@@ -155,7 +173,14 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
         return SliceTensor.of(self.placement.cut(whole), self.placement)
 
     def register_post_accumulate_grad_hook(self, hook):
-        """Call `hook(parameter)` after the gradient, averaged over all ranks, was added to `.grad`."""
+        """Call a hook after the gradient, averaged over all ranks, was added to `.grad`.
+
+        Args:
+            hook: a function of this parameter.
+
+        Returns:
+            A handle, whose `remove()` removes the hook.
+        """
         expect_callable("hook", hook, "a function of the parameter")
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
@@ -170,6 +195,11 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
     # -- refused ------------------------------------------------------------------------------------------------
 
     def register_hook(self, hook):
+        """Refuse a tensor hook, which would never be called.
+
+        Raises:
+            RuntimeError: always. `register_post_accumulate_grad_hook` sees the averaged gradient.
+        """
         raise RuntimeError(
             "A tensor hook on a sharded parameter would never fire: its gradient arrives from the reduction, not "
             "from autograd. Use register_post_accumulate_grad_hook, which sees the averaged gradient in `.grad`."

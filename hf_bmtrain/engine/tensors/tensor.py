@@ -172,12 +172,22 @@ class SliceTensor(Sliced, torch.Tensor):
 
     @classmethod
     def of(cls, part: torch.Tensor, placement: Placement) -> SliceTensor:
-        """Return `part` (n,) as a slice that shares its memory and version."""
+        """Return a plain tensor as this rank's part of a larger one.
+
+        Args:
+            part: (n,), whose memory and version the result shares.
+            placement: where the part is in the full tensor.
+        """
         made = part.as_subclass(cls)
         made.placement = placement
         return made
 
     def read_whole(self) -> torch.Tensor:
+        """Return the full tensor. Collective.
+
+        Raises:
+            RuntimeError: this tensor requires a gradient of its own.
+        """
         with WithoutTorchFunction():
             if self.requires_grad:
                 raise RuntimeError(

@@ -37,22 +37,33 @@ def check_parity(
     """Compare one training step of a wrapped model with the same step in plain torch, and print a table. Collective.
 
     Both run on this rank's `batch`, in the model's present mode (dropout included), from the same states of all random
-    generators. The plain step runs the model's own code on whole copies of the weights, without gathers, reductions,
+    generators. The plain step runs the model's own code on full copies of the weights, without all-gathers, reductions,
     recomputation or compiled blocks. Compared are the outputs of every block and of every module with parameters
-    outside blocks, the loss, the gradient of every parameter, whose truth is the mean over the ranks' plain gradients,
-    and the weights after one step of a new optimizer, both from the sharded gradients. Weights, gradients, buffers,
-    attributes and generators are as before afterwards, also if this raises; tensors that the model keeps elsewhere than
-    in buffers and writes in place are not.
+    outside blocks, the loss, the gradient of every parameter with the mean of the ranks' plain gradients, and the
+    weights after one step of a new optimizer, both from the sharded gradients.
 
-    batch: keywords of the model as a dict, its arguments as a tuple or list, or its only argument; each rank has its
-    own. loss: makes the scalar loss of what the model returns; by default that is its `loss`, or itself.
-    optimizer: makes an optimizer of a list of parameters; by default SGD with lr=0.1.
-    bound: how far an output or gradient may be off, in units of the tensor's largest element (gradients also by a fifth
-    of that in units of the model's largest); by default 1e-5 in float32 and 2e-2 if weights or autocast are in 16 bits.
-    verbose: print the table on rank 0.
+    Weights, gradients, buffers, attributes and generators are as before afterwards, also if this raises; tensors that
+    the model keeps elsewhere than in buffers and writes in place are not. Meanwhile every rank holds two full copies of
+    the weights, their gradients and the optimizer's state.
 
-    Meanwhile every rank holds two whole copies of the weights, their gradients and the optimizer's state. Raises
-    RuntimeError, with the numbers, if a rank has not as much memory, and ValueError if the model is not wrapped.
+    Args:
+        model: the wrapped model.
+        batch: keywords of the model as a dict, its arguments as a tuple or list, or its only argument; each rank has
+            its own.
+        loss: makes the scalar loss of what the model returns; None takes its `loss`, or the result itself.
+        optimizer: makes an optimizer of a list of parameters; None for SGD with lr=0.1.
+        bound: how far an output or gradient may be off, in units of the tensor's largest element (gradients also by a
+            fifth of that in units of the model's largest); None for 1e-5 in float32, and 2e-2 if weights or autocast
+            are in 16 bits.
+        verbose: whether to print the table on rank 0.
+
+    Returns:
+        A `Parity`, with all differences and the loss.
+
+    Raises:
+        RuntimeError: a rank has too little memory; the message has the numbers.
+        ValueError: the model is not wrapped, or there is no scalar loss.
+        TypeError: `model` or `optimizer` is of another type.
     """
     world = current_world()
     _check_arguments(model, optimizer, bound)

@@ -13,12 +13,16 @@ _COLUMNS = ("what", "block", "worst in it", "difference", "allowed", "rank")
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor, sharded against plain.
+    """How far one tensor of the sharded step is from the plain step's.
 
-    kind: "output" of a module, "gradient" of a parameter averaged over the ranks, or "update" of a parameter by one
-    optimizer step. block: the block, or the module or parameter outside blocks. name: of the module or parameter.
-    largest: the largest absolute difference of an element, inf if one of the two is not finite there. allowed: up to
-    which it is no error. rank: on which it is the largest.
+    Attributes:
+        kind: "output" of a module, "gradient" of a parameter, averaged over the ranks, or "update" of a parameter by
+            one optimizer step.
+        block: the block, or the module or parameter outside blocks.
+        name: of the module or parameter.
+        largest: the largest absolute difference of an element, inf if one of the two is not finite there.
+        allowed: the largest difference that is no error.
+        rank: the rank where the difference is the largest.
     """
 
     kind: str
@@ -49,10 +53,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `check_parity` found; the same on every rank. Its text is a table with a line per kind and block.
+    """The result of `check_parity`, the same on every rank. Its `str` is a table with a line per kind and block.
 
-    differences: of all that was compared: outputs in the order of the forward, gradients in that of the backward, then
-    updates. loss: of this batch, the mean over the ranks.
+    Attributes:
+        differences: of all that was compared: outputs in the order of the forward, gradients in that of the backward,
+            then updates.
+        loss: the loss of this batch, the mean over the ranks.
     """
 
     differences: tuple[Difference, ...]

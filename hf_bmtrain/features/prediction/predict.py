@@ -36,18 +36,29 @@ def predict_memory(
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
 ) -> Prediction:
-    """Return what a training step of `model` will take on each rank. Call it before `auto_wrap`; not collective.
+    """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`. Not collective.
 
-    After the second step with the model one log line compares this with what was measured; a difference of more than
-    5 % is a warning with the table. `str(prediction)` is the table.
+    On GPUs one line of the log compares the prediction, after the second step, with what was measured; a difference of
+    more than 5 % is a warning with the table.
 
-    model: not wrapped, on any device; it is not changed. batch: the keyword arguments of its forward, whose output has
-    a `loss`; their shapes and dtypes count, their device does not. make_optimizer: makes the optimizer of a list of
-    parameters. zero_level, use_checkpoint, keep_frozen, quantize_frozen, float8: as for `auto_wrap`. micro_batches:
-    backwards per step.
+    Args:
+        model: the model before it is wrapped, on any device. It is not changed.
+        batch: the keyword arguments of the model's forward, whose output has a `loss`. Only their shapes and dtypes
+            count.
+        make_optimizer: makes the optimizer of a list of parameters.
+        zero_level: as for `auto_wrap`.
+        use_checkpoint: as for `auto_wrap`.
+        micro_batches: the number of backwards per step.
+        keep_frozen: as for `auto_wrap`.
+        quantize_frozen: as for `auto_wrap`.
+        float8: as for `auto_wrap`.
 
-    Raises ValueError for settings out of range or a wrapped model, and RuntimeError for a forward that depends on the
-    values of its inputs.
+    Returns:
+        A `Prediction`, whose `str` is a table.
+
+    Raises:
+        ValueError: a setting is out of range, or the model is wrapped already.
+        RuntimeError: the forward depends on the values of its inputs.
     """
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level

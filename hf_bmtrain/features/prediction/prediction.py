@@ -41,11 +41,15 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank needs for a step in which the optimizer's state exists.
+    """The memory that one rank needs for a step, with the optimizer's state allocated. Its `str` is a table.
 
-    table: bytes at the peak, by the keys of ROWS. mapped: of these, bytes outside torch's allocator (shards and
-    mailboxes that the ranks of a host share). context: bytes of the device that no tensor has. host: page-locked host
-    memory. phases: of a step. kept: whether each block keeps its activations.
+    Attributes:
+        table: bytes at the peak, by the keys of ROWS.
+        mapped: of these, bytes outside torch's allocator (shards and mailboxes that the ranks of a host share).
+        context: bytes of the device that belong to no tensor.
+        host: bytes of page-locked host memory.
+        phases: the phases of the step.
+        kept: for each block, whether it keeps its activations.
     """
 
     table: dict[str, int]

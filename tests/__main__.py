@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-SEARCHED = ("tests", "tests/support", "tests/parity", "tests/zoo", "recipes")
+SEARCHED = ("tests", "tests/support", "tests/parity", "tests/scripts", "tests/zoo", "recipes")
 """As in pyproject.toml; tests/test_scripts.py compares the two."""
 
 

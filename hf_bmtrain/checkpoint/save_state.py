@@ -89,7 +89,7 @@ def save_state(
             raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
         name: the name of the checkpoint in place of checkpoint-`step`.
         add: called on every rank with an empty folder; the files that it writes there become files of the checkpoint.
-            Of several files of one name the lowest rank's is kept.
+            Of several files of one name the lowest rank's is saved.
 
     Returns:
         A `SavingState`. Its `folder` is the checkpoint's.

@@ -31,13 +31,26 @@ class BufferCount:
 class World:
     """The ranks that train together, and this rank's place, device and communicators.
 
-    rank: 0 ... size - 1. local_rank: on this host. device: where this rank computes and stores its shards. gather,
-    reduce: communicators for flat tensors. shards: allocates and gathers shards. control: exchanges Python objects.
-    monitor: finds out that the ranks do different things. inside: how deep the running code is inside forwards.
-    schedule: what is open in the current forward and backward. zero_level, loss_scale_factor, loss_scale_steps:
-    defaults. poison: a debug switch that fills unfilled and released memory with NaN. buffers: how many there are.
-    kept: by folder, what saves its checkpoints. copying: an event for each checkpoint whose values are being copied,
-    for which optimizers wait before they write weights.
+    Attributes:
+        rank: 0 to size - 1.
+        size: the number of ranks.
+        local_rank: this rank's number on its host.
+        device: where this rank computes and stores its shards.
+        gather: the communicator for all-gathers of flat tensors.
+        reduce: the communicator for reductions of flat tensors.
+        shards: allocates and all-gathers shards.
+        control: exchanges Python objects.
+        monitor: finds out whether the ranks issue different operations.
+        inside: how deep the running code is inside forwards.
+        schedule: what is open in the current forward and backward.
+        zero_level: the default of `auto_wrap`.
+        loss_scale_factor: the default of OptimManager.
+        loss_scale_steps: the default of OptimManager.
+        poison: a debug switch, which fills unfilled and freed memory with NaN.
+        buffers: the number of flat buffers.
+        kept: by folder, what saves its checkpoints.
+        copying: an event for each checkpoint whose values are being copied; optimizers wait for them before they write
+            weights.
     """
 
     rank: int
@@ -214,7 +227,7 @@ def synchronize() -> None:
 def wait_loader() -> None:
     """Wait until this rank's device has finished all queued work, so that a loader does not run ahead of it.
 
-    Not collective. This library does not need it: gathers wait for their inputs by themselves.
+    Not collective. This library does not need it: all-gathers wait for their inputs by themselves.
     """
     world = current_world()
     torch.get_device_module(world.device).synchronize(world.device)

@@ -22,8 +22,6 @@ BETWEEN_FEATURES = {
 }  # fmt: skip
 """The imports from one feature to another; features.auto_wrap, which lists them, may import each."""
 TO_CUT = {
-    ("checkpoint.entries", "features.packed.storage"),
-    ("checkpoint.load_state", "features.packed.storage"),
     ("checkpoint.small_state", "features.float8.calibrate"),
     ("engine.blocks.block", "features.memory.policy"),
     ("engine.blocks.block", "features.replay.replay"),
@@ -31,11 +29,6 @@ TO_CUT = {
     ("engine.blocks.block_state", "features.replay.replay"),
     ("engine.blocks.block_state", "features.replay.scripts"),
     ("engine.optim.skipped_steps", "faults.bad_gradients"),
-    ("engine.sharding.gathered", "features.packed.storage"),
-    ("engine.sharding.slots", "features.float8.storage"),
-    ("engine.sharding.slots", "features.packed.arithmetic"),
-    ("engine.sharding.slots", "features.packed.storage"),
-    ("engine.wrap.patches", "features.packed.storage"),
     ("engine.wrap.refuse", "features.float8.choose"),
     ("engine.wrap.refuse", "features.memory.policy"),
     ("engine.wrap.refuse", "features.memory.residents"),

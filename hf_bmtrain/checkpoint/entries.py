@@ -15,9 +15,8 @@ from ..engine.optim.adam import AdamOptimizer
 from ..engine.optim.manager import OptimManager
 from ..engine.optim.state import check_keys, divide_state
 from ..engine.runtime.world import World
-from ..engine.sharding.parameter import DistributedParameter
+from ..engine.sharding.parameter import DistributedParameter, is_read_only
 from ..engine.tensors.tensor import Sliced
-from ..features.packed.storage import QuantizedParameter
 from .header import TensorSpec
 
 
@@ -70,7 +69,7 @@ def was_trained(name: str, parameter: Any) -> bool:
 
 def refuse_quantized(model: torch.nn.Module) -> None:
     """Raise ValueError if a weight is quantized: quantized weights are not saved in checkpoints."""
-    if any(isinstance(parameter, QuantizedParameter) for parameter in model.parameters()):
+    if any(is_read_only(parameter) for parameter in model.parameters()):
         raise ValueError(
             "a model with quantized weights is saved and resumed by what is trained: save_state(..., "
             "trained_only=True). bmt.save(model, file) writes all of it, the quantized weights as they are unpacked."

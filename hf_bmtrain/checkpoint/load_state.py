@@ -11,8 +11,7 @@ import torch
 
 from ..engine.base.arguments import expect_flag
 from ..engine.runtime.world import World, current_world, wait_loader
-from ..engine.sharding.parameter import DistributedParameter
-from ..features.packed.storage import QuantizedParameter
+from ..engine.sharding.parameter import DistributedParameter, is_read_only
 from . import small_state
 from .entries import (
     MODEL,
@@ -256,7 +255,7 @@ class _Loading:
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
     """Raise ValueError if a tensor of what was trained is a weight that is quantized here: that is not written."""
-    packed = [name for name in tensors if isinstance(parameters.get(name), QuantizedParameter)]
+    packed = [name for name in tensors if is_read_only(parameters.get(name))]
     if packed:
         raise ValueError(
             f"it has the trained values of {len(packed)} weights that are quantized here ({', '.join(packed[:5])}): "

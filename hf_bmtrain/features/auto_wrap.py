@@ -19,6 +19,7 @@ from ..engine.runtime.world import World, check_zero_level, current_world
 from ..engine.sharding.buffer import ShardedBuffer
 from ..engine.sharding.parameter import DistributedParameter
 from ..engine.sharding.slots import Place, Slot, find_places, shard_places, tensor_facts
+from ..engine.sharding.storage import StorageKind
 from ..engine.wrap.find import Chain, adapter_parameters, choose_chains
 from ..engine.wrap.patches import (
     follow_accelerator,
@@ -33,13 +34,14 @@ from ..engine.wrap.root_params import name_buffers, place_buffers, places_outsid
 from .float8.calibrate import install_signal_guard
 from .float8.choose import UseFloat8, apply_float8, check_late_float8, choose_float8
 from .float8.gather import choose_gathered, link_layers
+from .float8.storage import Float8Kind
 from .lora.linear import fuse_lora
 from .memory.policy import UseCheckpoint
 from .memory.residents import KeepFrozen, apply_keep_frozen, extend_keep_frozen
 from .memory.shortage import Shortage
 from .packed.bitsandbytes import adopt_quantized, quantized_facts, refuse_quantized
 from .packed.choose import choose_quantized
-from .packed.storage import Quantization
+from .packed.storage import PackedKind
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -134,7 +136,7 @@ def _choose_precision(
     quantize_frozen: str | None,
     float8: UseFloat8,
     keep: Sequence[str],
-) -> tuple[Quantization | None, dict[str, torch.nn.Module]]:
+) -> tuple[PackedKind | None, dict[str, torch.nn.Module]]:
     """Return the parameters that are packed, and the layers that compute in float8. Changes nothing. Collective.
 
     Raises ValueError, on every rank, if there are none for an argument that asks for some.
@@ -157,7 +159,7 @@ def _shard_layers(
     world: World,
     layers: Chain,
     shared: set[int],
-    quantization: Quantization | None,
+    quantization: PackedKind | None,
     linears: dict[str, torch.nn.Module],
 ) -> Iterator[tuple[torch.nn.Module, tuple[list[ShardedBuffer], list[Slot]]]]:
     """Shard the parameters of `layers` but for the `shared` ones, and yield each layer with its buffers and slots.
@@ -167,9 +169,16 @@ def _shard_layers(
     """
     apply_float8(linears)
     adapters, for_float8 = adapter_parameters(model), choose_gathered(model, linears.values(), world)
+    float8 = Float8Kind()
+
+    def kind_of(parameter: torch.nn.Parameter) -> StorageKind | None:
+        if quantization is not None and id(parameter) in quantization.names:
+            return quantization
+        return float8 if id(parameter) in for_float8 and not hasattr(parameter, "storage_kind") else None
+
     for layer in layers:
         own = [place for place in find_places(layer.modules()) if id(place[2]) not in shared]
-        yield layer, shard_places(world, own, world.schedule.blocks, adapters, quantization, for_float8)
+        yield layer, shard_places(world, own, world.schedule.blocks, kind_of, adapters)
     link_layers(linears.values())
 
 

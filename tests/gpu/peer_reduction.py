@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ import transformers
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.comm import streams
 from hf_bmtrain.engine.comm.peer_reduce import PeerReduction
+from hf_bmtrain.engine.runtime.world import simulated
 
 STEPS = 4
 WORDS = 1024
@@ -40,23 +42,22 @@ def main() -> int:
     options = parser.parse_args()
     if options.tiny:
         options.layers, options.width, options.length = 4, 64, 16
+    os.environ["HF_BMTRAIN_POISON"] = "1"
     bmt.init_distributed(seed=0, gather="peer" if options.tiny else "auto")
     torch.use_deterministic_algorithms(True, warn_only=True)
     step: Any = bmt.current_world().schedule
     if not isinstance(step.blocks, PeerReduction):
         print("no peer access here: gradients are reduced by NCCL")
         return 1
-    step.poison = True
     with collectives(step):
         expected = train(options)
     copied = [train(options), train(options)]
     with sleeping():
         copied.append(train(options, lag=True))
     wrong = compare(expected, copied)
-    step.poison = False
     torch.use_deterministic_algorithms(False)
     for name, way in [("collectives", collectives(step)), ("copies", nullcontext())]:
-        with way:
+        with way, simulated(replace(bmt.current_world(), poison=False)):
             bmt.print_rank(f"{name}: {milliseconds(options):.2f} ms a step")
     bmt.print_rank(f"slots: {step.blocks.mapped_bytes / 1e6:.0f} MB a rank")
     return wrong
@@ -65,7 +66,8 @@ def main() -> int:
 @contextmanager
 def collectives(step: Any) -> Iterator[None]:
     """What is made and run here gathers and reduces by the lanes below."""
-    with mock.patch.object(step, "shards", step.shards.collective), mock.patch.object(step, "blocks", step.outside):
+    world = bmt.current_world()
+    with simulated(replace(world, shards=world.shards.collective)), mock.patch.object(step, "blocks", step.outside):
         yield
 
 

@@ -7,11 +7,11 @@ import torch
 import hf_bmtrain as bmt
 from float8_models import build, rows
 from hf_bmtrain.engine.sharding.slots import buffers_of
-from hf_bmtrain.features.float8.storage import Float8Buffer
+from hf_bmtrain.features.float8.storage import Float8Storage
 
 
 def float8_buffers(model):
-    return [buffer for buffer in buffers_of(model) if isinstance(buffer, Float8Buffer)]
+    return [buffer for buffer in buffers_of(model) if isinstance(buffer.storage, Float8Storage)]
 
 
 def seen(tensor):
@@ -25,8 +25,8 @@ def train(family, in_float8, between=None, prepare=None, offload=False, accumula
     model = build(family).to(dtype)
     if prepare is not None:
         prepare(model)
-    shown, switch = [], Float8Buffer.use_float8 if in_float8 else lambda *_: None
-    with mock.patch.object(Float8Buffer, "use_float8", switch):
+    shown, switch = [], Float8Storage.switch if in_float8 else lambda *_: None
+    with mock.patch.object(Float8Storage, "switch", switch):
         bmt.auto_wrap(model, float8=True, **wrap)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = (bmt.optim.AdamOffloadOptimizer if offload else bmt.optim.AdamOptimizer)(trained, lr=1e-2)
@@ -44,7 +44,7 @@ def train(family, in_float8, between=None, prepare=None, offload=False, accumula
             if between is not None:
                 shown += between(model, step)
     buffers = float8_buffers(model)
-    assert buffers and all(buffer.in_float8 == in_float8 for buffer in buffers)
+    assert buffers and all(buffer.storage.in_float8 == in_float8 for buffer in buffers)
     return shown + [seen(value) for value in model.state_dict().values()]
 
 

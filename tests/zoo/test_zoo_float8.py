@@ -9,7 +9,7 @@ import hf_bmtrain as bmt
 from float8_training import float8_buffers, seen
 from hf_bmtrain.features.float8 import calibrate as float8_guard
 from hf_bmtrain.features.float8 import storage as sharding
-from hf_bmtrain.features.float8.storage import Float8Buffer
+from hf_bmtrain.features.float8.storage import Float8Storage
 from zoo_families import FAMILIES
 from zoo_twin import compute_loss
 
@@ -33,7 +33,7 @@ def train(name: str, in_float8: bool) -> tuple[list[torch.Tensor | None], int]:
     family, size, rank = FAMILIES[name], bmt.world_size(), bmt.rank()
     model = family.build()
     with (
-        mock.patch.object(Float8Buffer, "use_float8", Float8Buffer.use_float8 if in_float8 else lambda *_: None),
+        mock.patch.object(Float8Storage, "switch", Float8Storage.switch if in_float8 else lambda *_: None),
         mock.patch.object(float8_guard, "LEAST_DECIBELS", -1e9),  # no layer leaves float8
         mock.patch.object(sharding, "LEAST_WEIGHTS", 0),  # all are few, also in models as small as these
     ):
@@ -47,7 +47,7 @@ def train(name: str, in_float8: bool) -> tuple[list[torch.Tensor | None], int]:
             optimizer.step()
             optimizer.zero_grad()
     buffers = float8_buffers(model)
-    assert buffers and any(buffer.in_float8 for buffer in buffers) == (in_float8 and name not in OWN_DTYPE)
+    assert buffers and any(buffer.storage.in_float8 for buffer in buffers) == (in_float8 and name not in OWN_DTYPE)
     companions = sum(len(buffer.wholes) - buffer.count for buffer in buffers)
     return shown + [seen(value) for value in model.state_dict().values()], companions
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...features.packed.storage import QuantizedParameter
 from ..base.arguments import expect_flag, expect_kind
 from ..runtime.world import World, current_world
 from .parameter import DistributedParameter
@@ -67,7 +66,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
         with inside:
             yield result
         world.assemble(f"end of {occasion}")
-        fixed = {p: whole for p, whole in wholes.items() if not modify or isinstance(p, QuantizedParameter)}
+        fixed = {p: whole for p, whole in wholes.items() if not modify or p.buffer.storage.read_only}
         _check_unchanged(world, fixed, modify)
         if modify:
             _write_back(world, {p: whole for p, whole in wholes.items() if p not in fixed})
@@ -144,14 +143,17 @@ def _write_back(world: World, wholes: Wholes) -> None:
 
 
 def _check_unchanged(world: World, wholes: Wholes, modify: bool) -> None:
-    """Raise RuntimeError on every rank if values were changed on one. Collective. modify: these are quantized."""
+    """Raise RuntimeError on every rank if values were changed on one. Collective.
+
+    modify: whether the context was opened for writing; only read-only parameters are checked then.
+    """
     if not wholes:
         return
     changed = [p for p in _by_buffer(wholes) if not torch.equal(_bytes(wholes[p]), _bytes(p.whole))]
     problem = f"shapes {', '.join(str(tuple(piece.full_shape)) for piece in changed)}" if changed else None
     way_out = "write with bmt.gathered(..., modify=True)"
     if modify:
-        way_out = "they are quantized. To merge adapters, load the model without quantize_frozen"
+        way_out = next(iter(wholes)).buffer.storage.read_only
     world.raise_everywhere(f"gathered: parameters were changed inside, which has no effect: {way_out}", problem)
 
 

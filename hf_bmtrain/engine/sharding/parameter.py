@@ -218,6 +218,11 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
         )
 
 
+def is_read_only(parameter: object) -> bool:
+    """Return whether `parameter` is a local parameter that can neither be written nor trained."""
+    return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.read_only is not None
+
+
 class _ReadWhole(torch.autograd.Function):
     """A whole copy of a parameter, whose gradient is averaged over the ranks."""
 

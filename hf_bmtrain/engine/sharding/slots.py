@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from ...features.float8.storage import Float8Buffer
-from ...features.packed.arithmetic import Format
-from ...features.packed.storage import PackedParameter, Quantization, QuantizedBuffer, QuantizedParameter
 from ..comm.reduce import Reduction
 from ..runtime.world import World
 from .buffer import ShardedBuffer
 from .parameter import DistributedParameter
 from .sourced import ScatteredParameter
+from .storage import PLAIN, StorageKind
 
 
 class Slot(NamedTuple):
@@ -79,42 +77,28 @@ def shard_places(
     world: World,
     places: Sequence[Place],
     reduction: Reduction,
-    apart: Set[int] = frozenset(),
-    quantization: Quantization | None = None,
-    for_float8: Set[int] = frozenset(),
+    kind_of: Callable[[torch.nn.Parameter], StorageKind | None] = lambda parameter: None,
+    separate: Set[int] = frozenset(),
 ) -> tuple[list[ShardedBuffer], list[Slot]]:
     """Move the parameters of `places` into flat buffers by dtype and requires_grad, and put slices in the places.
 
     A parameter that occurs twice is stored once. One group of whole parameters is in memory at a time. The old ones
     are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
 
-    apart: ids of parameters that share no buffer with others. quantization: the parameters that are packed here. A
-    PackedParameter is packed already. for_float8: ids of weights that may be gathered in float8, but for packed ones.
-    They have a buffer of their own, or with the others of their group if those are few, see `Float8Buffer`.
+    kind_of: the storage of a parameter, None for the one that it brings itself, or plain elements. separate: ids of
+    parameters that share no buffer with others.
     """
-    groups: dict[_Kind, dict[int, torch.nn.Parameter]] = {}
+    groups: dict[_Group, dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
-        form = parameter.form if isinstance(parameter, PackedParameter) else None
-        if quantization is not None and id(parameter) in quantization.names:
-            form = quantization.form
-        float8 = form is None and id(parameter) in for_float8
-        key = parameter.dtype, parameter.requires_grad, id(parameter) in apart, form, float8
+        kind = kind_of(parameter) or getattr(parameter, "storage_kind", PLAIN)
+        key = _Group(parameter.dtype, parameter.requires_grad, id(parameter) in separate, kind)
         groups.setdefault(key, {})[id(parameter)] = parameter
-    companions = {key: _join_companions(groups, key) for key in [*groups] if key[-1]}
+    small = {key: _join_small(groups, key) for key in [*groups] if key.kind != PLAIN}
     slices: dict[int, DistributedParameter] = {}
     for key, parameters in groups.items():
-        *_, form, float8 = key
-        wholes, cls = [_whole(parameter) for parameter in parameters.values()], DistributedParameter
-        if float8:
-            buffer = Float8Buffer(world, wholes, reduction, companions[key])
-        elif form is None:
-            buffer = ShardedBuffer(world, wholes, reduction)
-        else:
-            names = {} if quantization is None else quantization.names
-            packing = Quantization(form, names)
-            buffer = QuantizedBuffer(world, wholes, reduction, packing)
-            cls = QuantizedParameter
-        slices.update(zip(parameters, buffer.make_slices(cls, wholes)))
+        wholes = [_whole(parameter) for parameter in parameters.values()]
+        buffer = ShardedBuffer(world, wholes, reduction, key.kind.make(wholes, small.get(key, 0)))
+        slices.update(zip(parameters, buffer.make_slices(key.kind.parameter_class or DistributedParameter, wholes)))
         del wholes
         for parameter in parameters.values():
             note: Any = parameter
@@ -126,16 +110,22 @@ def shard_places(
     return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
 
 
-_Kind = tuple[torch.dtype, bool, bool, Format | None, bool]
-"""What the parameters of a buffer have in common: dtype, requires_grad, apart, the form of packed ones, float8."""
+class _Group(NamedTuple):
+    """What the parameters of a buffer have in common."""
+
+    dtype: torch.dtype
+    requires_grad: bool
+    separate: bool
+    kind: StorageKind
 
 
-def _join_companions(groups: dict[_Kind, dict[int, torch.nn.Parameter]], key: _Kind) -> int:
-    """Put the other parameters of a group of weights for float8 before these if they are few. Return their number."""
-    others = groups.get((*key[:-1], False), {})
-    if not others or not Float8Buffer.takes([*others.values()], [*groups[key].values()]):
+def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
+    """Put the plain parameters of a group before the others if their kind takes them. Return their number."""
+    plain = key._replace(kind=PLAIN)
+    others = groups.get(plain, {})
+    if not others or not key.kind.takes([*others.values()], [*groups[key].values()]):
         return 0
-    groups[key] = groups.pop((*key[:-1], False)) | groups[key]
+    groups[key] = groups.pop(plain) | groups[key]
     return len(others)
 
 

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ...features.packed.storage import QuantizedParameter
 from ..base.torch_internals import (
     differentiates_by_functorch,
     functorch_transforms_active,
@@ -31,7 +30,14 @@ from ..sharding.parameter import DistributedParameter
 
 _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.log)
-_SHARDED = {DistributedParameter, QuantizedParameter, type(None)}
+
+
+@functools.cache
+def _is_sharded(kind: type) -> bool:
+    """Return whether what stands in a module's slot is a local parameter, or None."""
+    return kind is type(None) or issubclass(kind, DistributedParameter)
+
+
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -242,7 +248,7 @@ class Guard:
         if (
             _values(self._modules) != self._tree
             or names != self._names
-            or not set(map(type, _values(self._parameters))) <= _SHARDED
+            or not all(map(_is_sharded, set(map(type, _values(self._parameters)))))
         ):
             self._walk(model)
 
@@ -250,7 +256,7 @@ class Guard:
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 # A wrapped model that became a part of a block is shown with wholes in the block's forward.
-                known = type(parameter) in _SHARDED or hasattr(parameter, "is_whole")
+                known = _is_sharded(type(parameter)) or hasattr(parameter, "is_whole")
                 if parameter is not None and not known:
                     raise RuntimeError(
                         f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came "

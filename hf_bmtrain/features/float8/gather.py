@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from ...engine.runtime.world import World
+from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.slots import find_places
 from ...engine.wrap.find import adapter_parameters
 from .linear import Float8State
-from .storage import Float8Buffer, Rounding
+from .storage import Float8Requantizer, Float8Storage
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -35,13 +36,13 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Tell those of `layers` whose weights are in a Float8Buffer where they are."""
+    """Tell those of `layers` whose weights have Float8Storage where they are."""
     for layer in layers:
         piece: Any = layer._parameters.get("weight")
-        buffer = getattr(piece, "buffer", None)
-        if isinstance(buffer, Float8Buffer):
+        storage = piece.buffer.storage if isinstance(piece, DistributedParameter) else None
+        if isinstance(storage, Float8Storage):
             state: Any = layer.float8_state
-            state.buffer, state.index = buffer, piece.index
+            state.storage, state.index = storage, piece.index
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
@@ -50,18 +51,18 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
     states: of all float8 layers, by path, in the same order on every rank. The buffer of one with a `reason` stays as
     it is.
     """
-    layers: dict[Float8Buffer, list[str]] = {}
+    layers: dict[Float8Storage, list[str]] = {}
     for path, state in states.items():
-        if state.buffer is not None:
-            layers.setdefault(state.buffer, []).append(path)
+        if state.storage is not None:
+            layers.setdefault(state.storage, []).append(path)
     left: Counter[str] = Counter()
-    rounding = Rounding(world.shards.communicator)
-    for buffer, paths in layers.items():
+    requantizer = Float8Requantizer(world.shards.communicator)
+    for storage, paths in layers.items():
         found = [f"{path.rpartition('.')[2]} {states[path].reason}" for path in paths if states[path].reason]
         if found:
             left[found[0]] += 1
         else:
-            buffer.use_float8(rounding, [states[path] for path in paths])
+            storage.switch(requantizer, [states[path] for path in paths])
     if world.rank == 0 and layers:
         count = sum(left.values())
         told = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""

@@ -2,7 +2,7 @@
 
 The forward computes y = x Wᵀ from x by rows, the backward dx = dy W from dy by rows and dW = dyᵀ x from both by
 columns, see `ops.float8`. Between them autograd keeps x by columns, 8 bits an element, instead of x. The weight is the
-block's whole in its own dtype, and rounded where it is used, or gathered in float8 (`Float8Buffer`). The bias is added
+block's whole in its own dtype, and rounded where it is used, or gathered in float8 (`Float8Storage`). The bias is added
 in the dtype of the activations.
 """
 
@@ -22,7 +22,7 @@ from ...engine.base.torch_internals import autocast_type
 from ...engine.blocks.sharded_module import extend_class
 from ...engine.tensors.backward import double_backward
 from .arithmetic import Float8, product, quantize_both, quantize_rows, quantize_transposed, quantize_whole
-from .storage import Float8Buffer, GatheredFactor
+from .storage import Float8Storage, GatheredFactor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1024  # rows that are measured at a time
@@ -69,8 +69,8 @@ class Float8State:
     float8. guard: what will decide that, None once it is final. reason: why the weight is gathered in its own dtype,
     None if it is gathered in float8; known once it is decided. measures: whether the next forward sets `powers`: the
     squares, summed, of the output without rounding and of what rounding adds to it, (2,) float32. inputs: shared with
-    other layers. buffer: which may gather the weight in float8, None if it is stored elsewhere. index: of the weight in
-    it.
+    other layers. storage: of the buffer that may gather the weight in float8, None if it is stored elsewhere. index: of
+    the weight in the buffer.
     """
 
     transposed: bool
@@ -80,17 +80,17 @@ class Float8State:
     reason: str | None = None
     measures: bool = False
     powers: Tensor | None = None
-    buffer: Float8Buffer | None = None
+    storage: Float8Storage | None = None
     index: int = 0
 
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
         """Return the weight as it was gathered in float8; None if it was not, or is not the block's whole."""
-        buffer = self.buffer
-        if buffer is None or not buffer.in_float8:
+        storage = self.storage
+        if storage is None or not storage.in_float8:
             return None
         # Compiled blocks are called with their wholes alone; a compiler would have to compare tensors in its graph.
-        shown = torch.compiler.is_compiling() or weight is buffer.wholes[self.index]
-        return buffer.factors[self.index] if shown else None
+        shown = torch.compiler.is_compiling() or weight is storage.buffer.wholes[self.index]
+        return storage.factors[self.index] if shown else None
 
 
 class Float8Linear(torch.nn.Module):

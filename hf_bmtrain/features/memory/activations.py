@@ -105,7 +105,7 @@ class AutoCheckpoint:
             yield
             return
         held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held += [view for buffer in self.block.buffers for view in buffer.gathered_views]
+        held += [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
         saved = SavedBytes(held)
         with saved.counting():
             yield

@@ -37,7 +37,7 @@ class Shortage:
         whole = [b for b in buffers if b.sharded and b.is_whole]
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
         rows = {
-            "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.shards),
+            "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.storage.memory().stored),
             f"whole parameters ({len(whole)} buffers)": sum(b.whole_nbytes for b in whole),
             "shards of the gradients": sum(shard.nbytes for shard in gradients),
         }

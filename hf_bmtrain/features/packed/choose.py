@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ...engine.sharding.slots import find_places
 from ...engine.wrap.find import Chain
 from .arithmetic import BLOCK, CELL, FORMATS
-from .storage import Quantization
+from .storage import PackedKind
 
 QUANTIZE_FROZEN = ("nf4", "fp8")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -26,7 +26,7 @@ def check_quantize_frozen(name: Any) -> None:
         raise ValueError(f"quantize_frozen must be None or one of {wanted}, got {name!r}")
 
 
-def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> Quantization | None:
+def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
     """Return which parameters in `blocks` are packed in format `name`; None if that is None.
 
     They are the frozen matrices of CELL elements or more (a smaller one would fill a cell) in a dtype of 16 or 32 bits:
@@ -52,7 +52,7 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
         nothing = f"no block has a matrix of {CELL} elements or more, named weight or in a stack (fused experts)"
         reason = reason if trained else nothing
         raise ValueError(f"auto_wrap: quantize_frozen={name!r} finds no frozen weight to quantize: {reason}.")
-    return Quantization(FORMATS[name], found)
+    return PackedKind(FORMATS[name], found)
 
 
 def _holds_matrices(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter) -> bool:

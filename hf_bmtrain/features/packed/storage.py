@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 
 from ...engine.base.torch_internals import WithoutTorchFunction, make_subclass
-from ...engine.comm.reduce import Reduction
+from ...engine.comm.layout import Layout
 from ...engine.comm.resizable import ResizableStorage, shares_storage
 from ...engine.runtime.world import World
-from ...engine.sharding.buffer import ShardedBuffer
 from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.sourced import ScatteredParameter
+from ...engine.sharding.storage import Memory, Storage, StorageKind
 from ...engine.tensors.functions import find_tensors, replace_tensors
 from ...engine.tensors.tensor import SliceTensor
 from .arithmetic import CELL, Format
 
 
-class Quantization(NamedTuple):
-    """Which parameters of a model are packed in `form`: their names, by the ids of the parameters."""
+@dataclass(frozen=True)
+class PackedKind(StorageKind):
+    """Parameters that are packed in `form`. names: of the parameters to pack, by their ids, for messages."""
 
     form: Format
-    names: dict[int, str]
+    names: dict[int, str] = field(default_factory=dict, compare=False)
+
+    def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
+        return PackedStorage(self.form, [self.names.get(id(parameter)) for parameter in parameters])
+
+    @property
+    def parameter_class(self) -> type[DistributedParameter]:
+        return QuantizedParameter
 
 
 class PackedParameter(torch.nn.Parameter):
@@ -31,79 +40,65 @@ class PackedParameter(torch.nn.Parameter):
 
     It stands for a parameter in a model that auto_wrap is about to shard.
 
-    form: of the packed cells. pack: returns all of them, in new memory.
+    form: of the packed cells. pack: returns all of them, in new memory. storage_kind: of its buffer.
     """
 
     form: Format
+    storage_kind: PackedKind
     pack: Callable[[], torch.Tensor]
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, form: Format, pack: Callable[[], torch.Tensor]) -> Any:
         """Return a parameter of this shape and dtype."""
         made: Any = make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"), False)
-        made.form, made.pack = form, pack
+        made.form, made.pack, made.storage_kind = form, pack, PackedKind(form)
         return made
 
 
-class QuantizedBuffer(ShardedBuffer):
+class PackedStorage(Storage):
     """Frozen parameters of which this rank stores 1/N packed, in whole cells.
 
-    `gather` gathers packed bytes, and `wait` unpacks them into the full buffer, in one launch on the current stream; so
-    a block that is prefetched takes packed memory alone. With one rank, too, the full buffer is memory of its own. The
-    values never change.
+    An all-gather sends packed bytes, and `after_gather` unpacks them into the full buffer, in one launch on the current
+    stream; so a block that is prefetched takes packed memory alone. With one rank, too, the full buffer is memory of
+    its own. The values never change. The buffer's `shard` has no memory, and NaN in every element; only its length,
+    dtype and device are used.
 
-    shard: no memory, NaN in every element; only its length, dtype and device are used. stored: the packed cells.
+    stored: the packed cells.
     """
 
-    def __init__(
-        self,
-        world: World,
-        parameters: Sequence[torch.nn.Parameter],
-        reduction: Reduction,
-        quantization: Quantization,
-    ) -> None:
-        """Pack `parameters`, with rank 0's values. Collective. Raises ValueError for values that `form` cannot hold.
+    unpacks = True
+    read_only = "they are quantized. To merge adapters, load the model without quantize_frozen"
+    full: ResizableStorage
+    stored: torch.Tensor
 
-        A PackedParameter is stored as it is, and needs no name in `quantization`.
-        """
-        self.form = quantization.form
-        self._quantized = [quantization.names.get(id(parameter)) for parameter in parameters]
-        self._waiting = False  # from `gather` to `wait`
-        super().__init__(world, parameters, reduction)
+    def __init__(self, form: Format, names: Sequence[str | None]) -> None:
+        """names: of the parameters that are to be packed; None for a PackedParameter, which is stored as it is."""
+        self.form, self._names = form, names
 
-    # -- construction -------------------------------------------------------------------------------------------
+    def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
+        return Layout.build(numels, world_size, CELL)
 
-    def _grain(self, dtype: torch.dtype) -> int:
-        return CELL
-
-    def _allocate(self, world: World, dtype: torch.dtype) -> None:
-        device = world.device
-        self._full = ResizableStorage(self.layout.numel, dtype, device, world.poison)
-        self.shard = torch.full((1,), float("nan"), dtype=dtype, device=device).expand(self.layout.shard_numel)
-        nbytes = self.form.packed_bytes(self.layout.shard_numel)
-        self.stored = self._gather.allocate(nbytes, torch.uint8, device, self.update.wait)
-        size = self._communicator.size
+    def allocate(self, world: World, dtype: torch.dtype) -> None:
+        buffer, device, size = self.buffer, world.device, world.shards.communicator.size
+        self.full = ResizableStorage(buffer.layout.numel, dtype, device, world.poison)
+        buffer.shard = torch.full((1,), float("nan"), dtype=dtype, device=device).expand(buffer.layout.shard_numel)
+        nbytes = self.form.packed_bytes(buffer.layout.shard_numel)
+        self.stored = world.shards.allocate(nbytes, torch.uint8, device, buffer.update.wait)
         self._arrived = None if size == 1 else ResizableStorage(size * nbytes, torch.uint8, device, world.poison)
+        buffer.route(self.stored, self._arrived, [(0, nbytes)])
 
-    def _view(self, index: int, shape: torch.Size) -> torch.Tensor:
-        return self._memory.view(self.layout.offsets[index], shape)
-
-    @property
-    def _memory(self) -> ResizableStorage:
-        assert self._full is not None
-        return self._full
+    def view(self, index: int, shape: torch.Size) -> torch.Tensor:
+        return self.full.view(self.buffer.layout.offsets[index], shape)
 
     @torch.no_grad()
-    def _fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Pack rank 0's values, one parameter after the other. Every rank has one whole at a time, and packs it.
 
-        Of packed ones every rank has the cells of one at a time.
+        Of packed ones every rank has the cells of one at a time. Raises ValueError for values that `form` cannot hold.
         """
-        self._memory.free()
-        if self._arrived is not None:
-            self._arrived.free()
+        self.reshard()
         nbytes = self.form.cell_bytes
-        for parameter, piece, name in zip(parameters, self.pieces, self._quantized):
+        for parameter, piece, name in zip(parameters, self.buffer.pieces, self._names):
             try:
                 packed = self._cells(parameter).view(-1, nbytes)
             except ValueError as error:
@@ -119,7 +114,7 @@ class QuantizedBuffer(ShardedBuffer):
         if not isinstance(parameter, PackedParameter):
             return self.form.pack(self._values(parameter))
         packed = parameter.pack().to(self.stored.device)
-        self._communicator.broadcast(packed, 0).wait()
+        self.buffer.communicator.broadcast(packed, 0).wait()
         return packed
 
     def _values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -127,51 +122,31 @@ class QuantizedBuffer(ShardedBuffer):
         device = self.stored.device
         if isinstance(parameter, ScatteredParameter):
             values = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)
-            parameter.move(values, 0, self._communicator)
+            parameter.move(values, 0, self.buffer.communicator)
             return values
         values = parameter.detach().to(device, copy=True).reshape(-1)
-        self._communicator.broadcast(values, 0).wait()
+        self.buffer.communicator.broadcast(values, 0).wait()
         return values
 
-    # -- gather, use, release -----------------------------------------------------------------------------------
-
-    def gather(self) -> None:
-        if self.is_whole:
-            return
-        self._waiting = True
-        if self._arrived is not None:
-            self._arrived.allocate()
-            self._note_gather()
-            everything = [(0, self.stored.numel())]
-            self._ticket = self._gather.gather(self._arrived.tensor, self.stored, everything)
-
-    def wait(self) -> None:
-        if not self._waiting:
-            return
-        super().wait()
-        self._waiting = False
+    def after_gather(self) -> None:
         packed = self.stored if self._arrived is None else self._arrived.tensor
-        self.form.unpack(packed, self._memory.allocate())
+        self.form.unpack(packed, self.full.allocate())
         if self._arrived is not None:
             self._arrived.free()
 
-    def release(self) -> None:
-        if self._waiting:  # and nothing has read it: it need not be unpacked
-            super().wait()
-            self._waiting = False
-            if self._arrived is not None:
-                self._arrived.free()
-        super().release()
+    def reshard(self) -> None:
+        self.full.free()
+        if self._arrived is not None:
+            self._arrived.free()
 
-    @property
-    def is_whole(self) -> bool:
-        return self._waiting or self._memory.allocated
+    def memory(self) -> Memory:
+        return super().memory()._replace(stored=[self.stored])
 
     def unpacked(self, index: int) -> torch.Tensor:
         """Return this rank's elements of parameter `index`, (n,) in new memory."""
-        piece, nbytes = self.pieces[index], self.form.cell_bytes
+        piece, nbytes, shard = self.buffer.pieces[index], self.form.cell_bytes, self.buffer.shard
         begin, count = piece.shard_start // CELL, -(-piece.length // CELL)
-        values = torch.empty(count * CELL, dtype=self.shard.dtype, device=self.shard.device)
+        values = torch.empty(count * CELL, dtype=shard.dtype, device=shard.device)
         self.form.unpack(self.stored[begin * nbytes : (begin + count) * nbytes], values)
         return values[: piece.length]
 
@@ -184,7 +159,6 @@ class QuantizedParameter(DistributedParameter):
     """
 
     in_memory = False
-    buffer: QuantizedBuffer
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -196,7 +170,8 @@ class QuantizedParameter(DistributedParameter):
     @property
     def part(self) -> torch.Tensor:
         """This rank's elements, (n,): an ordinary tensor in new memory."""
-        return self.buffer.unpacked(self.index)
+        storage: Any = self.buffer.storage
+        return storage.unpacked(self.index)
 
     @property
     def data(self) -> SliceTensor:

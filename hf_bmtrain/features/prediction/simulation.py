@@ -183,10 +183,11 @@ def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveB
             if isinstance(value, torch.Tensor):
                 kinds[live.number_of(getattr(value, "part", value))] = "optimizer"
     for buffer in buffers_of(model):
-        for view in buffer.gathered_views:
+        memory = buffer.storage.memory()
+        for view in memory.gathered:
             kinds[live.number_of(view)] = "whole"
         if buffer.gradient.shard is not None:
             kinds[live.number_of(buffer.gradient.shard)] = "gradient"
-        for shard in buffer.shards:
+        for shard in memory.stored:
             kinds[live.number_of(shard)] = "shard"
     return {number: kind for number, kind in kinds.items() if number is not None}

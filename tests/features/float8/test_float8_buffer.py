@@ -1,4 +1,4 @@
-"""Float8Buffer: what is gathered has the bits of the rounded whole, and the wholes are those of the shards or NaN."""
+"""Float8Storage: what is gathered has the bits of the rounded whole, and the wholes are those of the shards or NaN."""
 
 import pytest
 import torch
@@ -6,16 +6,17 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.comm.communicator import CollectiveGather
 from hf_bmtrain.engine.comm.streams import DONE
+from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
 from hf_bmtrain.engine.sharding.parameter import DistributedParameter
 from hf_bmtrain.features.float8.arithmetic import quantize_transposed, quantize_whole
-from hf_bmtrain.features.float8.storage import Float8Buffer, Rounding
+from hf_bmtrain.features.float8.storage import Float8Kind, Float8Requantizer, Float8Storage
 from kernel_checks import same_factors
 
 SHAPES = [(48, 16), (3, 5), (1, 1), (16, 176), (7, 33), (2, 2), (4, 300)]
 
 
 def rounding():
-    return Rounding(bmt.current_world().shards.communicator)
+    return Float8Requantizer(bmt.current_world().shards.communicator)
 
 
 class Owner:
@@ -37,7 +38,7 @@ def make(dtype=torch.float32, requires_grad=True, companions=()):
     wholes[5].zero_()
     parameters = [torch.nn.Parameter(whole.to(dtype), requires_grad) for whole in (*beside, *wholes)]
     world = bmt.current_world()
-    buffer = Float8Buffer(world, parameters, world.schedule.blocks, len(companions))
+    buffer = ShardedBuffer(world, parameters, world.schedule.blocks, Float8Storage(len(companions)))
     return parameters, buffer, buffer.make_slices(DistributedParameter, parameters)
 
 
@@ -51,7 +52,7 @@ def bits(tensor):
 def check_factors(buffer, parameters):
     buffer.gather()
     buffer.wait()
-    for gathered, parameter, whole in zip(buffer.factors, parameters, buffer.wholes, strict=True):
+    for gathered, parameter, whole in zip(buffer.storage.factors, parameters, buffer.wholes, strict=True):
         if gathered is None:
             assert torch.equal(bits(whole), bits(parameter))
             continue
@@ -61,10 +62,10 @@ def check_factors(buffer, parameters):
             assert found.values.is_contiguous() and found.scales.is_contiguous()
     if not isinstance(bmt.current_world().shards, CollectiveGather):
         return
-    storages = [each.values.untyped_storage() for each in buffer.factors if each is not None]
+    storages = [each.values.untyped_storage() for each in buffer.storage.factors if each is not None]
     padding = torch.empty(0, dtype=torch.uint8).set_(max(storages, key=len)).clone()  # the others are shards
     assert len(padding) == buffer.layout.numel
-    for gathered, offset, numel in zip(buffer.factors, buffer.layout.offsets, buffer.layout.numels):
+    for gathered, offset, numel in zip(buffer.storage.factors, buffer.layout.offsets, buffer.layout.numels):
         itemsize = 1 if gathered is not None else parameters[0].itemsize
         padding[offset * itemsize : (offset + numel) * itemsize] = 0
     assert not padding.any()
@@ -75,7 +76,7 @@ def check_masters(buffer, parameters):
     with buffer.whole_now(), buffer.whole_now():
         assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters, strict=True))
     assert buffer.is_whole == whole
-    for found, mine, other in zip(buffer.factors, buffer.wholes, parameters, strict=True):
+    for found, mine, other in zip(buffer.storage.factors, buffer.wholes, parameters, strict=True):
         assert mine.shape == other.shape and mine.dtype == other.dtype
         assert found is None or mine.isnan().all()
 
@@ -84,10 +85,10 @@ def rounds_and_gathers(dtype, companions=()):
     parameters, buffer, slices = make(dtype, companions=companions)
     buffer.gather()
     buffer.wait()
-    assert not buffer.in_float8 and buffer.whole_nbytes == buffer.layout.numel * dtype.itemsize
+    assert not buffer.storage.in_float8 and buffer.whole_nbytes == buffer.layout.numel * dtype.itemsize
     assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters))
-    buffer.use_float8(rounding(), [OWNER])
-    assert buffer.in_float8 and not buffer.is_whole and buffer.whole_nbytes == buffer.layout.numel
+    buffer.storage.switch(rounding(), [OWNER])
+    assert buffer.storage.in_float8 and not buffer.is_whole and buffer.whole_nbytes == buffer.layout.numel
     check_factors(buffer, parameters)
     check_masters(buffer, parameters)  # beside the float8 copy, which stays
     check_factors(buffer, parameters)
@@ -102,7 +103,7 @@ def rounds_and_gathers(dtype, companions=()):
     check_factors(buffer, parameters)
     check_masters(buffer, parameters)
     assert all(torch.equal(bits(slice_.gather()), bits(other)) for slice_, other in zip(slices, parameters))
-    weights = [gathered for gathered in buffer.factors if gathered is not None]
+    weights = [gathered for gathered in buffer.storage.factors if gathered is not None]
     before = [bits(gathered.values).clone() for gathered in weights]
     buffer.release()
     buffer.gather()
@@ -126,7 +127,7 @@ def test_it_is_pulled(peers, companions):
 def test_only_few_are_companions(dtype, most):
     def takes(numel):
         beside, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((numel,), (64, 128)))
-        return Float8Buffer.takes([torch.nn.Parameter(beside)], [torch.nn.Parameter(weight)])
+        return Float8Kind().takes([torch.nn.Parameter(beside)], [torch.nn.Parameter(weight)])
 
     assert takes(most) and not takes(most + 1)  # bytes, of which there may be one for 32 weights
 
@@ -135,7 +136,7 @@ def stays():
     parameters, buffer, slices = make(requires_grad=False, companions=COMPANIONS)
     buffer.stays_whole = True
     buffer.gather()
-    buffer.use_float8(rounding(), [OWNER])
+    buffer.storage.switch(rounding(), [OWNER])
     assert buffer.is_whole, "what was kept whole is gathered at the switch"
     buffer.release()
     assert buffer.is_whole
@@ -162,10 +163,10 @@ def rounds_together():
     made = [make(companions=COMPANIONS) for _ in range(4)]
     buffers = [buffer for _, buffer, _ in made]
     for buffer in buffers:
-        buffer.use_float8(common, [OWNER])
+        buffer.storage.switch(common, [OWNER])
     for buffer in buffers[2:]:
         buffer.update.begin(DONE, ())
-    assert not any(buffer.is_stale for buffer in buffers)
+    assert not any(buffer.storage.is_stale for buffer in buffers)
     with torch.no_grad():
         for parameters, _, slices in made:
             for tensor in (*parameters, *slices):
@@ -173,7 +174,7 @@ def rounds_together():
     stale = []
     for parameters, buffer, _ in made[::-1]:
         check_factors(buffer, parameters)
-        stale.append([each.is_stale for each in buffers])
+        stale.append([each.storage.is_stale for each in buffers])
     return stale
 
 
@@ -187,8 +188,8 @@ def without_owner():
     """A layer that is cut off is not rounded any more, though this rank alone still has its slices."""
     common, owner = rounding(), Owner()
     (_, first, mine), (_, second, others) = made = [make(), make()]
-    first.use_float8(common, [owner, OWNER])
-    second.use_float8(common, [owner])
+    first.storage.switch(common, [owner, OWNER])
+    second.storage.switch(common, [owner])
     del owner, made
     with torch.no_grad():
         for slice_ in (*mine, *others):
@@ -197,8 +198,8 @@ def without_owner():
         del second, others
     first.gather()
     first.wait()
-    assert not first.is_stale
-    return bmt.rank() == 0 or second.is_stale
+    assert not first.storage.is_stale
+    return bmt.rank() == 0 or second.storage.is_stale
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -209,7 +210,7 @@ def test_what_no_layer_has_is_not_rounded(world, size):
 def unread(companions):
     """A gather that is refused leaves nothing that counts as gathered."""
     parameters, buffer, slices = make(companions=companions)
-    buffer.use_float8(rounding(), [OWNER])
+    buffer.storage.switch(rounding(), [OWNER])
     buffer.gather()
     buffer.wait()
     buffer.release()

@@ -14,7 +14,7 @@ from float8_models import build, rows
 from float8_training import float8_buffers, same_bits, seen, train
 from hf_bmtrain.engine.sharding.slots import buffers_of
 from hf_bmtrain.features.float8.linear import Float8Linear
-from hf_bmtrain.features.float8.storage import Float8Buffer, Rounding
+from hf_bmtrain.features.float8.storage import Float8Requantizer, Float8Storage
 from hf_bmtrain.features.parity.plain import gather_wholes, shown_plain
 from log_lines import log_lines
 from offloaded import as_on_a_gpu
@@ -29,7 +29,7 @@ def buffers_a_block(family, width):
     model = build(family, width=width)
     bmt.auto_wrap(model, float8=True)
     blocks = [each for each in model.modules() if isinstance(each, bmt.CheckpointBlock)]
-    return [[isinstance(buffer, Float8Buffer) for buffer in buffers_of(block)] for block in blocks]
+    return [[isinstance(buffer.storage, Float8Storage) for buffer in buffers_of(block)] for block in blocks]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_same_bits_where_weights_are_pulled(peers, options):
 def roundings(offload):
     """How many exchanges of magnitudes each step makes, and the number of buffers."""
     counts, calls = [], []
-    original = Rounding.round
+    original = Float8Requantizer.round
 
     def counted(self, gathered):
         calls.append(gathered)
@@ -90,7 +90,7 @@ def roundings(offload):
         calls.clear()
         return [len(float8_buffers(model))]
 
-    with mock.patch.object(Rounding, "round", counted), as_on_a_gpu(0) if offload else nullcontext():
+    with mock.patch.object(Float8Requantizer, "round", counted), as_on_a_gpu(0) if offload else nullcontext():
         shown = train("llama", True, between=count, offload=offload)
     return counts, next(each for each in shown if isinstance(each, int))
 
@@ -187,7 +187,7 @@ def other_parameters():
     model = bmt.auto_wrap(build("llama"), float8=True)
     for step in range(2):
         model(**rows(step, bmt.rank())).loss.backward()
-    assert all(buffer.in_float8 for buffer in float8_buffers(model))
+    assert all(buffer.storage.in_float8 for buffer in float8_buffers(model))
     bmt.synchronize()
     wholes = gather_wholes(model)
     with torch.no_grad():
@@ -240,7 +240,7 @@ def some_stay(alone):
     if alone:
         assert not float8_buffers(model) and not told
         return
-    assert [buffer.in_float8 for buffer in float8_buffers(model)] == [False, True, False]
+    assert [buffer.storage.in_float8 for buffer in float8_buffers(model)] == [False, True, False]
     assert len(told) == (bmt.rank() == 0) and all(
         "in 1 buffers, in their own dtype in 2: 1 (read was not called), 1 (0 has left float8)" in line for line in told
     )
@@ -257,8 +257,8 @@ def tied_within_a_block():
     model.layers[1][1].weight = model.layers[1][0].weight
     bmt.auto_wrap(model, float8=True)
     buffers = {each.weight.buffer for each in model.layers[1] if isinstance(each, Float8Linear)}
-    assert [isinstance(buffer, Float8Buffer) for buffer in buffers].count(True) == 1 and len(buffers) == 2
-    assert not isinstance(model.layers[1][0].weight.buffer, Float8Buffer)
+    assert [isinstance(buffer.storage, Float8Storage) for buffer in buffers].count(True) == 1 and len(buffers) == 2
+    assert not isinstance(model.layers[1][0].weight.buffer.storage, Float8Storage)
 
 
 def test_shared_weights_are_gathered_in_their_own_dtype(world):

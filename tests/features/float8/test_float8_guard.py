@@ -16,7 +16,7 @@ from hf_bmtrain.engine.sharding.slots import buffers_of
 from hf_bmtrain.features.float8.calibrate import SignalGuard
 from hf_bmtrain.features.float8.gather import gather_float8
 from hf_bmtrain.features.float8.linear import Float8Linear
-from hf_bmtrain.features.float8.storage import Float8Buffer
+from hf_bmtrain.features.float8.storage import Float8Storage
 from log_lines import log_lines
 
 WIDTH = 32
@@ -278,12 +278,16 @@ def test_adapters_have_the_same_bits(world):
 
 def gathered_in_float8(use_checkpoint: bool) -> None:
     model = compiled(Stateful(), use_checkpoint=use_checkpoint)
-    buffers = [buffer for buffer in buffers_of(model) if isinstance(buffer, Float8Buffer)]
+    buffers = [buffer for buffer in buffers_of(model) if isinstance(buffer.storage, Float8Storage)]
     seen = []
     for layer in model.layers:
         layer.register_forward_pre_hook(
             lambda layer, args: seen.append(
-                (torch.is_grad_enabled(), {buffer.in_float8 for buffer in buffers}, counters["stats"]["unique_graphs"])
+                (
+                    torch.is_grad_enabled(),
+                    {buffer.storage.in_float8 for buffer in buffers},
+                    counters["stats"]["unique_graphs"],
+                )
             )
         )
     with torch.no_grad():
@@ -316,7 +320,9 @@ def fails_at_first() -> None:
     assert guards(model) == 1 and model.forwards == 0 and not seen and torch.equal(x, batch(0))
     assert not any(state.measures or state.powers is not None or not state.active for state in states(model))
     assert torch.equal(drawn, torch.get_rng_state()) and torch.compiler.is_compiling() is False
-    assert not any(buffer.in_float8 for buffer in buffers_of(model) if isinstance(buffer, Float8Buffer))
+    assert not any(
+        buffer.storage.in_float8 for buffer in buffers_of(model) if isinstance(buffer.storage, Float8Storage)
+    )
     assert all(torch.equal(bits(value), old) for value, old in zip(model.state_dict().values(), before))
     assert not counters["stats"]["unique_graphs"]
     model.fails = False
@@ -366,7 +372,7 @@ def not_called() -> list[str]:
     model = compiled(Towers(), use_checkpoint=False)
     with log_lines(logging.INFO) as lines:
         train(model, lambda model, step: model(torch.ones(8, WIDTH), image=step > 0), steps=2)
-    in_float8 = [buffer.in_float8 for buffer in buffers_of(model) if isinstance(buffer, Float8Buffer)]
+    in_float8 = [buffer.storage.in_float8 for buffer in buffers_of(model) if isinstance(buffer.storage, Float8Storage)]
     assert in_float8 == [False, False, True, True] and all(state.active for state in states(model))
     return [line for line in lines if "was not called" in line]
 
@@ -381,7 +387,7 @@ def tower_on_one_rank() -> list[bool]:
         layer.requires_grad_(False)
     found = train(model, lambda model, step: model(torch.ones(8, WIDTH), image=bmt.rank() == 0))
     assert not guards(model) and found
-    return [buffer.in_float8 for buffer in buffers_of(model) if isinstance(buffer, Float8Buffer)]
+    return [buffer.storage.in_float8 for buffer in buffers_of(model) if isinstance(buffer.storage, Float8Storage)]
 
 
 def test_a_tower_may_run_on_one_rank_where_blocks_are_pulled(peers):

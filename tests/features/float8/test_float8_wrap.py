@@ -15,7 +15,7 @@ from float8_models import build, extend_all, rows
 from hf_bmtrain.engine.sharding.slots import buffers_of
 from hf_bmtrain.features.float8.calibrate import LEAST_DECIBELS, SignalGuard, decibels
 from hf_bmtrain.features.float8.linear import Float8Inputs, Float8Linear, extend_linear
-from hf_bmtrain.features.float8.storage import Float8Buffer
+from hf_bmtrain.features.float8.storage import Float8Storage
 from hf_bmtrain.features.packed.arithmetic import FORMATS
 from log_lines import log_lines
 from ranks import Ranks
@@ -244,7 +244,10 @@ def resumed(folder: str, saved_after: int, options: dict) -> tuple[list[float], 
     assert actives(other) == state == [True, True, True, saved_after < 1]
     hooks = [hook for each in (model, other) for hook in each._forward_pre_hooks.values()]
     assert not any(isinstance(inspect.unwrap(hook), SignalGuard) for hook in hooks)
-    buffers = [[b.in_float8 for b in buffers_of(each) if isinstance(b, Float8Buffer)] for each in (model, other)]
+    buffers = [
+        [b.storage.in_float8 for b in buffers_of(each) if isinstance(b.storage, Float8Storage)]
+        for each in (model, other)
+    ]
     assert buffers[0] == buffers[1] and any(buffers[0]) == (bmt.world_size() > 1)
     return expected, losses
 

@@ -104,7 +104,7 @@ def adapters(source, double, options):
         for name, expected in values.items():
             assert torch.equal(whole[name], expected) and torch.equal(model.get_parameter(name), expected), name
             assert parameters[name].shape == expected.shape
-    stored = sum(b.stored.numel() for b in {parameters[n].buffer for n in values})
+    stored = sum(b.storage.stored.numel() for b in {parameters[n].buffer for n in values})
     numel = sum(FORMS[double].packed_bytes(each.numel()) for each in values.values())
     assert numel <= stored * bmt.world_size() <= numel + 3 * bmt.world_size() * FORMS[double].cell_bytes
 

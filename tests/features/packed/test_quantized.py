@@ -73,7 +73,7 @@ def adapters(name, options, wrap):
     assert torch.equal(one.gather(), expected) and torch.equal(one[3], expected[3])
     assert torch.equal((one.detach() * 2).read_whole(), expected * 2)
     torch.testing.assert_close(one.norm(), expected.norm())
-    stored = sum(b.stored.numel() for b in {parameters[n].buffer for n in names})
+    stored = sum(b.storage.stored.numel() for b in {parameters[n].buffer for n in names})
     numel = sum(FORMATS[name].packed_bytes(twin.get_parameter(each).numel()) for each in names)
     assert numel <= stored * bmt.world_size() <= numel + 3 * bmt.world_size() * FORMATS[name].cell_bytes
 

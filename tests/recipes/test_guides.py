@@ -17,7 +17,8 @@ RUN = re.compile(r"^<!-- run -->\n```py\n(.+?)^```", re.MULTILINE | re.DOTALL)
 
 FORK_EACH = """
 import os, sys, tempfile, traceback
-import torch, transformers
+import torch, torch._dynamo
+from transformers import LlamaForCausalLM, Trainer
 import hf_bmtrain
 for number, path in enumerate(sys.argv[1:]):  # each in a process of its own, but the imports are paid for once
     child = os.fork()

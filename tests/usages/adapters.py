@@ -11,21 +11,9 @@ import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
-from sides import Side, Usage
+from sides import Side, language_loss, sgd, train, train_step
 from small import WIDTH, Encoder, bert, decoder, ids
 from tiny_models import VOCABULARY
-
-
-def train(side: Side, model, loss=None, steps: int = 3, groups=None) -> None:
-    """SGD on loss(rank, step), or on the model's own; what requires no gradient is not in the optimizer."""
-    loss = loss or (lambda rank, step: model(ids(step, rank), labels=ids(step, rank)).loss)
-    optimizer = torch.optim.SGD(groups or [p for p in model.parameters() if p.requires_grad], lr=0.5)
-    for step in range(steps):
-        side.loss(lambda rank: loss(rank, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
 
 
 class Lora(nn.Module):
@@ -49,16 +37,12 @@ def with_lora():
     return model
 
 
-def squares(model):
-    return lambda rank, step: model(ids(step, rank)).square().mean()
-
-
 def lora_by_hand(side: Side) -> None:
     """Modules with A and B in place of Linears; LoRA+: B learns faster, by name."""
     model = side.wrap(with_lora())
     slow = [p for name, p in model.named_parameters() if name.endswith(".a")]
     fast = [p for name, p in model.named_parameters() if name.endswith(".b")]
-    train(side, model, squares(model), groups=[{"params": slow}, {"params": fast, "lr": 4.0}])
+    train(side, model, torch.optim.SGD([{"params": slow}, {"params": fast, "lr": 4.0}], lr=0.5))
 
 
 def lora_by_parametrization(side: Side) -> None:
@@ -77,28 +61,20 @@ def lora_by_parametrization(side: Side) -> None:
     for layer in model.layers:
         nn.utils.parametrize.register_parametrization(layer.linear, "weight", Product())
     model = side.wrap(model)
-    train(side, model, squares(model))
+    train(side, model)
 
 
 def relora(side: Side) -> None:
     """Products are merged into the weights in `gathered`, A and B set back, and trained again."""
     model = side.wrap(with_lora())
-
-    def merge():
-        with torch.no_grad():
+    for _ in range(2):
+        train(side, model, steps=2)
+        with side.gathered(model), torch.no_grad():
             for module in model.modules():
                 if isinstance(module, Lora):
                     module.base.weight += module.b @ module.a
                     module.b.zero_()
                     module.a.mul_(-1)
-
-    for _ in range(2):
-        train(side, model, squares(model), steps=2)
-        if side.sharded:
-            with bmt.gathered(model, modify=True):
-                merge()
-        else:
-            merge()
         side.see("merged", model(ids(9, side.rank)))
 
 
@@ -119,7 +95,7 @@ def bottleneck_by_hook(side: Side) -> None:
         layer.adapter = nn.Sequential(nn.Linear(WIDTH, 2), nn.Tanh(), nn.Linear(2, WIDTH))
         layer.register_forward_hook(lambda m, a, output: output + m.adapter(output))
     model = side.wrap(model)
-    train(side, model, squares(model))
+    train(side, model)
 
 
 def biases_alone(side: Side) -> None:
@@ -128,7 +104,7 @@ def biases_alone(side: Side) -> None:
     for name, p in model.named_parameters():
         p.requires_grad = name.endswith("bias")
     model = side.wrap(model)
-    train(side, model, lambda rank, step: model(ids(step, rank)).pooler_output.square().mean())
+    train(side, model, loss=lambda rank, step: model(ids(step, rank)).pooler_output.square().mean())
 
 
 def soft_prompt(side: Side) -> None:
@@ -147,7 +123,7 @@ def soft_prompt(side: Side) -> None:
             return F.cross_entropy(logits.flatten(0, 1), rows.flatten())
 
     model = side.wrap(Prompted())
-    train(side, model, lambda rank, step: model(ids(step, rank)))
+    train(side, model, loss=lambda rank, step: model(ids(step, rank)))
 
 
 def soft_prompt_in_the_loop(side: Side) -> None:
@@ -191,7 +167,7 @@ def copied_trunk(side: Side) -> None:
             return self.trunk.head(x.mean(1))
 
     model = side.wrap(Controlled())
-    train(side, model, squares(model))
+    train(side, model)
 
 
 def late_adapters_by_hand(side: Side) -> None:
@@ -202,7 +178,7 @@ def late_adapters_by_hand(side: Side) -> None:
         layer.adapter = nn.Linear(WIDTH, WIDTH)
         layer.register_forward_hook(lambda m, a, output: output + m.adapter(output))
     model = side.wrap(model)
-    train(side, model, squares(model))
+    train(side, model)
 
 
 def added_tokens(side: Side) -> None:
@@ -212,7 +188,8 @@ def added_tokens(side: Side) -> None:
     model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
     model.requires_grad_(False)
     model.get_input_embeddings().requires_grad_(True)
-    train(side, side.wrap(model))
+    model = side.wrap(model)
+    train(side, model, loss=language_loss(model))
 
 
 # -- peft ---------------------------------------------------------------------------------------------------------
@@ -235,7 +212,7 @@ def reference_by_disabled_adapter(side: Side) -> None:
             before = scores(chosen) - scores(rejected)
         return -F.logsigmoid(0.1 * (scores(chosen) - scores(rejected) - before)).mean()
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def two_adapters(side: Side) -> None:
@@ -250,9 +227,7 @@ def two_adapters(side: Side) -> None:
     optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if "lora" in name], lr=0.5)
     for step in range(4):
         model.set_adapter(["default", "second"][step % 2])
-        side.loss(lambda rank: model(ids(step, rank), labels=ids(step, rank)).loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(side, model, optimizer, step, language_loss(model))
     side.weights(model)
 
 
@@ -277,7 +252,7 @@ def train_by_trainer(side: Side, base, callbacks=(), **arguments) -> nn.Module:
             logging_steps=1, train_sampling_strategy="sequential", max_grad_norm=0.0, **arguments,
         )  # fmt: skip
         callbacks = [*callbacks, *([bmt.hf.BMTrainCallback()] if side.sharded else [])]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = sgd(model)
         trainer = base(model, args=args, train_dataset=Rows(), optimizers=(optimizer, None), callbacks=callbacks)
         trainer.train()
     for entry in trainer.state.log_history:
@@ -345,7 +320,7 @@ def accelerate_with_several_models(side: Side) -> None:
     from accelerate import Accelerator
 
     model = side.wrap(decoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model)
     if not side.sharded:
         for step in range(2):
             for part in range(2):
@@ -367,24 +342,3 @@ def accelerate_with_several_models(side: Side) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     side.weights(model)
-
-
-USAGES = [
-    Usage(reference_by_disabled_adapter),
-    Usage(two_adapters),
-    Usage(lora_by_hand),
-    Usage(lora_by_parametrization),
-    Usage(relora),
-    Usage(merged_without_gathered),
-    Usage(bottleneck_by_hook),
-    Usage(biases_alone),
-    Usage(soft_prompt),
-    Usage(soft_prompt_in_the_loop),
-    Usage(copied_trunk),
-    Usage(late_adapters_by_hand),
-    Usage(added_tokens),
-    Usage(trainer_with_own_loss),
-    Usage(trainer_with_a_freezing_callback),
-    Usage(trainer_with_an_averaging_callback),
-    Usage(accelerate_with_several_models),
-]

@@ -9,20 +9,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-import hf_bmtrain as bmt
-from sides import Side, Usage
+from sides import Side, expect, language_loss, sgd, train, train_step
 from small import MLP, Encoder, Layer, decoder, ids, vectors
-
-
-def step_of(side, model, optimizer, step):
-    side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
-    side.gradients(model)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def sgd(model, lr=0.5, **options):
-    return torch.optim.SGD(model.parameters(), lr=lr, **options)
 
 
 def ema_by_hand(side: Side) -> None:
@@ -31,7 +19,7 @@ def ema_by_hand(side: Side) -> None:
     optimizer = sgd(model)
     shadow = [p.clone().detach() for p in model.parameters()]
     for step in range(3):
-        step_of(side, model, optimizer, step)
+        train_step(side, model, optimizer, step)
         with torch.no_grad():
             for s, p in zip(shadow, model.parameters()):
                 s.sub_(0.1 * (s - p))
@@ -48,17 +36,19 @@ def ema_by_hand(side: Side) -> None:
 def ema_over_state_dicts(side: Side) -> None:
     """The average is kept as a state dict on the CPU, and loaded at the end."""
     model = side.wrap(Encoder())
-    optimizer = sgd(model)
     average = {name: value.clone() for name, value in model.state_dict().items()}
-    for step in range(3):
-        step_of(side, model, optimizer, step)
+
+    def after_step(step):
         for name, value in model.state_dict().items():
             average[name].mul_(0.9).add_(value, alpha=0.1)
+
+    train(side, model, after_step=after_step)
     model.load_state_dict(average)
     side.see("averaged", model(ids(9, side.rank)))
     side.weights(model)
 
 
+@expect(refused="cannot be deep-copied")
 def averaged_model_of_the_wrapped(side: Side) -> None:
     """AveragedModel(model) after wrapping: it copies the model."""
     model = side.wrap(Encoder())
@@ -72,10 +62,7 @@ def averaged_model_from_before(side: Side) -> None:
     model = Encoder()
     average = AveragedModel(model)
     model = side.wrap(model)
-    optimizer = sgd(model)
-    for step in range(3):
-        step_of(side, model, optimizer, step)
-        average.update_parameters(model)
+    train(side, model, after_step=lambda step: average.update_parameters(model))
     side.see("averaged", average(ids(9, side.rank)))
     side.weights(average.module)
 
@@ -95,12 +82,10 @@ def averaged_model_of_vectors(side: Side) -> None:
     model = Rows()
     average = AveragedModel(model)
     model = side.wrap(model)
-    optimizer = sgd(model)
-    for step in range(2):
-        side.loss(lambda rank: model(vectors(step, rank, width=32)).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update_parameters(model)
+    train(
+        side, model, loss=lambda rank, step: model(vectors(step, rank, width=32)).square().mean(),
+        after_step=lambda step: average.update_parameters(model),
+    )  # fmt: skip
     side.weights(average.module)
 
 
@@ -110,10 +95,7 @@ def averaged_model_wrapped_too(side: Side) -> None:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     model = side.wrap(model)
     average.module = side.wrap(average.module)
-    optimizer = sgd(model)
-    for step in range(3):
-        step_of(side, model, optimizer, step)
-        average.update_parameters(model)
+    train(side, model, after_step=lambda step: average.update_parameters(model))
     with torch.no_grad():
         side.see("averaged", average(ids(9, side.rank)))
     side.weights(average.module)
@@ -128,7 +110,7 @@ def swa(side: Side) -> None:
     optimizer = sgd(model)
     scheduler = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
     for step in range(4):
-        step_of(side, model, optimizer, step)
+        train_step(side, model, optimizer, step)
         scheduler.step()
         if step >= 1:
             average.update_parameters(model)
@@ -165,20 +147,18 @@ def hard_copy_between_wrapped(side: Side) -> None:
     online = side.wrap(MLP())
     target = side.wrap(MLP(seed=2))
     target.load_state_dict(online.state_dict())
-    optimizer = sgd(online)
-    for step in range(4):
 
-        def loss(rank):
-            with torch.no_grad():
-                wanted = 0.9 * target(vectors(step + 1, rank)).max(1)[0] + 0.1
-            return (online(vectors(step, rank)).max(1)[0] - wanted).square().mean()
+    def loss(rank, step):
+        with torch.no_grad():
+            wanted = 0.9 * target(vectors(step + 1, rank)).max(1)[0] + 0.1
+        return (online(vectors(step, rank)).max(1)[0] - wanted).square().mean()
 
-        side.loss(loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def after_step(step):
         for p, q in zip(target.parameters(), online.parameters()):
             p.data.copy_(0.1 * q.data + (1.0 - 0.1) * p.data)
-    side.weights(online, target)
+
+    train(side, online, steps=4, loss=loss, after_step=after_step)
+    side.weights(target)
 
 
 def two_models_of_other_layouts(side: Side) -> None:
@@ -209,7 +189,7 @@ def sam(side: Side) -> None:
     model = side.wrap(Encoder())
     optimizer = sgd(model)
     for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in model.parameters() if p.grad is not None]), p=2)
         side.see("norm", norm)
         moves = {}
@@ -218,7 +198,7 @@ def sam(side: Side) -> None:
                 moves[p] = p.grad * (0.05 / (norm + 1e-12))
                 p.add_(moves[p])
         optimizer.zero_grad()
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         with torch.no_grad():
             for p in model.parameters():
                 p.sub_(moves[p])
@@ -270,9 +250,9 @@ def train_with_sam(side: Side, adaptive: bool) -> None:
     model = side.wrap(Encoder())
     optimizer = SAM(model.parameters(), rho=0.5, adaptive=adaptive, lr=0.5, momentum=0.9)
     for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         optimizer.first_step()
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         optimizer.second_step()
     side.weights(model)
 
@@ -290,15 +270,15 @@ def adaptive_sam(side: Side) -> None:
 def lookahead(side: Side) -> None:
     """Slow weights every second step: `slow += 0.5 * (fast - slow); p.data.copy_(slow)`."""
     model = side.wrap(Encoder())
-    optimizer = sgd(model, momentum=0.9)
     slow = {p: p.data.clone() for p in model.parameters()}
-    for step in range(4):
-        step_of(side, model, optimizer, step)
+
+    def after_step(step):
         if step % 2:
             for p, s in slow.items():
                 s += 0.5 * (p.data - s)
                 p.data.copy_(s)
-    side.weights(model)
+
+    train(side, model, sgd(model, momentum=0.9), steps=4, after_step=after_step)
 
 
 def model_soup(side: Side) -> None:
@@ -307,8 +287,8 @@ def model_soup(side: Side) -> None:
     for start in range(2):
         model = side.wrap(Encoder())
         optimizer = sgd(model)
-        for step in range(2):
-            step_of(side, model, optimizer, 10 * start + step)
+        for step in (10 * start, 10 * start + 1):
+            train_step(side, model, optimizer, step)
         states.append(model.state_dict())
     soup = side.wrap(Encoder(seed=3))
     soup.load_state_dict({name: sum(state[name] for state in states) / 2 for name in states[0]})
@@ -319,13 +299,9 @@ def task_vectors(side: Side) -> None:
     """The difference of two state dicts is added to the weights inside `gathered`."""
     model = side.wrap(Encoder())
     first = {name: value.clone() for name, value in model.state_dict().items()}
-    step_of(side, model, sgd(model), 0)
+    train_step(side, model, sgd(model), 0)
     vector = {name: value - first[name] for name, value in model.state_dict().items()}
-    if side.sharded:
-        with bmt.gathered(model, modify=True):
-            for name, p in model.named_parameters():
-                p.data.sub_(2 * vector[name])
-    else:
+    with side.gathered(model):
         for name, p in model.named_parameters():
             p.data.sub_(2 * vector[name])
     side.weights(model)
@@ -335,16 +311,16 @@ def learning_rate_finder(side: Side) -> None:
     """Model and optimizer states are kept, the rate swept upwards, and both states restored."""
     model = side.wrap(Encoder())
     optimizer = sgd(model, lr=0.1, momentum=0.9)
-    step_of(side, model, optimizer, 0)
+    train_step(side, model, optimizer, 0)
     kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=3.0)
     for step in range(3):
-        step_of(side, model, optimizer, step)
+        train_step(side, model, optimizer, step)
         scheduler.step()
     model.load_state_dict(kept[0])
     optimizer.load_state_dict(kept[1])
     for step in range(2):
-        step_of(side, model, optimizer, step)
+        train_step(side, model, optimizer, step)
     side.weights(model)
 
 
@@ -354,9 +330,7 @@ def best_checkpoint_in_memory(side: Side) -> None:
     optimizer = sgd(model)
     best = None
     for step in range(4):
-        side.loss(lambda rank: model(ids(step, rank), labels=ids(step, rank)).loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(side, model, optimizer, step, language_loss(model))
         if step == 1:
             best = copy.deepcopy(model.state_dict())
     model.load_state_dict(best)
@@ -370,7 +344,7 @@ def gradient_descent_by_hand(side: Side) -> None:
     """No optimizer: `p.data.add_(p.grad, alpha=-lr)`, `p -= lr * p.grad` and `p.data = p.data - lr * p.grad`."""
     model = side.wrap(Encoder())
     for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         for p in model.parameters():
             if step == 0:
                 p.data.add_(p.grad, alpha=-0.5)
@@ -387,7 +361,7 @@ def descent_in_place(side: Side) -> None:
     """The tutorials' `p -= lr * p.grad; p.grad = None` under no_grad, in one loop."""
     model = side.wrap(Encoder())
     for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.5 * p.grad
@@ -400,7 +374,7 @@ def detached_gradients(side: Side) -> None:
     model = side.wrap(Encoder())
     optimizer = sgd(model)
     for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         optimizer.step()
         for p in model.parameters():
             p.grad.detach_()
@@ -415,7 +389,7 @@ def reptile(side: Side) -> None:
         old = [p.data.clone() for p in model.parameters()]
         optimizer = sgd(model)
         for step in range(2):
-            step_of(side, model, optimizer, 10 * task + step)
+            train_step(side, model, optimizer, 10 * task + step)
         for p, o in zip(model.parameters(), old):
             p.data = o + 0.5 * (p.data - o)
     side.weights(model)
@@ -428,7 +402,7 @@ def first_order_maml(side: Side) -> None:
     for task in range(2):
         old = [p.detach().clone() for p in model.parameters()]
         inner = sgd(model)
-        step_of(side, model, inner, 10 * task)
+        train_step(side, model, inner, 10 * task)
         side.loss(lambda rank: model(ids(10 * task + 5, rank)).square().mean()).backward()
         with torch.no_grad():
             for p, o in zip(model.parameters(), old):
@@ -456,33 +430,3 @@ def zeroth_order(side: Side) -> None:
             move(1e-2)
             move(-0.1 * (losses[0] - losses[1]).item() / 2e-2)
     side.weights(model)
-
-
-USAGES = [
-    Usage(ema_by_hand),
-    Usage(ema_over_state_dicts),
-    Usage(averaged_model_of_the_wrapped, refused="cannot be deep-copied"),
-    Usage(averaged_model_from_before),
-    Usage(averaged_model_of_vectors),
-    Usage(averaged_model_wrapped_too),
-    Usage(swa),
-    Usage(copy_from_a_plain_model),
-    Usage(copy_to_a_plain_model),
-    Usage(copy_of_rows_to_a_plain_model),
-    Usage(hard_copy_between_wrapped),
-    Usage(two_models_of_other_layouts),
-    Usage(sam),
-    Usage(sam_class),
-    Usage(adaptive_sam),
-    Usage(lookahead),
-    Usage(model_soup),
-    Usage(task_vectors),
-    Usage(learning_rate_finder),
-    Usage(best_checkpoint_in_memory),
-    Usage(gradient_descent_by_hand),
-    Usage(descent_in_place),
-    Usage(detached_gradients),
-    Usage(reptile),
-    Usage(first_order_maml),
-    Usage(zeroth_order),
-]

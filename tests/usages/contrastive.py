@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hf_bmtrain as bmt
-from sides import Side, Usage
+from sides import Side, expect, sgd, train
 from small import MLP, WIDTH, Encoder, bert, ids, vectors
 
 
@@ -28,7 +28,7 @@ def cross(queries, documents, first=0):
 def train_with_negatives(side: Side, everyones) -> None:
     """everyones(documents of this rank): of all ranks."""
     model = side.wrap(bert())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, lr=0.1)
     for step in range(3):
         if side.sharded:
             queries, documents = pooled(model, ids(step, side.rank, 0)), pooled(model, ids(step, side.rank, 1))
@@ -83,25 +83,20 @@ def detached_negatives(side: Side) -> None:
 def simcse(side: Side) -> None:
     """Two passes over the same rows, with dropout, in one loss."""
     model = side.wrap(bert(dropout=0.1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
 
-        def loss(rank):
-            torch.manual_seed(100 * step + rank)
-            rows = ids(step, rank)
-            return cross(pooled(model, rows), pooled(model, rows))
+    def loss(rank, step):
+        torch.manual_seed(100 * step + rank)
+        rows = ids(step, rank)
+        return cross(pooled(model, rows), pooled(model, rows))
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=loss)
 
 
 def moco(side: Side) -> None:
     """A key encoder that follows by momentum, and a queue of negatives."""
     query, key = Encoder(), Encoder()
     query, key = side.wrap(query), side.wrap(key).requires_grad_(False)
-    optimizer = torch.optim.SGD(query.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(query, lr=0.1, momentum=0.9)
     queues = {rank: F.normalize(vectors(9, rank, rows=6), dim=-1) for rank in side.rows_of}
     for step in range(4):
         with torch.no_grad():
@@ -128,7 +123,7 @@ def byol(side: Side) -> None:
     online = nn.ModuleDict({"encoder": Encoder(), "predictor": MLP()})
     target = copy.deepcopy(online["encoder"])
     online, target = side.wrap(online), side.wrap(target)
-    optimizer = torch.optim.SGD(online.parameters(), lr=0.1)
+    optimizer = sgd(online, lr=0.1)
 
     def half(mine, its):
         predicted = online["predictor"](online["encoder"](mine))
@@ -149,7 +144,7 @@ def byol(side: Side) -> None:
 def grad_cache(side: Side) -> None:
     """Representations by chunks without gradients, the loss on them, then each chunk again with its gradient."""
     model = side.wrap(bert())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, lr=0.1)
     for step in range(3):
         for rank in side.rows_of:
             chunks = [ids(step, rank, part) for part in range(4)]
@@ -189,7 +184,7 @@ def symmetric(text, image, scale):
 def clip(side: Side) -> None:
     """Two towers; the temperature is a scalar parameter, clamped by `.data.clamp_` after each step."""
     model = side.wrap(Clip())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = sgd(model, lr=1.0)
     for step in range(4):
         side.loss(lambda rank: symmetric(*model(ids(step, rank), vectors(step, rank)))).backward()
         side.gradients(model)
@@ -199,27 +194,23 @@ def clip(side: Side) -> None:
     side.weights(model)
 
 
+@expect(slow=True)
 def temperature_read_in_the_loop(side: Side) -> None:
     """The loss outside the model reads the scalar parameter `model.logit_scale`."""
     model = side.wrap(Clip())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for step in range(3):
 
-        def loss(rank):
-            text, image, _ = model(ids(step, rank), vectors(step, rank))
-            return symmetric(text, image, model.logit_scale.exp())
+    def loss(rank, step):
+        text, image, _ = model(ids(step, rank), vectors(step, rank))
+        return symmetric(text, image, model.logit_scale.exp())
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, model, sgd(model, lr=1.0), loss=loss)
 
 
+@expect(slow=True)
 def temperature_read_before_the_model(side: Side) -> None:
     """The scalar parameter is read before the forward, and logged as a number after the step."""
     model = side.wrap(Clip())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = sgd(model, lr=1.0)
     for step in range(3):
 
         def loss(rank):
@@ -237,69 +228,37 @@ def temperature_read_before_the_model(side: Side) -> None:
 def matryoshka(side: Side) -> None:
     """One forward, the loss at several widths of the vector."""
     model = side.wrap(bert())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
 
-        def loss(rank):
-            a, b = pooled(model, ids(step, rank, 0)), pooled(model, ids(step, rank, 1))
-            return sum(cross(a[:, :w], b[:, :w]) for w in (24, 12, 6))
+    def loss(rank, step):
+        a, b = pooled(model, ids(step, rank, 0)), pooled(model, ids(step, rank, 1))
+        return sum(cross(a[:, :w], b[:, :w]) for w in (24, 12, 6))
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=loss)
 
 
 def triplets_mined_online(side: Side) -> None:
     """Hard triplets chosen by distances under no_grad, a different number on each rank."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
 
-        def loss(rank):
-            x = F.normalize(model(ids(step, rank, rows=4 + 2 * rank)), dim=-1)
-            with torch.no_grad():
-                distances = torch.cdist(x, x).fill_diagonal_(9)
-                nearest, farthest = distances.argmin(1), distances.fill_diagonal_(0).argmax(1)
-            return F.triplet_margin_loss(x, x[farthest], x[nearest], margin=0.5)
+    def loss(rank, step):
+        x = F.normalize(model(ids(step, rank, rows=4 + 2 * rank)), dim=-1)
+        with torch.no_grad():
+            distances = torch.cdist(x, x).fill_diagonal_(9)
+            nearest, farthest = distances.argmin(1), distances.fill_diagonal_(0).argmax(1)
+        return F.triplet_margin_loss(x, x[farthest], x[nearest], margin=0.5)
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=loss)
 
 
 def memory_bank(side: Side) -> None:
     """A bank of outputs kept over steps (detached), of which the loss reads a part."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     banks = {rank: torch.zeros(0, WIDTH) for rank in side.rows_of}
-    for step in range(3):
 
-        def loss(rank):
-            a, b = model(ids(step, rank, 0)), model(ids(step, rank, 1))
-            documents = torch.cat([b, banks[rank]])
-            banks[rank] = documents.detach()[:10]
-            return cross(F.normalize(a, dim=-1), F.normalize(documents, dim=-1))
+    def loss(rank, step):
+        a, b = model(ids(step, rank, 0)), model(ids(step, rank, 1))
+        documents = torch.cat([b, banks[rank]])
+        banks[rank] = documents.detach()[:10]
+        return cross(F.normalize(a, dim=-1), F.normalize(documents, dim=-1))
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-USAGES = [
-    Usage(in_batch_negatives),
-    Usage(in_batch_negatives_by_torch),
-    Usage(detached_negatives),
-    Usage(simcse),
-    Usage(moco),
-    Usage(byol),
-    Usage(grad_cache),
-    Usage(clip),
-    Usage(temperature_read_in_the_loop, slow=True),
-    Usage(temperature_read_before_the_model, slow=True),
-    Usage(matryoshka),
-    Usage(triplets_mined_online),
-    Usage(memory_bank),
-]
+    train(side, model, loss=loss)

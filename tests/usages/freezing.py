@@ -10,18 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import hf_bmtrain as bmt
-from sides import Side, Usage
+from sides import Side, expect, language_loss, sgd, squares, train, train_step
 from small import WIDTH, Encoder, Layer, bert, decoder, ids
 from tiny_models import VOCABULARY
 
-
-def sgd(parameters, lr=0.5, **options):
-    return torch.optim.SGD(parameters, lr=lr, **options)
-
-
-def squares(model, step):
-    return lambda rank: model(ids(step, rank)).square().mean()
+LATE = "came into the model after auto_wrap"
 
 
 def gradual_unfreezing(side: Side) -> None:
@@ -29,17 +22,14 @@ def gradual_unfreezing(side: Side) -> None:
     model = side.wrap(Encoder())
     model.requires_grad_(False)
     model.head.requires_grad_(True)
-    optimizer = sgd(model.parameters(), momentum=0.9, weight_decay=0.01)
+    optimizer = sgd(model, momentum=0.9, weight_decay=0.01)
     for step in range(5):
         if 0 < step < 4:
             for p in model.layers[3 - step].parameters():
                 p.requires_grad = True
         elif step == 4:
             model.embedding.requires_grad_(True)
-        side.loss(squares(model, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(side, model, optimizer, step)
     side.weights(model)
 
 
@@ -47,14 +37,12 @@ def gradual_unfreezing_by_groups(side: Side) -> None:
     """ULMFiT: `optimizer.add_param_group` as layers are thawed, each with a lower learning rate."""
     model = side.wrap(Encoder())
     model.requires_grad_(False)
-    optimizer = sgd(model.head.requires_grad_(True).parameters(), momentum=0.9)
+    optimizer = sgd(model.head.requires_grad_(True), momentum=0.9)
     for step in range(4):
         if step:
             layer = model.layers[3 - step].requires_grad_(True)
             optimizer.add_param_group({"params": layer.parameters(), "lr": 0.5 / 2.6**step})
-        side.loss(squares(model, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(side, model, optimizer, step)
     side.weights(model)
 
 
@@ -85,11 +73,11 @@ def discriminative_rates(side: Side) -> None:
 def frozen_with_a_stale_gradient(side: Side) -> None:
     """A layer is frozen between backward and step: the step still uses the gradient it has."""
     model = side.wrap(Encoder())
-    optimizer = sgd(model.parameters())
-    side.loss(squares(model, 0)).backward()
+    optimizer = sgd(model)
+    side.backward(model)
     model.layers[1].requires_grad_(False)
     optimizer.step()
-    side.loss(squares(model, 1)).backward()
+    side.backward(model, 1)
     side.gradients(model)
     optimizer.step()
     side.weights(model)
@@ -98,11 +86,11 @@ def frozen_with_a_stale_gradient(side: Side) -> None:
 def thawed_while_accumulating(side: Side) -> None:
     """A layer is thawed between two backwards of one step."""
     model = side.wrap(Encoder())
-    optimizer = sgd(model.parameters())
+    optimizer = sgd(model)
     model.layers[1].requires_grad_(False)
-    side.loss(squares(model, 0)).backward()
+    side.backward(model)
     model.layers[1].requires_grad_(True)
-    side.loss(squares(model, 1)).backward()
+    side.backward(model, 1)
     side.gradients(model)
     optimizer.step()
     side.weights(model)
@@ -110,8 +98,9 @@ def thawed_while_accumulating(side: Side) -> None:
 
 def task_heads_in_turn(side: Side) -> None:
     """Each step trains another head; AdamW must not move the heads that were not used."""
-    model = nn.ModuleDict({"trunk": Encoder(), "heads": nn.ModuleDict({"a": nn.Linear(8, 2), "b": nn.Linear(8, 3)})})
-    model = side.wrap(model)
+    model = side.wrap(
+        nn.ModuleDict({"trunk": Encoder(), "heads": nn.ModuleDict({"a": nn.Linear(8, 2), "b": nn.Linear(8, 3)})})
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-3)
     for step in range(4):
         head = model["heads"]["ab"[step % 2]]
@@ -134,12 +123,10 @@ def task_heads_in_turn_inside(side: Side) -> None:
             return self.heads[task](self.trunk(x))
 
     model = side.wrap(Heads())
-    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    for step in range(4):
-        side.loss(lambda rank: model(ids(step, rank), "ab"[step % 2]).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    optimizer = sgd(model, lr=0.1, momentum=0.9, weight_decay=0.1)
+    train(
+        side, model, optimizer, steps=4, loss=lambda rank, step: model(ids(step, rank), "ab"[step % 2]).square().mean()
+    )
 
 
 def early_exit(side: Side) -> None:
@@ -154,14 +141,11 @@ def early_exit(side: Side) -> None:
             return outputs
 
     model = side.wrap(Exits())
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        side.loss(
-            lambda rank: sum((n + 1) * o.square().mean() for n, o in enumerate(model(ids(step, rank))))
-        ).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(
+        side,
+        model,
+        loss=lambda rank, step: sum((n + 1) * o.square().mean() for n, o in enumerate(model(ids(step, rank)))),
+    )
 
 
 class Dropping(Encoder):
@@ -180,18 +164,12 @@ class Dropping(Encoder):
 def train_dropping(side: Side, choose) -> None:
     """choose(step, rank, layer)"""
     model = side.wrap(Dropping())
-    optimizer = sgd(model.parameters())
-    for step in range(4):
 
-        def loss(rank):
-            model.choose = lambda number: choose(step, rank, number)
-            return model(ids(step, rank)).square().mean()
+    def loss(rank, step):
+        model.choose = lambda number: choose(step, rank, number)
+        return squares(model)(rank, step)
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, model, steps=4, loss=loss)
 
 
 def layer_drop(side: Side) -> None:
@@ -199,6 +177,7 @@ def layer_drop(side: Side) -> None:
     train_dropping(side, lambda step, rank, number: (step + number) % 3 == 0)
 
 
+@expect(refused="the ranks do different things", on=(2,), slow=True)
 def layer_drop_of_each_rank(side: Side) -> None:
     """Each rank skips other layers."""
     train_dropping(side, lambda step, rank, number: (step + number + rank) % 3 == 0)
@@ -212,20 +191,13 @@ def drop_path(side: Side) -> None:
             keep = (torch.rand(len(x), 1, 1) > 0.3).float() / 0.7
             return x + keep * (super().forward(x) - x)
 
-    model = Encoder()
-    model.layers = nn.ModuleList([Path() for _ in range(3)])
-    model = side.wrap(model)
-    optimizer = sgd(model.parameters())
-    for step in range(3):
+    model = side.wrap(Encoder(Path))
 
-        def loss(rank):
-            torch.manual_seed(10 * step + rank)
-            return model(ids(step, rank)).square().mean()
+    def loss(rank, step):
+        torch.manual_seed(10 * step + rank)
+        return model(ids(step, rank)).square().mean()
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=loss)
 
 
 def skipping_inside_a_layer(side: Side) -> None:
@@ -248,6 +220,7 @@ def skipping_inside_by_torch(side: Side) -> None:
     train_layers(side, Skipping)
 
 
+@expect(refused="the ranks do different things", on=(2,), slow=True)
 def layers_in_an_order_of_each_rank(side: Side) -> None:
     """Each rank runs the same layers in another order."""
 
@@ -261,13 +234,7 @@ def layers_in_an_order_of_each_rank(side: Side) -> None:
     model = side.wrap(Ordered())
     with torch.no_grad():
         side.see("evaluated", model(ids(9, side.rank), [[0, 1, 2], [2, 0, 1]][side.rank % 2]))
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank), [[0, 1, 2], [2, 0, 1]][rank % 2]).square().mean()).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, model, loss=lambda rank, step: model(ids(step, rank), [[0, 1, 2], [2, 0, 1]][rank % 2]).square().mean())
 
 
 def noise_from_a_generator(side: Side) -> None:
@@ -343,28 +310,18 @@ def batch_norm_in_layers(side: Side) -> None:
 
 def train_layers(side: Side, layer, same_rows=False) -> None:
     """same_rows: all ranks have the same, which plain torch computes once."""
-    model = Encoder()
-    model.layers = nn.ModuleList([layer() for _ in range(3)])
-    model = side.wrap(model)
-    optimizer = sgd(model.parameters())
-    for step in range(3):
+    model = side.wrap(Encoder(layer))
+    if same_rows:
+        side.rows_of = [side.rank]
 
-        def loss(rank):
-            torch.manual_seed(10 * step + rank)
-            random.seed(10 * step + rank)
-            numpy.random.seed(10 * step + rank)
-            return model(ids(step, rank)).square().mean()
-
+    def loss(rank, step):
         if same_rows:
-            value = loss(0)
-            side.see("loss", value)
-            value.backward()
-        else:
-            side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+            rank = 0
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(10 * step + rank)
+        return squares(model)(rank, step)
+
+    train(side, model, loss=loss)
     model.eval()
     side.see("evaluated", model(ids(8, side.rank)))
 
@@ -383,12 +340,7 @@ def recurrent_depth(side: Side) -> None:
             return self.head(x.mean(1))
 
     model = side.wrap(Recurrent(layers=1))
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank), step, 1 + step).square().mean()).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=lambda rank, step: model(ids(step, rank), step, 1 + step).square().mean())
 
 
 def recurrent_depth_of_each_rank(side: Side) -> None:
@@ -402,12 +354,7 @@ def recurrent_depth_of_each_rank(side: Side) -> None:
             return self.head(x.mean(1))
 
     model = side.wrap(Recurrent(layers=1))
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank), 1 + (rank + step) % 3).square().mean()).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=lambda rank, step: model(ids(step, rank), 1 + (rank + step) % 3).square().mean())
 
 
 def deep_equilibrium(side: Side) -> None:
@@ -435,12 +382,7 @@ def deep_equilibrium(side: Side) -> None:
             return self.head(z.mean(1))
 
     model = side.wrap(Fixed(layers=1))
-    optimizer = sgd(model.parameters())
-    for step in range(2):
-        side.loss(squares(model, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, steps=2)
 
 
 def truncated_time(side: Side) -> None:
@@ -458,19 +400,14 @@ def truncated_time(side: Side) -> None:
             return state
 
     model = side.wrap(Cell())
-    optimizer = sgd(model.parameters())
     states = {rank: torch.zeros(4, WIDTH) for rank in side.rows_of}
-    for step in range(3):
 
-        def loss(rank):
-            x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-            states[rank] = model(x, states[rank].detach())
-            return states[rank].square().mean()
+    def loss(rank, step):
+        x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        states[rank] = model(x, states[rank].detach())
+        return states[rank].square().mean()
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=loss)
 
 
 def lstm_in_the_model(side: Side) -> None:
@@ -490,55 +427,38 @@ def lstm_in_the_model(side: Side) -> None:
                 x, _ = layer(x)
             return self.last(x)[0]
 
-    model = side.wrap(Recurrent())
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        side.loss(squares(model, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, side.wrap(Recurrent()))
 
 
 def greedy_layers(side: Side) -> None:
     """Layer-wise training: a block is called by itself on detached inputs, with a local loss."""
     model = side.wrap(Encoder())
-    optimizer = sgd(model.parameters())
-    for step in range(3):
 
-        def loss(rank):
-            with torch.no_grad():
-                x = model.embedding(ids(step, rank))
-                for layer in model.layers[:step]:
-                    x = layer(x)
-            return model.layers[step](x.detach()).square().mean()
+    def loss(rank, step):
+        with torch.no_grad():
+            x = model.embedding(ids(step, rank))
+            for layer in model.layers[:step]:
+                x = layer(x)
+        return model.layers[step](x.detach()).square().mean()
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=loss)
 
 
-def train_rows(side: Side, keep, make=decoder, embedding=lambda model: model.get_input_embeddings()) -> None:
-    """Textual inversion: only the embedding trains; keep(model, weight, step) is called between backward and step."""
-    model = make()
-    model.requires_grad_(False)
+def train_rows(side: Side, keep) -> None:
+    """Textual inversion: only the embedding trains; keep(weight) is called between backward and step."""
+    model = decoder().requires_grad_(False)
     model.get_input_embeddings().requires_grad_(True)
     model = side.wrap(model)
-    weight = model.get_input_embeddings().weight
-    optimizer = sgd(model.get_input_embeddings().parameters(), lr=1.0)
-    for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank), labels=ids(step, rank)).loss).backward()
-        keep(model, weight, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    embedding = model.get_input_embeddings()
+    train(
+        side, model, sgd(embedding, lr=1.0), loss=language_loss(model), before_step=lambda step: keep(embedding.weight)
+    )
 
 
 def inversion_by_two_indices(side: Side) -> None:
     """`grads.data[frozen_rows, :] = grads.data[frozen_rows, :].fill_(0)`, as in diffusers' older script."""
 
-    def keep(model, weight, step):
+    def keep(weight):
         frozen = torch.arange(VOCABULARY) != 7
         weight.grad.data[frozen, :] = weight.grad.data[frozen, :].fill_(0)
 
@@ -548,7 +468,7 @@ def inversion_by_two_indices(side: Side) -> None:
 def inversion_by_row_numbers(side: Side) -> None:
     """`weight.grad[:50] = 0`: rows of the gradient by their numbers."""
 
-    def keep(model, weight, step):
+    def keep(weight):
         weight.grad[:50] = 0
 
     train_rows(side, keep)
@@ -557,7 +477,7 @@ def inversion_by_row_numbers(side: Side) -> None:
 def inversion_by_a_list_of_rows(side: Side) -> None:
     """`weight.grad[rows] = 0` with a tensor of row numbers."""
 
-    def keep(model, weight, step):
+    def keep(weight):
         weight.grad[torch.tensor([1, 2, 3])] = 0.0
 
     train_rows(side, keep)
@@ -566,7 +486,7 @@ def inversion_by_a_list_of_rows(side: Side) -> None:
 def inversion_by_a_mask(side: Side) -> None:
     """`weight.grad *= mask` with a mask (rows, 1)."""
 
-    def keep(model, weight, step):
+    def keep(weight):
         mask = torch.zeros(VOCABULARY, 1)
         mask[7] = 1
         weight.grad.mul_(mask)
@@ -577,7 +497,7 @@ def inversion_by_a_mask(side: Side) -> None:
 def inversion_by_take(side: Side) -> None:
     """The documented way: `weight.grad.mul_(weight.take(mask))` with a mask of the whole shape."""
 
-    def keep(model, weight, step):
+    def keep(weight):
         mask = torch.zeros(VOCABULARY, 24)
         mask[7] = 1
         weight.grad.mul_(weight.take(mask) if side.sharded else mask)
@@ -588,12 +508,13 @@ def inversion_by_take(side: Side) -> None:
 def inversion_by_index_fill(side: Side) -> None:
     """`weight.grad.index_fill_(0, rows, 0)`."""
 
-    def keep(model, weight, step):
+    def keep(weight):
         weight.grad.index_fill_(0, torch.tensor([1, 2, 3]), 0.0)
 
     train_rows(side, keep)
 
 
+@expect(slow=True)
 def new_rows_written(side: Side) -> None:
     """`weight.data[5] = weight.data[3]`: a row is written from another."""
     model = side.wrap(decoder())
@@ -602,6 +523,7 @@ def new_rows_written(side: Side) -> None:
     side.weights(model)
 
 
+@expect(slow=True)
 def new_rows_written_under_no_grad(side: Side) -> None:
     """`weight[-1] = weight[:-1].mean(0)` under no_grad: a new token starts as the mean."""
     model = side.wrap(decoder())
@@ -615,30 +537,21 @@ def new_rows_written_in_gathered(side: Side) -> None:
     """The same inside `gathered(modify=True)`."""
     model = side.wrap(decoder())
     weight = model.get_input_embeddings()
-    if side.sharded:
-        with bmt.gathered(model, modify=True), torch.no_grad():
-            weight.weight[-1] = weight.weight[:-1].mean(0)
-    else:
-        with torch.no_grad():
-            weight.weight[-1] = weight.weight[:-1].mean(0)
+    with side.gathered(model), torch.no_grad():
+        weight.weight[-1] = weight.weight[:-1].mean(0)
     side.weights(model)
 
 
 def rows_read_for_a_loss(side: Side) -> None:
     """The loss reads rows of the embedding: `model.embed.weight[targets]` (sampled softmax, cosine loss)."""
     model = side.wrap(Encoder())
-    optimizer = sgd(model.parameters())
-    for step in range(2):
 
-        def loss(rank):
-            output = model(ids(step, rank))
-            targets = model.embedding.weight[ids(step, rank)[:, 0]]
-            return 1 - F.cosine_similarity(output, targets, dim=-1).mean()
+    def loss(rank, step):
+        output = model(ids(step, rank))
+        targets = model.embedding.weight[ids(step, rank)[:, 0]]
+        return 1 - F.cosine_similarity(output, targets, dim=-1).mean()
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, steps=2, loss=loss)
 
 
 def padding_row(side: Side) -> None:
@@ -646,26 +559,16 @@ def padding_row(side: Side) -> None:
     model = Encoder()
     model.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=1)
     model = side.wrap(model)
-    optimizer = sgd(model.parameters())
-    for step in range(2):
-        side.loss(squares(model, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, steps=2)
 
 
+@expect(refused="modified a sharded parameter in place", on=(2,))
 def embedding_with_max_norm(side: Side) -> None:
     """nn.Embedding(max_norm=1), which scales rows of its weight in place in the forward."""
     model = Encoder()
     model.embedding = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
     model = side.wrap(model)
-    optimizer = sgd(model.parameters())
-    for step in range(2):
-        side.loss(squares(model, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, model, steps=2)
 
 
 def reinitialised_head(side: Side) -> None:
@@ -698,10 +601,10 @@ def rewound_weights(side: Side) -> None:
     """Lottery ticket: train, prune by magnitude of the state dict, rewind, train with masks cut by `take`."""
     model = side.wrap(Encoder())
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = sgd(model.parameters())
+    optimizer = sgd(model)
     masks = {}
     for step in range(4):
-        side.loss(squares(model, step)).backward()
+        side.backward(model, step)
         for name, p in model.named_parameters():
             if name in masks:
                 p.grad.mul_(masks[name])
@@ -732,23 +635,17 @@ def pruned_by_torch_before(side: Side) -> None:
     for layer in model.layers:
         prune.l1_unstructured(layer.linear, "weight", amount=0.5)
     prune.random_structured(model.head, "weight", amount=0.25, dim=0)
-    model = side.wrap(model)
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        side.loss(squares(model, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, side.wrap(model))
 
 
+@expect(refused="under a new name")
 def pruned_by_torch_after(side: Side) -> None:
     """torch.nn.utils.prune of a wrapped model's layer."""
     from torch.nn.utils import prune
 
     model = side.wrap(Encoder())
     prune.l1_unstructured(model.head, "weight", amount=0.5)
-    side.loss(squares(model, 0)).backward()
+    side.backward(model)
     side.gradients(model)
 
 
@@ -758,10 +655,11 @@ def late_tie(side: Side) -> None:
     model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     model = side.wrap(model)
     model.head.weight = model.embedding.weight
-    side.loss(squares(model, 0)).backward()
+    side.backward(model)
     side.gradients(model)
 
 
+@expect(refused=LATE)
 def late_untie(side: Side) -> None:
     """A tied head gets its own parameter after wrapping: `nn.Parameter(weight.detach().clone())`."""
     model = Encoder()
@@ -769,97 +667,36 @@ def late_untie(side: Side) -> None:
     model.head.weight = model.embedding.weight
     model = side.wrap(model)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    side.loss(squares(model, 0)).backward()
+    side.backward(model)
     side.gradients(model)
 
 
+@expect(refused=LATE)
 def layer_replaced(side: Side) -> None:
     """A layer of the wrapped model is replaced by a plain one, to re-initialise it."""
     model = side.wrap(Encoder())
     torch.manual_seed(4)
     model.layers[2] = Layer()
-    side.loss(squares(model, 0)).backward()
+    side.backward(model)
     side.gradients(model)
 
 
+@expect(refused=LATE)
 def layer_added(side: Side) -> None:
     """Progressive stacking: `model.layers.append(copy of a layer)` after wrapping."""
     model = side.wrap(Encoder())
     torch.manual_seed(4)
     model.layers.append(Layer())
-    side.loss(squares(model, 0)).backward()
+    side.backward(model)
     side.gradients(model)
 
 
 def layer_removed(side: Side) -> None:
     """The top layer is deleted after some steps: `del model.layers[-1]`, and another order of layers."""
     model = side.wrap(Encoder())
-    optimizer = sgd(model.parameters())
+    optimizer = sgd(model)
     for step in range(3):
         if step == 1:
             del model.layers[-1]
-        side.loss(squares(model, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(side, model, optimizer, step)
     side.weights(model)
-
-
-LATE = "came into the model after auto_wrap"
-
-USAGES = [
-    Usage(gradual_unfreezing),
-    Usage(gradual_unfreezing_by_groups),
-    Usage(discriminative_rates),
-    Usage(frozen_with_a_stale_gradient),
-    Usage(thawed_while_accumulating),
-    Usage(task_heads_in_turn),
-    Usage(task_heads_in_turn_inside),
-    Usage(early_exit),
-    Usage(layer_drop),
-    Usage(layer_drop_of_each_rank, refused="the ranks do different things", on=(2,), slow=True),
-    Usage(drop_path),
-    Usage(skipping_inside_a_layer),
-    Usage(skipping_inside_by_torch),
-    Usage(
-        layers_in_an_order_of_each_rank,
-        refused="the ranks do different things",
-        on=(2,),
-        slow=True,
-    ),
-    Usage(noise_from_a_generator),
-    Usage(noise_from_numpy),
-    Usage(counting_layer),
-    Usage(counting_buffer),
-    Usage(batch_norm_in_layers),
-    Usage(recurrent_depth),
-    Usage(recurrent_depth_of_each_rank),
-    Usage(deep_equilibrium),
-    Usage(truncated_time),
-    Usage(lstm_in_the_model),
-    Usage(greedy_layers),
-    Usage(inversion_by_two_indices),
-    Usage(inversion_by_row_numbers),
-    Usage(inversion_by_a_list_of_rows),
-    Usage(inversion_by_a_mask),
-    Usage(inversion_by_take),
-    Usage(inversion_by_index_fill),
-    Usage(new_rows_written, slow=True),
-    Usage(new_rows_written_under_no_grad, slow=True),
-    Usage(new_rows_written_in_gathered),
-    Usage(rows_read_for_a_loss),
-    Usage(padding_row),
-    Usage(embedding_with_max_norm, refused="modified a sharded parameter in place", on=(2,)),
-    Usage(reinitialised_head),
-    Usage(reset_parameters),
-    Usage(reinitialised_by_transformers),
-    Usage(rewound_weights),
-    Usage(pruned_by_local_threshold),
-    Usage(pruned_by_torch_before),
-    Usage(pruned_by_torch_after, refused="under a new name"),
-    Usage(late_tie),
-    Usage(late_untie, refused=LATE),
-    Usage(layer_replaced, refused=LATE),
-    Usage(layer_added, refused=LATE),
-    Usage(layer_removed),
-]

@@ -13,21 +13,9 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from sides import Side, Usage
+from sides import Side, expect, sgd, train, train_step
 from small import WIDTH, Encoder, Layer, decoder, ids, vectors
 from tiny_models import VOCABULARY
-
-
-def train_with(side: Side, make_optimizer, steps: int = 3, model=None, loss=None) -> None:
-    model = side.wrap(Encoder() if model is None else model)
-    loss = loss or (lambda rank, step: model(ids(step, rank)).square().mean())
-    optimizer = make_optimizer(model)
-    for step in range(steps):
-        side.loss(lambda rank: loss(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
-
 
 # -- optimizers of others -----------------------------------------------------------------------------------------
 
@@ -53,7 +41,8 @@ class Lion(torch.optim.Optimizer):
 
 def lion(side: Side) -> None:
     """Lion by hand: signs of an average."""
-    train_with(side, lambda m: Lion(m.parameters()))
+    model = side.wrap(Encoder())
+    train(side, model, Lion(model.parameters()))
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -84,10 +73,7 @@ def schedule_free(side: Side) -> None:
     """A schedule-free optimizer: weights are exchanged for an evaluation."""
     model = side.wrap(Encoder())
     optimizer = ScheduleFree(model.parameters())
-    for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, optimizer)
     optimizer.eval()
     side.weights(model)
 
@@ -113,7 +99,8 @@ class Muon(torch.optim.Optimizer):
 
 def muon_by_hand(side: Side) -> None:
     """A Muon that falls back to momentum where p.ndim is not 2."""
-    train_with(side, lambda m: Muon(m.parameters()))
+    model = side.wrap(Encoder())
+    train(side, model, Muon(model.parameters()))
 
 
 def muon_for_matrices(side: Side) -> None:
@@ -128,7 +115,7 @@ def muon_for_matrices(side: Side) -> None:
         if ps
     ]
     for step in range(2):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
@@ -151,12 +138,14 @@ class Lars(torch.optim.Optimizer):
 
 def lars(side: Side) -> None:
     """LARS by hand, trust ratios for matrices."""
-    train_with(side, lambda m: Lars(m.parameters()))
+    model = side.wrap(Encoder())
+    train(side, model, Lars(model.parameters()))
 
 
 def lars_for_all(side: Side) -> None:
     """LARS by hand, trust ratios for all parameters."""
-    train_with(side, lambda m: Lars(m.parameters(), least=0))
+    model = side.wrap(Encoder())
+    train(side, model, Lars(model.parameters(), least=0))
 
 
 class NovoGrad(torch.optim.Optimizer):
@@ -177,7 +166,8 @@ class NovoGrad(torch.optim.Optimizer):
 
 def novograd(side: Side) -> None:
     """NovoGrad by hand: gradients divided by an average of their norms, which are global."""
-    train_with(side, lambda m: NovoGrad(m.parameters()))
+    model = side.wrap(Encoder())
+    train(side, model, NovoGrad(model.parameters()))
 
 
 class Prodigy(torch.optim.Optimizer):
@@ -187,12 +177,15 @@ class Prodigy(torch.optim.Optimizer):
         super().__init__(params, {"d": 1e-2})
         self.numerator = 0.0
 
+    def product(self, a, b):
+        return torch.dot(a.flatten(), b.flatten()).item()
+
     @torch.no_grad()
     def step(self, closure=None):
         group = self.param_groups[0]
         for p in group["params"]:
             start = self.state[p].setdefault("p0", p.detach().clone())
-            self.numerator += torch.dot(p.grad.flatten(), (start - p.data).flatten()).item()
+            self.numerator += self.product(p.grad, start - p.data)
         total = sum(p.grad.abs().sum().item() for p in group["params"])
         group["d"] = max(group["d"], self.numerator / total)
         for p in group["params"]:
@@ -201,30 +194,25 @@ class Prodigy(torch.optim.Optimizer):
 
 def prodigy(side: Side) -> None:
     """Prodigy by hand: dot products of gradients with distances from the start."""
-    train_with(side, lambda m: Prodigy(m.parameters()), steps=4)
+    model = side.wrap(Encoder())
+    train(side, model, Prodigy(model.parameters()), steps=4)
 
 
 class ProdigyBySums(Prodigy):
-    @torch.no_grad()
-    def step(self, closure=None):
-        group = self.param_groups[0]
-        for p in group["params"]:
-            start = self.state[p].setdefault("p0", p.detach().clone())
-            self.numerator += (p.grad * (start - p.data)).sum().item()
-        total = sum(p.grad.abs().sum().item() for p in group["params"])
-        group["d"] = max(group["d"], self.numerator / total)
-        for p in group["params"]:
-            p.add_(p.grad, alpha=-10 * group["d"])
+    def product(self, a, b):
+        return (a * b).sum().item()
 
 
 def prodigy_by_sums(side: Side) -> None:
     """The same by `(g * (p0 - p)).sum()`."""
-    train_with(side, lambda m: ProdigyBySums(m.parameters()), steps=4)
+    model = side.wrap(Encoder())
+    train(side, model, ProdigyBySums(model.parameters()), steps=4)
 
 
 def adafactor(side: Side) -> None:
     """transformers' Adafactor."""
-    train_with(side, lambda m: transformers.Adafactor(m.parameters(), lr=1e-2, relative_step=False))
+    model = side.wrap(Encoder())
+    train(side, model, transformers.Adafactor(model.parameters(), lr=1e-2, relative_step=False))
 
 
 def lbfgs(side: Side) -> None:
@@ -246,7 +234,7 @@ def lbfgs(side: Side) -> None:
 def closure_of_sgd(side: Side) -> None:
     """`optimizer.step(closure)` of SGD."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, nesterov=True)
+    optimizer = sgd(model, momentum=0.9, nesterov=True)
     for step in range(3):
 
         def closure():
@@ -263,7 +251,7 @@ def galore(side: Side) -> None:
     """GaLore by hand: gradients of matrices are projected by an SVD, `if p.dim() == 2`."""
     model = side.wrap(Encoder())
     for step in range(2):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
         with torch.no_grad():
             for p in model.parameters():
                 g = p.grad
@@ -275,31 +263,29 @@ def galore(side: Side) -> None:
     side.weights(model)
 
 
+@expect(refused="optimizer.step: the ranks differ", on=(2,), slow=True)
 def optimizer_of_torch_distributed(side: Side) -> None:
     """ZeroRedundancyOptimizer around the slices, a habit of DDP."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def make(model):
-        if side.sharded and dist.is_initialized():
-            return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    train_with(side, make)
+    model = side.wrap(Encoder())
+    optimizer = sgd(model, lr=0.1)
+    if side.sharded and dist.is_initialized():
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    train(side, model, optimizer)
 
 
 def optimizer_state_saved(side: Side) -> None:
     """torch.save and torch.load of an optimizer's state (SGD with momentum), into a new optimizer."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = sgd(model, momentum=0.9)
     for step in range(4):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(side, model, optimizer, step)
         if step == 1:
             file = io.BytesIO()
             torch.save(optimizer.state_dict(), file)
             file.seek(0)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+            optimizer = sgd(model, lr=0.1, momentum=0.5)
             optimizer.load_state_dict(torch.load(file, weights_only=False))
     side.weights(model)
 
@@ -310,7 +296,7 @@ def optimizer_state_saved(side: Side) -> None:
 def accumulation(side: Side) -> None:
     """Three backwards of `loss / 3`, weights clipped before the step; zero_grad(set_to_none=False)."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model)
     for step in range(2):
         for part in range(3):
             side.loss(lambda rank: model(ids(step, rank, part)).square().mean() / 3).backward()
@@ -320,10 +306,11 @@ def accumulation(side: Side) -> None:
     side.weights(model)
 
 
+@expect(refused="no attribute 'no_sync'")
 def accumulation_with_no_sync(side: Side) -> None:
     """`with model.no_sync():` for all but the last part, if the model has it, as code for DDP does."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model)
     for step in range(2):
         for part in range(3):
             context = model.no_sync() if part < 2 and side.sharded else contextlib.nullcontext()
@@ -337,7 +324,7 @@ def accumulation_with_no_sync(side: Side) -> None:
 def accumulation_of_tokens(side: Side) -> None:
     """Sums over tokens, divided by the number of tokens of all ranks and parts; other numbers on each rank."""
     model = side.wrap(decoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model)
     for step in range(2):
         rows = {
             (rank, part): ids(step, rank, part, length=4 + rank + 2 * part)
@@ -361,14 +348,12 @@ def accumulation_of_tokens(side: Side) -> None:
 def forwards_before_backwards(side: Side) -> None:
     """All parts' losses are summed before one backward."""
     model = side.wrap(decoder("gpt2"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        side.loss(
-            lambda rank: sum(model(ids(step, rank, p), labels=ids(step, rank, p)).loss for p in range(3)) / 3
-        ).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(
+        side,
+        model,
+        steps=2,
+        loss=lambda rank, step: sum(model(ids(step, rank, p), labels=ids(step, rank, p)).loss for p in range(3)) / 3,
+    )
 
 
 # -- ranks with other data ----------------------------------------------------------------------------------------
@@ -377,47 +362,32 @@ def forwards_before_backwards(side: Side) -> None:
 def lengths_of_each_rank(side: Side) -> None:
     """Rows and tokens differ between the ranks."""
     model = side.wrap(decoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
 
-        def loss(rank):
-            rows = ids(step, rank, rows=2 + 2 * rank, length=3 + 4 * rank + step)
-            return model(rows, labels=rows).loss
+    def loss(rank, step):
+        rows = ids(step, rank, rows=2 + 2 * rank, length=3 + 4 * rank + step)
+        return model(rows, labels=rows).loss
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=loss)
 
 
 def empty_batch(side: Side) -> None:
     """The last rank has no rows in some steps: its model is called with none, and its loss is a sum of nothing."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(3):
 
-        def loss(rank):
-            rows = 0 if rank == side.size - 1 and step != 1 and side.size > 1 else 4
-            return model(ids(step, rank)[:rows]).square().sum() / 4
+    def loss(rank, step):
+        rows = 0 if rank == side.size - 1 and step != 1 and side.size > 1 else 4
+        return model(ids(step, rank)[:rows]).square().sum() / 4
 
-        side.loss(loss).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, model, loss=loss)
 
 
 def loss_of_zero(side: Side) -> None:
     """One rank's loss is multiplied by 0 (all labels ignored)."""
     model = side.wrap(Encoder())
-    train = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(2):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean() * (rank == 0)).backward()
-        side.gradients(model)
-        train.step()
-        train.zero_grad()
+    train(side, model, steps=2, loss=lambda rank, step: model(ids(step, rank)).square().mean() * (rank == 0))
 
 
+@expect(refused="Nothing has arrived", on=(2,), slow=True)
 def a_rank_without_a_loss(side: Side) -> None:
     """One rank has a loss that does not depend on the model: `torch.zeros((), requires_grad=True)`."""
     model = side.wrap(Encoder())
@@ -430,6 +400,7 @@ def a_rank_without_a_loss(side: Side) -> None:
     side.gradients(model)
 
 
+@expect(refused="do different things", on=(2,), slow=True)
 def a_rank_that_skips(side: Side) -> None:
     """One rank skips the step of a bad batch: neither forward nor backward."""
     model = side.wrap(Encoder())
@@ -437,7 +408,7 @@ def a_rank_that_skips(side: Side) -> None:
         if side.sharded and side.rank and step == 0:
             continue
         if side.sharded:
-            side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+            side.backward(model, step)
         else:
             side.loss(lambda rank: model(ids(step, rank)).square().mean() * (step == 1 or rank == 0)).backward()
     side.gradients(model)
@@ -449,8 +420,8 @@ def a_rank_that_skips(side: Side) -> None:
 def gradients_averaged_by_hand(side: Side) -> None:
     """`dist.all_reduce(p.grad); p.grad /= world_size` for all parameters, as without DDP."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    side.loss(lambda rank: model(ids(0, rank)).square().mean()).backward()
+    optimizer = sgd(model)
+    side.backward(model)
     if side.sharded and dist.is_initialized():
         for p in model.parameters():
             dist.all_reduce(p.grad)
@@ -462,8 +433,7 @@ def gradients_averaged_by_hand(side: Side) -> None:
 def gradients_of_equal_slices_averaged(side: Side) -> None:
     """The same of a weight whose slices have equal lengths on all ranks."""
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(32, 16, bias=False)])
-    model = side.wrap(model)
+    model = side.wrap(nn.ModuleList([nn.Linear(32, 16, bias=False)]))
     side.loss(lambda rank: model[0](vectors(0, rank, width=32)).square().mean()).backward()
     if side.sharded and dist.is_initialized():
         dist.all_reduce(model[0].weight.grad)
@@ -484,7 +454,7 @@ def weights_broadcast_by_hand(side: Side) -> None:
 def loss_reduced_for_the_log(side: Side) -> None:
     """`dist.all_reduce(loss.detach())` and the mean, between backward and step."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model)
     for step in range(2):
         loss = side.loss(lambda rank: model(ids(step, rank)).square().mean())
         loss.backward()
@@ -503,23 +473,19 @@ def loss_reduced_for_the_log(side: Side) -> None:
 def autocast_by_the_user(side: Side) -> None:
     """`torch.autocast("cpu", torch.bfloat16)` around forward and loss."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(3):
 
-        def loss(rank):
-            with torch.autocast("cpu", torch.bfloat16):
-                return model(ids(step, rank)).float().square().mean()
+    def loss(rank, step):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(ids(step, rank)).float().square().mean()
 
-        side.loss(loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(side, model, loss=loss)
     side.see("after", model(ids(9, side.rank)))
 
 
 def autocast_with_a_scaler(side: Side) -> None:
     """torch.amp.GradScaler with unscale_, clipping, step and update, on the CPU."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for step in range(3):
         loss = side.loss(lambda rank: model(ids(step, rank)).square().mean() * (math.inf if step == 1 else 1))
@@ -536,7 +502,7 @@ def autocast_with_a_scaler(side: Side) -> None:
 def overflow_on_one_rank(side: Side) -> None:
     """The scaler, and an infinite loss on the last rank alone: every rank must skip."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for step in range(3):
         loss = side.loss(
@@ -554,13 +520,7 @@ def overflow_on_one_rank(side: Side) -> None:
 
 def double_precision(side: Side) -> None:
     """model.double() before wrapping."""
-    model = side.wrap(Encoder().double())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, side.wrap(Encoder().double()))
 
 
 def mixed_dtypes(side: Side) -> None:
@@ -570,12 +530,11 @@ def mixed_dtypes(side: Side) -> None:
         def forward(self, x):
             return x + torch.tanh(self.linear(self.norm(x).bfloat16())).float()
 
-    model = Encoder()
-    model.layers = nn.ModuleList([Mixed() for _ in range(2)])
+    model = Encoder(Mixed, layers=2)
     for layer in model.layers:
         layer.linear.bfloat16()
     model = side.wrap(model)
-    side.loss(lambda rank: model(ids(0, rank)).square().mean()).backward()
+    side.backward(model)
     if side.size == 1:
         side.gradients(model)
     side.weights(model)
@@ -592,14 +551,8 @@ def complex_weights(side: Side) -> None:
         def forward(self, x):
             return x + torch.fft.irfft(torch.fft.rfft(self.linear(x), dim=1) * self.filter, n=x.shape[1], dim=1)
 
-    model = Encoder()
-    model.layers = nn.ModuleList([Spectral() for _ in range(2)])
-    model = side.wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = side.wrap(Encoder(Spectral, layers=2))
+    train(side, model, steps=2)
     side.see("after", model(ids(9, side.rank)))
 
 
@@ -609,7 +562,7 @@ def complex_weights(side: Side) -> None:
 def evaluation_in_between(side: Side) -> None:
     """Between forward and backward, and between steps: forwards under inference_mode and no_grad, and generate."""
     model = side.wrap(decoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, lr=0.1)
     for step in range(3):
         loss = side.loss(lambda rank: model(ids(step, rank), labels=ids(step, rank)).loss)
         with torch.no_grad():
@@ -638,6 +591,7 @@ def parts_saved_and_loaded(side: Side) -> None:
     side.weights(model)
 
 
+@expect(wrong="the state dict holds copies, so that writes to it are lost")
 def own_parameter_copied_by_name(side: Side) -> None:
     """`own = model.state_dict(); own[name].copy_(value)`: writes through the dict's tensors, as old loaders do."""
     model = side.wrap(Encoder())
@@ -646,44 +600,3 @@ def own_parameter_copied_by_name(side: Side) -> None:
         for _name, value in own.items():
             value.copy_(0.5 * value)
     side.weights(model)
-
-
-USAGES = [
-    Usage(lion),
-    Usage(schedule_free),
-    Usage(muon_by_hand),
-    Usage(muon_for_matrices),
-    Usage(lars),
-    Usage(lars_for_all),
-    Usage(novograd),
-    Usage(prodigy),
-    Usage(prodigy_by_sums),
-    Usage(adafactor),
-    Usage(lbfgs),
-    Usage(closure_of_sgd),
-    Usage(galore),
-    Usage(optimizer_of_torch_distributed, refused="optimizer.step: the ranks differ", on=(2,), slow=True),
-    Usage(optimizer_state_saved),
-    Usage(accumulation),
-    Usage(accumulation_with_no_sync, refused="no attribute 'no_sync'"),
-    Usage(accumulation_of_tokens),
-    Usage(forwards_before_backwards),
-    Usage(lengths_of_each_rank),
-    Usage(empty_batch),
-    Usage(loss_of_zero),
-    Usage(a_rank_without_a_loss, refused="Nothing has arrived", on=(2,), slow=True),
-    Usage(a_rank_that_skips, refused="do different things", on=(2,), slow=True),
-    Usage(gradients_averaged_by_hand),
-    Usage(gradients_of_equal_slices_averaged),
-    Usage(weights_broadcast_by_hand),
-    Usage(loss_reduced_for_the_log),
-    Usage(autocast_by_the_user),
-    Usage(autocast_with_a_scaler),
-    Usage(overflow_on_one_rank),
-    Usage(double_precision),
-    Usage(mixed_dtypes),
-    Usage(complex_weights),
-    Usage(evaluation_in_between),
-    Usage(parts_saved_and_loaded),
-    Usage(own_parameter_copied_by_name, wrong="the state dict holds copies, so that writes to it are lost"),
-]

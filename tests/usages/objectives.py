@@ -10,25 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hf_bmtrain as bmt
-from sides import Side, Usage
+from sides import Side, expect, sgd, train
 from small import MLP, WIDTH, Encoder, bert, decoder, ids, vectors
 from tiny_models import build
-
-
-def sgd(*models, lr=0.1, **options):
-    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=lr, **options)
-
-
-def train(side: Side, model, loss, steps: int = 3, lr: float = 0.1) -> None:
-    """SGD on loss(rank, step); gradients and weights are seen."""
-    optimizer = sgd(model, lr=lr)
-    for step in range(steps):
-        side.loss(lambda rank: loss(rank, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
-
 
 # -- distillation -------------------------------------------------------------------------------------------------
 
@@ -48,7 +32,7 @@ def plain_teacher(side: Side) -> None:
             wanted = teacher(rows).logits
         return kl(student(rows).logits, wanted)
 
-    train(side, student, loss)
+    train(side, student, loss=loss)
 
 
 def wrapped_teacher(side: Side) -> None:
@@ -64,7 +48,7 @@ def wrapped_teacher(side: Side) -> None:
         hidden = sum(F.mse_loss(a, b * 1.1) for a, b in zip(mine.hidden_states[1:], wanted.hidden_states[1:]))
         return kl(mine.logits, 1.5 * wanted.logits) + hidden
 
-    train(side, student, loss)
+    train(side, student, loss=loss)
 
 
 def teacher_in_inference_mode(side: Side) -> None:
@@ -78,7 +62,7 @@ def teacher_in_inference_mode(side: Side) -> None:
             wanted = teacher(rows).logits
         return kl(student(rows).logits, wanted.clone())
 
-    train(side, student, loss)
+    train(side, student, loss=loss)
 
 
 def attentions_distilled(side: Side) -> None:
@@ -109,7 +93,7 @@ def attentions_distilled(side: Side) -> None:
             F.mse_loss(a, b) for a, b in zip(hidden, out.hidden_states)
         )
 
-    train(side, student, loss)
+    train(side, student, loss=loss)
 
 
 def self_distillation(side: Side) -> None:
@@ -133,7 +117,7 @@ def self_distillation(side: Side) -> None:
         *early, last = model(ids(step, rank))
         return last.square().mean() + sum(kl(o, last.detach()) for o in early)
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 # -- adversarial --------------------------------------------------------------------------------------------------
@@ -141,7 +125,7 @@ def self_distillation(side: Side) -> None:
 
 def gan(side: Side, generator_step, discriminator_step=None, after=lambda d: None) -> None:
     g, d = side.wrap(MLP(outputs=WIDTH)), side.wrap(MLP(outputs=1, seed=2))
-    g_optimizer, d_optimizer = sgd(g), sgd(d)
+    g_optimizer, d_optimizer = sgd(g, lr=0.1), sgd(d, lr=0.1)
     for step in range(3):
         d_optimizer.zero_grad()
         side.loss(
@@ -210,7 +194,7 @@ def feature_matching(side: Side) -> None:
 def one_graph_two_backwards(side: Side) -> None:
     """The fake rows are made once: the discriminator's backward goes through their detached, then the generator's."""
     g, d = side.wrap(MLP()), side.wrap(MLP(outputs=1, seed=2))
-    g_optimizer, d_optimizer = sgd(g), sgd(d)
+    g_optimizer, d_optimizer = sgd(g, lr=0.1), sgd(d, lr=0.1)
     for step in range(3):
         fakes = {r: g(vectors(step, r)) for r in side.rows_of}
         d_optimizer.zero_grad()
@@ -253,7 +237,7 @@ def domain_adversarial(side: Side) -> None:
         targets = ids(step, rank)[:, 0]
         return F.cross_entropy(task, targets % 3) + F.cross_entropy(domain, targets % 2)
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 # -- several tasks ------------------------------------------------------------------------------------------------
@@ -290,6 +274,7 @@ def separate_backwards(side: Side) -> None:
     side.weights(model)
 
 
+@expect(slow=True)
 def uncertainty_weights_in_the_loop(side: Side) -> None:
     """Kendall: `loss * exp(-s) + s` with the parameter `model.log_variances`, read in the loop."""
     model = side.wrap(Tasks())
@@ -298,7 +283,7 @@ def uncertainty_weights_in_the_loop(side: Side) -> None:
         s = model.log_variances
         return sum(each * torch.exp(-s[n]) + s[n] for n, each in enumerate(model.losses(ids(step, rank))))
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def uncertainty_weights_outside(side: Side) -> None:
@@ -342,6 +327,7 @@ def pcgrad(side: Side) -> None:
     side.weights(model)
 
 
+@expect(refused="would find no gradient")
 def pcgrad_by_autograd(side: Side) -> None:
     """PCGrad by `torch.autograd.grad(loss, list(model.parameters()))`."""
     model = side.wrap(Tasks())
@@ -372,6 +358,7 @@ def gradient_cosine_of_tasks(side: Side) -> None:
     side.see("cosine", (vectors_[0] * vectors_[1]).sum() / vectors_[0].norm() / vectors_[1].norm())
 
 
+@expect(refused="would find no gradient")
 def gradnorm(side: Side) -> None:
     """GradNorm: gradients of the shared layer with create_graph."""
     model = side.wrap(Tasks())
@@ -406,7 +393,7 @@ def reinforce(side: Side) -> None:
         rewards = (rows[:, 3:] % 5 == 0).float().mean(1)
         return -(log_probabilities(model, rows)[:, 2:].sum(1) * (rewards - rewards.mean() + 0.1)).mean()
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 class ActorCritic(nn.Module):
@@ -470,7 +457,7 @@ def dpo(side: Side) -> None:
         now = [log_probabilities(model, rows).sum(1) for rows in (chosen, rejected)]
         return -F.logsigmoid(0.5 * ((now[0] - before[0]) - (now[1] - before[1]))).mean()
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def reward_model(side: Side) -> None:
@@ -495,7 +482,7 @@ def reward_model(side: Side) -> None:
         chosen, rejected = model(rows, mask).chunk(2)
         return -F.logsigmoid(chosen - rejected).mean()
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def group_relative(side: Side) -> None:
@@ -512,7 +499,7 @@ def group_relative(side: Side) -> None:
         mask = (rows[:, 1:] % 4 != 0).float()
         return (((new - new.detach()).exp() * -advantages[:, None] + 0.04 * kl_) * mask).sum() / 20
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def soft_actor(side: Side) -> None:
@@ -562,7 +549,7 @@ def frozen_plain_tower(side: Side) -> None:
         rows = ids(step, rank)
         return F.cross_entropy(model(features, rows).flatten(0, 1), rows.flatten())
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def plain_tower_that_trains(side: Side) -> None:
@@ -579,6 +566,7 @@ def plain_tower_that_trains(side: Side) -> None:
     side.weights(tower, model)
 
 
+@expect(refused="nobody averages", on=(2,))
 def plain_tower_around_the_wrapped(side: Side) -> None:
     """A plain module holds a wrapped model and a plain head that trains, whose gradient nobody averages."""
 
@@ -593,59 +581,16 @@ def plain_tower_around_the_wrapped(side: Side) -> None:
             return self.probe(self.body(rows))
 
     model = Around()
-    optimizer = sgd(model)
-    for step in range(2):
-        side.loss(lambda r: model(ids(step, r)).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, model, steps=2)
 
 
 def one_loss_of_two_wrapped(side: Side) -> None:
     """Two wrapped models whose outputs meet in one loss, called in turn."""
     a, b = side.wrap(bert()), side.wrap(decoder("gpt2"))
-    optimizer = sgd(a, b)
-    for step in range(3):
 
-        def loss(rank):
-            x = a(ids(step, rank)).last_hidden_state
-            y = b(ids(step, rank), output_hidden_states=True).hidden_states[-1]
-            return F.mse_loss(x, y) + a(inputs_embeds=y).pooler_output.square().mean()
+    def loss(rank, step):
+        x = a(ids(step, rank)).last_hidden_state
+        y = b(ids(step, rank), output_hidden_states=True).hidden_states[-1]
+        return F.mse_loss(x, y) + a(inputs_embeds=y).pooler_output.square().mean()
 
-        side.loss(loss).backward()
-        side.gradients(a, b)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(a, b)
-
-
-USAGES = [
-    Usage(plain_teacher),
-    Usage(wrapped_teacher),
-    Usage(teacher_in_inference_mode),
-    Usage(attentions_distilled),
-    Usage(self_distillation),
-    Usage(gan_alternating),
-    Usage(gan_with_toggled_gradients),
-    Usage(gan_with_clipped_weights),
-    Usage(feature_matching),
-    Usage(one_graph_two_backwards),
-    Usage(domain_adversarial),
-    Usage(separate_backwards),
-    Usage(uncertainty_weights_in_the_loop, slow=True),
-    Usage(uncertainty_weights_outside),
-    Usage(pcgrad),
-    Usage(pcgrad_by_autograd, refused="would find no gradient"),
-    Usage(gradient_cosine_of_tasks),
-    Usage(gradnorm, refused="would find no gradient"),
-    Usage(reinforce),
-    Usage(ppo),
-    Usage(dpo),
-    Usage(reward_model),
-    Usage(group_relative),
-    Usage(soft_actor),
-    Usage(frozen_plain_tower),
-    Usage(plain_tower_that_trains),
-    Usage(plain_tower_around_the_wrapped, refused="nobody averages", on=(2,)),
-    Usage(one_loss_of_two_wrapped),
-]
+    train(side, (a, b), sgd(a, b), loss=loss)

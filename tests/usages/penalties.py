@@ -7,26 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sides import Side, Usage
+from sides import Side, expect, sgd, train
 from small import MLP, Encoder, bert, decoder, ids, vectors
 
-
-def train(side: Side, model, loss, steps: int = 3, lr: float = 0.1, after=None) -> None:
-    """SGD on loss(rank, step); gradients and weights are seen. after(model): at the end of each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for step in range(steps):
-        side.loss(lambda rank: loss(rank, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        if after is not None:
-            after(model)
-    side.weights(model)
+TWICE = "backward of a backward"
 
 
 def train_on_one_batch(side: Side, model) -> None:
     """In plain torch one forward over all ranks' rows: each forward writes buffers."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, lr=0.1)
     for step in range(3):
         loss = model(torch.cat([ids(step, rank) for rank in side.rows_of])).square().mean()
         loss.backward()
@@ -45,7 +34,7 @@ def l2_of_all_weights(side: Side) -> None:
         penalty = sum(p.pow(2).sum() for p in model.parameters())
         return model(ids(step, rank)).square().mean() + 0.01 * penalty
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def l2_after_the_forward(side: Side) -> None:
@@ -56,13 +45,13 @@ def l2_after_the_forward(side: Side) -> None:
         output = model(ids(step, rank)).square().mean()
         return output + 0.01 * sum(torch.norm(p) ** 2 for p in model.parameters())
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def l1_of_the_head(side: Side) -> None:
     """`model.head.weight.abs().sum()` is added to the loss."""
     model = side.wrap(Encoder())
-    train(side, model, lambda r, s: model(ids(s, r)).square().mean() + 0.01 * model.head.weight.abs().sum())
+    train(side, model, loss=lambda r, s: model(ids(s, r)).square().mean() + 0.01 * model.head.weight.abs().sum())
 
 
 def group_lasso_of_rows(side: Side) -> None:
@@ -73,7 +62,7 @@ def group_lasso_of_rows(side: Side) -> None:
         rows = sum(layer.linear.weight.norm(dim=1).sum() for layer in model.layers)
         return model(ids(step, rank)).square().mean() + 0.01 * rows
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def orthogonality(side: Side) -> None:
@@ -87,7 +76,7 @@ def orthogonality(side: Side) -> None:
             total = total + 0.01 * (w @ w.T - torch.eye(8)).square().sum()
         return total
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def distance_to_the_start(side: Side) -> None:
@@ -102,13 +91,13 @@ def distance_to_the_start(side: Side) -> None:
         distance = sum((p - q).pow(2).sum() for p, q in zip(model.parameters(), start))
         return model(ids(step, rank)).square().mean() + 0.1 * distance
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def elastic_weight_consolidation(side: Side) -> None:
     """EWC: squared gradients of a first task weigh the distance to its weights."""
     model = side.wrap(Encoder())
-    side.loss(lambda rank: model(ids(7, rank)).square().mean()).backward()
+    side.backward(model, 7)
     fisher = {name: p.grad.detach().clone().pow(2) for name, p in model.named_parameters()}
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -117,9 +106,10 @@ def elastic_weight_consolidation(side: Side) -> None:
         penalty = sum((fisher[name] * (p - start[name]).pow(2)).sum() for name, p in model.named_parameters())
         return model(ids(step, rank)).square().mean() + 100 * penalty
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
+@expect(refused=TWICE)
 def gradient_penalty(side: Side) -> None:
     """WGAN-GP: the critic's gradient with respect to its input, with create_graph, in the loss."""
     critic = side.wrap(MLP(outputs=1))
@@ -130,9 +120,10 @@ def gradient_penalty(side: Side) -> None:
         (g,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         return score.mean() + 10 * (g.norm(dim=1) - 1).square().mean()
 
-    train(side, critic, loss)
+    train(side, critic, loss=loss)
 
 
+@expect(refused=TWICE)
 def r1_penalty_without_blocks(side: Side) -> None:
     """R1 on a critic without a list of layers, all of which is read as one."""
     torch.manual_seed(0)
@@ -144,7 +135,7 @@ def r1_penalty_without_blocks(side: Side) -> None:
         (g,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         return F.softplus(-score).mean() + 5 * g.square().sum(1).mean()
 
-    train(side, critic, loss)
+    train(side, critic, loss=loss)
 
 
 def r_drop(side: Side) -> None:
@@ -159,7 +150,7 @@ def r_drop(side: Side) -> None:
         divergence = F.kl_div(a, b, log_target=True, reduction="batchmean")
         return F.nll_loss(a, targets) + F.nll_loss(b, targets) + divergence
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def virtual_adversarial(side: Side) -> None:
@@ -179,13 +170,13 @@ def virtual_adversarial(side: Side) -> None:
         adversarial = F.kl_div(noisy.log_softmax(-1), clean.detach().softmax(-1), reduction="batchmean")
         return F.cross_entropy(clean.flatten(0, 1), rows.flatten()) + adversarial
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def fast_gradient_on_embeddings(side: Side) -> None:
     """FGM: the embedding is moved along its gradient by `.data`, a second backward, and restored."""
     model = side.wrap(bert())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, lr=0.1)
     for step in range(3):
         side.loss(lambda rank: model(ids(step, rank)).pooler_output.square().mean()).backward()
         backup = {}
@@ -208,7 +199,7 @@ def fast_gradient_on_embeddings(side: Side) -> None:
 def free_adversarial(side: Side) -> None:
     """FreeLB: several backwards to a perturbation of the embeddings, whose gradient moves it."""
     model = side.wrap(bert())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, lr=0.1)
     for step in range(2):
         deltas = {rank: torch.zeros(4, 5, 24) for rank in side.rows_of}
         for _ in range(3):
@@ -232,14 +223,11 @@ def free_adversarial(side: Side) -> None:
 def spectral_norm_in_layers(side: Side) -> None:
     """torch's parametrization: a power iteration in each training forward writes buffers of a block."""
 
-    def make():
-        model = Encoder()
-        for layer in model.layers:
-            nn.utils.parametrizations.spectral_norm(layer.linear)
-        nn.utils.parametrizations.spectral_norm(model.head)
-        return model
-
-    train_on_one_batch(side, side.wrap(make()))
+    model = Encoder()
+    for layer in model.layers:
+        nn.utils.parametrizations.spectral_norm(layer.linear)
+    nn.utils.parametrizations.spectral_norm(model.head)
+    train_on_one_batch(side, side.wrap(model))
 
 
 def old_spectral_norm(side: Side) -> None:
@@ -255,8 +243,7 @@ def old_weight_norm(side: Side) -> None:
     model = Encoder()
     for layer in model.layers:
         nn.utils.weight_norm(layer.linear)
-    model = side.wrap(model)
-    train(side, model, lambda rank, step: model(ids(step, rank)).square().mean())
+    train(side, side.wrap(model))
 
 
 def orthogonal_parametrization(side: Side) -> None:
@@ -264,8 +251,7 @@ def orthogonal_parametrization(side: Side) -> None:
     model = Encoder()
     for layer in model.layers:
         nn.utils.parametrizations.orthogonal(layer.linear)
-    model = side.wrap(model)
-    train(side, model, lambda rank, step: model(ids(step, rank)).square().mean())
+    train(side, side.wrap(model))
 
 
 def mixup_of_embeddings(side: Side) -> None:
@@ -279,7 +265,7 @@ def mixup_of_embeddings(side: Side) -> None:
         logits = model(inputs_embeds=mixed).logits.flatten(0, 1)
         return 0.7 * F.cross_entropy(logits, rows.flatten()) + 0.3 * F.cross_entropy(logits, rows.flip(0).flatten())
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def manifold_mixup(side: Side) -> None:
@@ -295,7 +281,7 @@ def manifold_mixup(side: Side) -> None:
         finally:
             handle.remove()
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def load_balancing_on_an_attribute(side: Side) -> None:
@@ -311,15 +297,13 @@ def load_balancing_on_an_attribute(side: Side) -> None:
             self.aux_loss = weights.mean((0, 1)).square().sum()
             return x + torch.tanh(self.linear(x)) * weights[..., :1]
 
-    model = Encoder()
-    model.layers = nn.ModuleList([Gated() for _ in range(3)])
-    model = side.wrap(model)
+    model = side.wrap(Encoder(Gated))
 
     def loss(rank, step):
         output = model(ids(step, rank)).square().mean()
         return output + 0.1 * sum(layer.aux_loss for layer in model.layers)
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def activation_penalty_by_hooks(side: Side) -> None:
@@ -334,31 +318,4 @@ def activation_penalty_by_hooks(side: Side) -> None:
         output = model(ids(step, rank)).square().mean()
         return output + 0.1 * sum(each.square().mean() for each in kept[:3])
 
-    train(side, model, loss)
-
-
-TWICE = "backward of a backward"
-
-USAGES = [
-    Usage(l2_of_all_weights),
-    Usage(l2_after_the_forward),
-    Usage(l1_of_the_head),
-    Usage(group_lasso_of_rows),
-    Usage(orthogonality),
-    Usage(distance_to_the_start),
-    Usage(elastic_weight_consolidation),
-    Usage(gradient_penalty, refused=TWICE),
-    Usage(r1_penalty_without_blocks, refused=TWICE),
-    Usage(r_drop),
-    Usage(virtual_adversarial),
-    Usage(fast_gradient_on_embeddings),
-    Usage(free_adversarial),
-    Usage(spectral_norm_in_layers),
-    Usage(old_spectral_norm),
-    Usage(old_weight_norm),
-    Usage(orthogonal_parametrization),
-    Usage(mixup_of_embeddings),
-    Usage(manifold_mixup),
-    Usage(load_balancing_on_an_attribute),
-    Usage(activation_penalty_by_hooks),
-]
+    train(side, model, loss=loss)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import random
+import types
 from collections.abc import Callable
 
 import numpy
@@ -11,6 +14,10 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from small import ids
+
+Loss = Callable[[int, int], torch.Tensor]
+"""(rank, step) → the loss of that rank's rows."""
 
 
 class Side:
@@ -20,6 +27,8 @@ class Side:
         self.sharded, self._options = sharded, options
         self.rank, self.size = bmt.rank(), bmt.world_size()
         self.seen: list[tuple[str, torch.Tensor]] = []
+        self.rows_of = [self.rank] if sharded else list(range(self.size))
+        """The ranks whose rows this side computes."""
         random.seed(0)
         numpy.random.seed(0)
         torch.manual_seed(0)
@@ -27,16 +36,20 @@ class Side:
     def wrap(self, model: nn.Module, **options) -> nn.Module:
         return bmt.auto_wrap(model, **{**self._options, **options}) if self.sharded else model
 
-    @property
-    def rows_of(self) -> list[int]:
-        """The ranks whose rows this side computes."""
-        return [self.rank] if self.sharded else list(range(self.size))
-
     def loss(self, of_rank: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """The loss for backward: of this rank's rows, or the mean over all ranks'. This rank's own is seen."""
         losses = {rank: of_rank(rank) for rank in self.rows_of}
         self.see("loss", losses[self.rank])
         return torch.stack(list(losses.values())).mean()
+
+    def backward(self, model: nn.Module, step: int = 0, loss: Loss | None = None) -> None:
+        """Backward of a step's loss, `squares(model)` unless given."""
+        of_rank = loss or squares(model)
+        self.loss(lambda rank: of_rank(rank, step)).backward()
+
+    def gathered(self, model: nn.Module):
+        """Where whole weights may be written."""
+        return bmt.gathered(model, modify=True) if self.sharded else contextlib.nullcontext()
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """A mean over ranks of what a side has already averaged over its own rows."""
@@ -57,6 +70,53 @@ class Side:
         for number, model in enumerate(models):
             for name, value in model.state_dict().items():
                 self.see(f"weights of {number}.{name}", value)
+
+
+def sgd(*models: nn.Module, lr: float = 0.5, **options) -> torch.optim.SGD:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=lr, **options)
+
+
+def squares(model: nn.Module) -> Loss:
+    """The loss of an Encoder: (rank, step) → the mean of its squared outputs."""
+    return lambda rank, step: model(ids(step, rank)).square().mean()
+
+
+def language_loss(model: nn.Module) -> Loss:
+    """The loss of a causal language model: (rank, step) → its own for labels that are its input."""
+    return lambda rank, step: model(input_ids=ids(step, rank), labels=ids(step, rank)).loss
+
+
+def train_step(side: Side, model, optimizer, step: int, loss: Loss | None = None, before_step=None) -> None:
+    """One step of `train`, without the weights."""
+    side.backward(model, step, loss)
+    if before_step is not None:
+        before_step(step)
+    side.gradients(*(model if isinstance(model, tuple) else (model,)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(
+    side: Side, model, optimizer=None, steps: int = 3, loss: Loss | None = None, before_step=None, after_step=None
+) -> None:
+    """Train, and see the loss of each step, the gradients, and the weights at the end.
+
+    Args:
+        side: The run that this is a part of.
+        model: The model, or a tuple of models if a loss is given.
+        optimizer: SGD of the parameters that require gradients, unless given.
+        steps: The number of steps.
+        loss: (rank, step) → the loss of that rank's rows. `squares(model)` unless given.
+        before_step: Called with the number of the step between backward and `optimizer.step`.
+        after_step: Called with the number of the step after `optimizer.zero_grad`.
+    """
+    models = model if isinstance(model, tuple) else (model,)
+    optimizer = optimizer or torch.optim.SGD([p for m in models for p in m.parameters() if p.requires_grad], lr=0.5)
+    for step in range(steps):
+        train_step(side, model, optimizer, step, loss, before_step)
+        if after_step is not None:
+            after_step(step)
+    side.weights(*models)
 
 
 Recipe = Callable[[Side], None]
@@ -85,6 +145,28 @@ class Usage:
     @property
     def name(self) -> str:
         return self.recipe.__name__
+
+
+def expect(**outcome) -> Callable[[Recipe], Recipe]:
+    """Say that a recipe is refused, wrong or slow, with the arguments of Usage."""
+
+    def mark(recipe: Recipe) -> Recipe:
+        recipe.usage = Usage(recipe, **outcome)
+        return recipe
+
+    return mark
+
+
+def usages_of(module: types.ModuleType) -> list[Usage]:
+    """The usages of a module: its functions whose one parameter is `side`, and what it lists in GENERATED."""
+    recipes = [
+        function
+        for function in vars(module).values()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and list(inspect.signature(function).parameters) == ["side"]
+    ]
+    return [*(getattr(each, "usage", Usage(each)) for each in recipes), *getattr(module, "GENERATED", ())]
 
 
 def largest(values: torch.Tensor) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import transformers
 from torch import nn
@@ -24,18 +26,12 @@ class Layer(nn.Module):
 class Encoder(nn.Module):
     """Token ids (rows, length) → vectors (rows, width)."""
 
-    def __init__(self, layers: int = 3, dropout: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, layer: Callable[[], nn.Module] = Layer, layers: int = 3, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Layer(dropout=dropout) for _ in range(layers)])
+        self.layers = nn.ModuleList([layer() for _ in range(layers)])
         self.head = nn.Linear(WIDTH, WIDTH)
-
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)

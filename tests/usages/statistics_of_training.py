@@ -7,72 +7,59 @@ import math
 import torch
 from torch import nn
 
-from sides import Side, Usage
-from small import Encoder, decoder, ids
+from sides import Side, Usage, sgd, train
+from small import Encoder, decoder
 
 
-def output_loss(model, step):
-    return lambda rank: model(ids(step, rank)).square().mean()
-
-
-def train_with(side: Side, between, steps: int = 3, make=Encoder) -> None:
-    """between(model, step): after backward, before the SGD step."""
-    model = side.wrap(make())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(steps):
-        side.loss(output_loss(model, step)).backward()
-        between(model, step)
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+def train_with(side: Side, change) -> None:
+    """change(model): after backward, before the SGD step."""
+    model = side.wrap(Encoder())
+    train(side, model, before_step=lambda step: change(model))
 
 
 def clip_by_torch(side: Side) -> None:
     """torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)."""
-    train_with(side, lambda m, s: side.see("norm", nn.utils.clip_grad_norm_(m.parameters(), 0.05)))
+    train_with(side, lambda m: side.see("norm", nn.utils.clip_grad_norm_(m.parameters(), 0.05)))
 
 
 def clip_by_torch_infinity(side: Side) -> None:
     """The same with norm_type=inf, and with error_if_nonfinite."""
     train_with(
         side,
-        lambda m, s: side.see(
-            "norm", nn.utils.clip_grad_norm_(m.parameters(), 0.01, math.inf, error_if_nonfinite=True)
-        ),
+        lambda m: side.see("norm", nn.utils.clip_grad_norm_(m.parameters(), 0.01, math.inf, error_if_nonfinite=True)),
     )
 
 
 def clip_by_torch_in_two_parts(side: Side) -> None:
     """torch's get_total_norm and clip_grads_with_norm_."""
 
-    def between(model, step):
+    def change(model):
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         side.see("norm", norm)
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
 
-    train_with(side, between)
+    train_with(side, change)
 
 
 def clip_each_parameter(side: Side) -> None:
     """clip_grad_norm_ of each parameter by itself."""
 
-    def between(model, step):
+    def change(model):
         for p in model.parameters():
             side.see("norm", nn.utils.clip_grad_norm_(p, 0.01))
 
-    train_with(side, between)
+    train_with(side, change)
 
 
 def clip_by_value(side: Side) -> None:
     """torch.nn.utils.clip_grad_value_."""
-    train_with(side, lambda m, s: nn.utils.clip_grad_value_(m.parameters(), 0.003))
+    train_with(side, lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.003))
 
 
 def clip_by_own_code(side: Side) -> None:
     """The forum's snippet: `p.grad.detach().data.norm(2).item() ** 2` summed, the gradients scaled by `.data.mul_`."""
 
-    def between(model, step):
+    def change(model):
         total = 0.0
         for p in model.parameters():
             total += p.grad.detach().data.norm(2).item() ** 2
@@ -83,64 +70,64 @@ def clip_by_own_code(side: Side) -> None:
             for p in model.parameters():
                 p.grad.data.mul_(factor)
 
-    train_with(side, between)
+    train_with(side, change)
 
 
 def clip_by_concatenation(side: Side) -> None:
     """The norm of all gradients as one vector: `torch.cat([p.grad.view(-1) ...]).norm()`."""
 
-    def between(model, step):
+    def change(model):
         norm = torch.cat([p.grad.view(-1) for p in model.parameters()]).norm()
         side.see("norm", norm)
         for p in model.parameters():
             p.grad.mul_(0.05 / norm)
 
-    train_with(side, between)
+    train_with(side, change)
 
 
 def clip_to_the_weight(side: Side) -> None:
     """Adaptive clipping by whole tensors: the gradient's norm at most 1 % of the weight's."""
 
-    def between(model, step):
+    def change(model):
         for p in model.parameters():
             limit = 0.01 * p.detach().norm().clamp(min=1e-3)
             norm = p.grad.norm()
             if norm > limit:
                 p.grad.mul_(limit / norm)
 
-    train_with(side, between)
+    train_with(side, change)
 
 
 def gradients_noise(side: Side) -> None:
     """`p.grad += noise`, noise of the whole shape cut by `p.take`."""
 
-    def between(model, step):
+    def change(model):
         for number, (_name, p) in enumerate(model.named_parameters()):
             noise = torch.randn(getattr(p, "full_shape", p.shape), generator=torch.Generator().manual_seed(number))
             p.grad += 0.01 * (p.take(noise) if side.sharded else noise)
 
-    train_with(side, between)
+    train_with(side, change)
 
 
 def sign_descent(side: Side) -> None:
     """`p.grad.sign_()`, and gradients multiplied by a mask of their size."""
 
-    def between(model, step):
+    def change(model):
         for p in model.parameters():
             p.grad.mul_((p.grad.abs() > 1e-4).float()).sign_()
 
-    train_with(side, between)
+    train_with(side, change)
 
 
 def centralized_gradients(side: Side) -> None:
     """Gradient centralization: the mean over all but the first dimension is taken off, `if p.grad.dim() > 1`."""
 
-    def between(model, step):
+    def change(model):
         for p in model.parameters():
             if p.grad.dim() > 1:
                 p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
 
-    train_with(side, between)
+    train_with(side, change)
 
 
 REDUCTIONS = {
@@ -170,7 +157,7 @@ def statistic(name: str, of: str) -> Usage:
 
     def recipe(side: Side) -> None:
         model = side.wrap(Encoder())
-        side.loss(output_loss(model, 0)).backward()
+        side.backward(model)
         for key, p in model.named_parameters():
             tensor = {"gradient": p.grad, "weight": p, "data": p.data, "detached": p.detach()}[of]
             if of == "weight":
@@ -205,20 +192,15 @@ def decay_groups_by_dimension(side: Side) -> None:
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.SGD([g for g in groups if g["params"]], lr=0.5)
-    for step in range(3):
-        side.loss(output_loss(model, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
+    train(side, model, torch.optim.SGD([g for g in groups if g["params"]], lr=0.5))
 
 
 def gradient_noise_scale(side: Side) -> None:
     """Norms of a small and a large batch's gradients: `sum(p.grad.pow(2).sum())` after one backward and after two."""
     model = side.wrap(Encoder())
-    side.loss(output_loss(model, 0)).backward()
+    side.backward(model)
     small = sum(p.grad.pow(2).sum() for p in model.parameters())
-    side.loss(output_loss(model, 1)).backward()
+    side.backward(model, 1)
     large = sum((p.grad / 2).pow(2).sum() for p in model.parameters())
     side.see("small", small)
     side.see("ratio", large / small)
@@ -227,7 +209,7 @@ def gradient_noise_scale(side: Side) -> None:
 def gradients_vector(side: Side) -> None:
     """torch.nn.utils.parameters_to_vector(...).norm(), of weights and gradients."""
     model = side.wrap(Encoder())
-    side.loss(output_loss(model, 0)).backward()
+    side.backward(model)
     side.see("gradients", nn.utils.parameters_to_vector([p.grad for p in model.parameters()]).norm())
     with torch.no_grad():
         side.see("weights", nn.utils.parameters_to_vector(model.parameters()).norm())
@@ -236,8 +218,8 @@ def gradients_vector(side: Side) -> None:
 def update_to_weight_ratio(side: Side) -> None:
     """The logged ratio of an update's norm to the weight's: `(p - before).norm() / p.norm()`."""
     model = side.wrap(Encoder())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    side.loss(output_loss(model, 0)).backward()
+    optimizer = sgd(model)
+    side.backward(model)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     with torch.no_grad():
@@ -248,30 +230,12 @@ def update_to_weight_ratio(side: Side) -> None:
 def norms_by_foreach(side: Side) -> None:
     """torch._foreach_norm of weights and of gradients."""
     model = side.wrap(Encoder())
-    side.loss(output_loss(model, 0)).backward()
+    side.backward(model)
     side.see("gradients", torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])))
     side.see("weights", torch.stack(torch._foreach_norm([p.detach() for p in model.parameters()])))
 
 
-USAGES = [
-    Usage(clip_by_torch),
-    Usage(clip_by_torch_infinity),
-    Usage(clip_by_torch_in_two_parts),
-    Usage(clip_each_parameter),
-    Usage(clip_by_value),
-    Usage(clip_by_own_code),
-    Usage(clip_by_concatenation),
-    Usage(clip_to_the_weight),
-    Usage(gradients_noise),
-    Usage(sign_descent),
-    Usage(centralized_gradients),
-    Usage(number_of_parameters),
-    Usage(number_of_parameters_by_transformers),
-    Usage(decay_groups_by_dimension),
-    Usage(gradient_noise_scale),
-    Usage(gradients_vector),
-    Usage(update_to_weight_ratio),
-    Usage(norms_by_foreach),
+GENERATED = [
     *[statistic(name, "gradient") for name in REDUCTIONS],
     *[statistic(name, "weight") for name in ("norm", "mean", "abs max", "numpy", "std", "any nan", "cat", "elements")],
     *[statistic(name, "data") for name in ("norm", "mean", "abs max")],

@@ -1,6 +1,5 @@
 """Hooks, torch.func, gradients with respect to inputs, custom autograd functions, structures of outputs."""
 
-# ruff: noqa: B023 - a loss is called before the loop goes on
 from __future__ import annotations
 
 import collections
@@ -11,26 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sides import Side, Usage
+from sides import Side, expect, language_loss, train
 from small import MLP, WIDTH, Encoder, Layer, decoder, ids, vectors
 
-
-def train(side: Side, model, loss=None, steps: int = 3, lr: float = 0.1) -> None:
-    """SGD on loss(rank, step); gradients and weights are seen."""
-    loss = loss or (lambda rank, step: model(ids(step, rank)).square().mean())
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for step in range(steps):
-        side.loss(lambda rank: loss(rank, step)).backward()
-        side.gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(model)
-
-
-def with_layers(layer, layers=3):
-    model = Encoder()
-    model.layers = nn.ModuleList([layer() for _ in range(layers)])
-    return model
+AGAIN = "what the layer draws or counts itself is drawn or counted again in the recomputation"
+LATE = "came into the model after auto_wrap"
+TWICE = "backward of a backward"
 
 
 # -- hooks --------------------------------------------------------------------------------------------------------
@@ -45,7 +30,7 @@ def noisy_embeddings(side: Side) -> None:
         return output + 0.1 * torch.rand(output.shape, generator=generator) if module.training else output
 
     model.get_input_embeddings().register_forward_hook(hook)
-    train(side, model, lambda r, s: model(ids(s, r), labels=ids(s, r)).loss)
+    train(side, model, loss=language_loss(model))
     model.eval()
     side.see("evaluated", model(ids(9, side.rank)).logits)
 
@@ -82,7 +67,7 @@ def hooks_with_kwargs(side: Side) -> None:
     model.model.layers[0].register_forward_hook(
         lambda m, a, k, output: output * 0.9, with_kwargs=True, always_call=True
     )
-    train(side, model, lambda r, s: model(ids(s, r), labels=ids(s, r)).loss)
+    train(side, model, loss=language_loss(model))
 
 
 def scaled_gradients_by_module_hooks(side: Side) -> None:
@@ -112,6 +97,7 @@ def gradient_statistics_by_module_hooks(side: Side) -> None:
                 side.see(name, norm)
 
 
+@expect(wrong=AGAIN, recomputed=True)
 def calls_counted_by_hooks(side: Side) -> None:
     """A forward hook inside a layer counts calls and sums activations, as FLOP counters and probes do."""
     model = side.wrap(Encoder())
@@ -154,7 +140,7 @@ def optimizer_in_backward(side: Side) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(update)
     for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
     side.weights(model)
 
 
@@ -170,18 +156,19 @@ def optimizer_in_backward_of_torch(side: Side) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(hook)
     for step in range(3):
-        side.loss(lambda rank: model(ids(step, rank)).square().mean()).backward()
+        side.backward(model, step)
     side.weights(model)
 
 
+@expect(refused="Use register_post_accumulate_grad_hook")
 def parameter_hook(side: Side) -> None:
     """`p.register_hook(lambda g: g * mask)`."""
-    model = Encoder()
-    model = side.wrap(model)
+    model = side.wrap(Encoder())
     model.head.weight.register_hook(lambda g: 0.5 * g)
     train(side, model)
 
 
+@expect(refused="register_post_accumulate_grad_hook")
 def parameter_hook_from_before(side: Side) -> None:
     """The same, registered before wrapping."""
     model = Encoder()
@@ -218,6 +205,7 @@ def state_dict_hooks(side: Side) -> None:
 # -- torch.func and gradients with respect to inputs -------------------------------------------------------------------
 
 
+@expect(refused=LATE)
 def functional_call(side: Side) -> None:
     """torch.func.functional_call with other weights of whole shapes."""
     other = dict(Encoder(seed=1).named_parameters())
@@ -225,6 +213,7 @@ def functional_call(side: Side) -> None:
     side.see("output", torch.func.functional_call(model, other, (ids(0, side.rank),)))
 
 
+@expect(refused=LATE)
 def functional_call_of_its_own(side: Side) -> None:
     """functional_call with the model's own parameters, moved by an update (MAML's inner step)."""
     model = side.wrap(Encoder())
@@ -232,6 +221,7 @@ def functional_call_of_its_own(side: Side) -> None:
     side.see("output", torch.func.functional_call(model, moved, (ids(0, side.rank),)))
 
 
+@expect(refused="transform of torch.func")
 def functional_gradient(side: Side) -> None:
     """torch.func.grad over functional_call."""
     model = side.wrap(Encoder())
@@ -250,6 +240,7 @@ def vmapped(side: Side) -> None:
     side.see("output", torch.func.vmap(lambda x: model(x[None])[0])(vectors(0, side.rank)))
 
 
+@expect(refused="transform of torch.func")
 def forward_mode(side: Side) -> None:
     """torch.func.jvp of the model's input."""
     model = side.wrap(MLP())
@@ -290,6 +281,7 @@ def jacobian_vectorised(side: Side) -> None:
     side.see("jacobian", torch.autograd.functional.jacobian(model, vectors(0, side.rank, rows=2), vectorize=True))
 
 
+@expect(refused=TWICE)
 def hessian_vector_product(side: Side) -> None:
     """torch.autograd.functional.hvp with respect to inputs."""
     model = side.wrap(MLP(outputs=1))
@@ -309,7 +301,7 @@ def adversarial_inputs(side: Side) -> None:
             x = x + 0.1 * g.sign()
         return model(x).square().mean()
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def backward_with_inputs(side: Side) -> None:
@@ -329,6 +321,7 @@ def backward_of_several(side: Side) -> None:
     side.gradients(model)
 
 
+@expect(refused=TWICE)
 def hessian_of_weights(side: Side) -> None:
     """Hutchinson's trace (Sophia, AdaHessian): gradients with create_graph, times a vector, once more."""
     model = side.wrap(Encoder())
@@ -374,7 +367,7 @@ def with_function(function):
         def forward(self, x):
             return x + torch.tanh(function.apply(self.norm(x), self.linear.weight, self.linear.bias))
 
-    model = with_layers(Own)
+    model = Encoder(Own)
     model.head.forward = lambda x: function.apply(x, model.head.weight, model.head.bias)
     return model
 
@@ -416,7 +409,7 @@ def hypernetwork(side: Side) -> None:
         def forward(self, x):
             return x + F.linear(torch.tanh(self.linear(x)), self.make(self.code).view(WIDTH, WIDTH))
 
-    train(side, side.wrap(with_layers(Hyper)))
+    train(side, side.wrap(Encoder(Hyper)))
 
 
 # -- structures ---------------------------------------------------------------------------------------------------
@@ -438,8 +431,7 @@ def named_tuples_between_layers(side: Side) -> None:
                 pair = layer(pair)
             return self.head(pair.hidden.mean(1))
 
-    model = Model()
-    model.layers = nn.ModuleList([Tupled() for _ in range(3)])
+    model = Model(Tupled)
     train(side, side.wrap(model))
 
 
@@ -457,8 +449,7 @@ def dictionaries_between_layers(side: Side) -> None:
                 state = layer(state)
             return self.head(state["x"].mean(1)) * state["sum"]
 
-    model = Model()
-    model.layers = nn.ModuleList([Mapped() for _ in range(3)])
+    model = Model(Mapped)
     train(side, side.wrap(model))
 
 
@@ -476,8 +467,7 @@ def a_dictionary_written_by_layers(side: Side) -> None:
                 layer(state)
             return self.head(state["x"].mean(1))
 
-    model = Model()
-    model.layers = nn.ModuleList([Writing() for _ in range(3)])
+    model = Model(Writing)
     train(side, side.wrap(model))
 
 
@@ -497,8 +487,7 @@ def a_list_filled_by_layers(side: Side) -> None:
                 x = layer(x, collected)
             return self.head((x + sum(collected)).mean(1))
 
-    model = Model()
-    model.layers = nn.ModuleList([Collecting() for _ in range(3)])
+    model = Model(Collecting)
     train(side, side.wrap(model))
 
 
@@ -522,8 +511,7 @@ def dataclasses_between_layers(side: Side) -> None:
                 state = layer(state)
             return self.head(state.x.mean(1)) / state.count
 
-    model = Model()
-    model.layers = nn.ModuleList([Stated() for _ in range(3)])
+    model = Model(Stated)
     train(side, side.wrap(model))
 
 
@@ -541,6 +529,7 @@ def output_changed_in_place(side: Side) -> None:
     train(side, side.wrap(Model()))
 
 
+@expect(refused="modified by an inplace operation", recomputed=True)
 def input_changed_in_place_afterwards(side: Side) -> None:
     """A block's input is changed in place after the call; its own operations do not need it in plain torch."""
 
@@ -561,8 +550,7 @@ def input_changed_in_place_afterwards(side: Side) -> None:
                 x = layer(x)
             return self.head(x.mean(1))
 
-    model = Model()
-    model.layers = nn.ModuleList([Adding() for _ in range(3)])
+    model = Model(Adding)
     train(side, side.wrap(model))
 
 
@@ -575,7 +563,7 @@ def shared_input_with_gradients(side: Side) -> None:
 
     class Model(Encoder):
         def __init__(self):
-            super().__init__()
+            super().__init__(Positional)
             self.positions = nn.Parameter(torch.ones(5, 1))
 
         def forward(self, rows):
@@ -585,7 +573,6 @@ def shared_input_with_gradients(side: Side) -> None:
             return self.head(x.mean(1))
 
     model = Model()
-    model.layers = nn.ModuleList([Positional() for _ in range(3)])
     train(side, side.wrap(model))
 
 
@@ -596,8 +583,8 @@ def submodule_called_twice(side: Side) -> None:
         def forward(self, x):
             return x + self.linear(torch.tanh(self.linear(x)))
 
-    model = side.wrap(with_layers(Twice))
-    train(side, model, lambda r, s: (model(ids(s, r)) - model(ids(s, r, 1))).square().mean())
+    model = side.wrap(Encoder(Twice))
+    train(side, model, loss=lambda r, s: (model(ids(s, r)) - model(ids(s, r, 1))).square().mean())
 
 
 def tied_encoder_and_decoder(side: Side) -> None:
@@ -618,7 +605,7 @@ def tied_encoder_and_decoder(side: Side) -> None:
             return x + self.bias
 
     model = side.wrap(Tied())
-    train(side, model, lambda r, s: (model(vectors(s, r)) - vectors(s, r)).square().mean())
+    train(side, model, loss=lambda r, s: (model(vectors(s, r)) - vectors(s, r)).square().mean())
 
 
 def weights_of_blocks_read_by_the_model(side: Side) -> None:
@@ -630,7 +617,7 @@ def weights_of_blocks_read_by_the_model(side: Side) -> None:
             return super().forward(rows).square().mean() + 0.01 * penalty
 
     model = side.wrap(Reading())
-    train(side, model, lambda r, s: model(ids(s, r)))
+    train(side, model, loss=lambda r, s: model(ids(s, r)))
 
 
 def head_weight_in_the_loss(side: Side) -> None:
@@ -642,7 +629,7 @@ def head_weight_in_the_loss(side: Side) -> None:
         hidden = model.model(rows).last_hidden_state
         return F.cross_entropy((hidden @ model.lm_head.weight.T).flatten(0, 1), rows.flatten())
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def head_called_in_the_loss(side: Side) -> None:
@@ -658,7 +645,7 @@ def head_called_in_the_loss(side: Side) -> None:
         ]
         return sum(parts)
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
 def vocabulary_from_the_weight(side: Side) -> None:
@@ -669,88 +656,34 @@ def vocabulary_from_the_weight(side: Side) -> None:
         rows = ids(step, rank)
         return F.cross_entropy(model(rows).logits.view(-1, model.lm_head.weight.shape[0]), rows.view(-1))
 
-    train(side, model, loss)
+    train(side, model, loss=loss)
 
 
+@expect(slow=True)
 def compiled_by_the_user(side: Side) -> None:
     """torch.compile(model, backend="eager") around the wrapped model."""
     model = side.wrap(Encoder())
     compiled = torch.compile(model, backend="eager") if side.sharded else model
-    train(side, model, lambda r, s: compiled(ids(s, r)).square().mean())
+    train(side, model, loss=lambda r, s: compiled(ids(s, r)).square().mean())
 
 
+@expect(slow=True)
 def compiled_loss_function(side: Side) -> None:
     """A compiled function that calls the model and computes the loss."""
     model = side.wrap(Encoder())
     function = torch.compile(lambda rows: model(rows).square().mean(), backend="eager")
-    train(side, model, lambda r, s: function(ids(s, r)))
+    train(side, model, loss=lambda r, s: function(ids(s, r)))
 
 
+@expect(refused="traced or exported")
 def traced(side: Side) -> None:
     """torch.jit.trace of the wrapped model."""
     model = side.wrap(Encoder()).eval()
     side.see("output", torch.jit.trace(model, (ids(0, 0),))(ids(1, 0)))
 
 
+@expect(refused="traced or exported")
 def exported(side: Side) -> None:
     """torch.export of the wrapped model."""
     model = side.wrap(Encoder()).eval()
     side.see("output", torch.export.export(model, (ids(0, 0),)).module()(ids(1, 0)))
-
-
-AGAIN = "what the layer draws or counts itself is drawn or counted again in the recomputation"
-LATE = "came into the model after auto_wrap"
-TWICE = "backward of a backward"
-
-USAGES = [
-    Usage(noisy_embeddings),
-    Usage(steering_hook),
-    Usage(steering_hook_later),
-    Usage(hooks_with_kwargs),
-    Usage(scaled_gradients_by_module_hooks),
-    Usage(gradient_statistics_by_module_hooks),
-    Usage(calls_counted_by_hooks, wrong=AGAIN, recomputed=True),
-    Usage(hidden_state_hooks),
-    Usage(optimizer_in_backward),
-    Usage(optimizer_in_backward_of_torch),
-    Usage(parameter_hook, refused="Use register_post_accumulate_grad_hook"),
-    Usage(parameter_hook_from_before, refused="register_post_accumulate_grad_hook"),
-    Usage(global_hook),
-    Usage(state_dict_hooks),
-    Usage(functional_call, refused=LATE),
-    Usage(functional_call_of_its_own, refused=LATE),
-    Usage(functional_gradient, refused="transform of torch.func"),
-    Usage(vmapped),
-    Usage(forward_mode, refused="transform of torch.func"),
-    Usage(saliency),
-    Usage(integrated_gradients),
-    Usage(jacobian),
-    Usage(jacobian_vectorised),
-    Usage(hessian_vector_product, refused=TWICE),
-    Usage(adversarial_inputs),
-    Usage(backward_with_inputs),
-    Usage(backward_of_several),
-    Usage(hessian_of_weights, refused=TWICE),
-    Usage(own_linear),
-    Usage(own_linear_on_attribute),
-    Usage(quantized_weights),
-    Usage(hypernetwork),
-    Usage(named_tuples_between_layers),
-    Usage(dictionaries_between_layers),
-    Usage(a_dictionary_written_by_layers),
-    Usage(a_list_filled_by_layers),
-    Usage(dataclasses_between_layers),
-    Usage(output_changed_in_place),
-    Usage(input_changed_in_place_afterwards, refused="modified by an inplace operation", recomputed=True),
-    Usage(shared_input_with_gradients),
-    Usage(submodule_called_twice),
-    Usage(tied_encoder_and_decoder),
-    Usage(weights_of_blocks_read_by_the_model),
-    Usage(head_weight_in_the_loss),
-    Usage(head_called_in_the_loss),
-    Usage(vocabulary_from_the_weight),
-    Usage(compiled_by_the_user, slow=True),
-    Usage(compiled_loss_function, slow=True),
-    Usage(traced, refused="traced or exported"),
-    Usage(exported, refused="traced or exported"),
-]

@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Iterator
 
 from ranks import Ranks
-from sides import Side, Usage, compare
-from small import Encoder, ids
+from sides import Side, Usage, compare, train, usages_of
+from small import Encoder
 
 TOPICS = (
     "contrastive", "penalties", "statistics_of_training", "averages", "freezing", "objectives", "transforms", "loops",
@@ -23,13 +23,13 @@ CONFIGURATIONS = {"1 rank": (1, True), "2 ranks": (2, True), "2 ranks, kept": (2
 def usages() -> Iterator[tuple[str, Usage]]:
     """(topic, usage)"""
     for topic in TOPICS:
-        for usage in importlib.import_module(topic).USAGES:
+        for usage in usages_of(importlib.import_module(topic)):
             yield topic, usage
 
 
 def attempt(topic: str, name: str, use_checkpoint: bool) -> str:
     """Run a usage on this rank; an empty string if it equals plain torch, else the error and the recipe's line."""
-    (recipe,) = (usage.recipe for usage in importlib.import_module(topic).USAGES if usage.name == name)
+    (recipe,) = (usage.recipe for usage in usages_of(importlib.import_module(topic)) if usage.name == name)
     try:
         compare(recipe, {"use_checkpoint": use_checkpoint})
     except Exception as error:
@@ -40,9 +40,7 @@ def attempt(topic: str, name: str, use_checkpoint: bool) -> str:
 
 
 def train_once(side: Side) -> None:
-    model = side.wrap(Encoder())
-    side.loss(lambda rank: model(ids(0, rank)).square().mean()).backward()
-    side.gradients(model)
+    train(side, side.wrap(Encoder()), steps=1)
 
 
 def is_sound() -> bool:

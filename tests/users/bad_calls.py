@@ -24,19 +24,7 @@ Row = tuple[str, str, Callable[[], object], str]
 
 
 def by_hand() -> Iterator[Row]:
-    for rows in (
-        models,
-        parameters,
-        steps,
-        optimizers,
-        schedules,
-        losses,
-        results,
-        files,
-        states,
-        commands,
-        hugging_face,
-    ):
+    for rows in (models, steps, optimizers, losses, files, states, commands, hugging_face):
         yield from rows()
 
 
@@ -106,14 +94,11 @@ def models() -> Iterator[Row]:
 
         return "auto_wrap", name, act, message
 
-    yield wrap("a class", lambda: Tower, "model must be a torch.nn.Module, got the class Tower")
     yield wrap("its parameters", lambda: Tower().parameters(), "model must be a torch.nn.Module")
     yield wrap("a state dict", lambda: Tower().state_dict(), "model must be a torch.nn.Module")
     yield wrap("no parameters", nn.ReLU, "ReLU has no parameters")
     yield wrap("an empty list", nn.ModuleList, "ModuleList has no parameters")
-    yield wrap("zero_level '3'", Tower, "zero_level must be 2", zero_level="3")
     yield wrap("zero_level 2.0", Tower, "zero_level must be 2", zero_level=2.0)
-    yield wrap("'always'", Tower, "use_checkpoint must be True, False or 'auto'", use_checkpoint="always")
     yield wrap("no such backend", Tower, "backend: 'nothing', see .*list_backends", compile="nothing")
     yield wrap("blocks of another", Tower, "blocks=.*no part of this Tower", lambda m: Tower().layers)
     yield wrap("names as blocks", Tower, "blocks= names a str", lambda m: ["layers.0"])
@@ -129,31 +114,23 @@ def models() -> Iterator[Row]:
     yield wrap("sparse gradients", lambda: nn.Embedding(3, 2, sparse=True), "its attribute `sparse` to False")
     yield wrap("no values", lambda: nn.Linear(2, 2, device="meta"), "weights=FOLDER")
     yield wrap("compiled", lambda: torch.compile(Tower()), "is compiled already: pass the model")
-    yield wrap("wrapped", wrapped, "wrapped already")
-    yield "Block", "a class", lambda: bmt.Block(nn.Linear), "layer must be a torch.nn.Module, got the class Linear"
-    yield "Block", "two", lambda: bmt.Block([nn.Linear(2, 2)]), "layer must be a torch.nn.Module"
-    yield "TransformerBlockList", "a layer", lambda: bmt.TransformerBlockList(nn.ReLU()), "modules must be a list"
-    yield "TransformerBlockList", "text", lambda: bmt.TransformerBlockList("ab"), "modules must be torch.nn.Modules"
-    yield "TransformerBlockList()", "nothing", lambda: blocks()(), "passes on 1 hidden states, got 0"
-    yield "TransformerBlockList()", "too few", lambda: blocks(2)(torch.ones(2)), "passes on 2 hidden states, got 1"
-    yield "TransformerBlockList()", "one of two", lambda: blocks(2)(torch.ones(2), torch.ones(2)), "num_hidden=1"
-    yield "half", "a sharded model", lambda: wrapped().half(), "Cast the model before auto_wrap"
-    yield "to", "a dtype", lambda: wrapped().to(torch.bfloat16), "Cast the model before auto_wrap"
-    yield "deepcopy", "a sharded model", lambda: copy.deepcopy(wrapped()), "copy the model before"
     yield "torch.save", "a sharded model", lambda: torch.save(wrapped(), io.BytesIO()), r"bmt\.save\(model, file\)"
-    yield "load_state_dict", "text", lambda: wrapped().load_state_dict("a"), "state_dict to be dict-like"
     yield "forward", "in gathered", called_in_gathered, "after the `with`"
     yield "gathered", "an exception", raised_in_gathered, "must reach the user"
-    for name in ("ColumnParallelLinear", "RowParallelLinear", "VPEmbedding"):
-        yield f"nn.{name}", "any", lambda name=name: getattr(bmt.nn, name)(2, 2), "not offered.*bmt.nn.Linear"
+    ordinary, unsharded = torch.ones(2), list(Tower().parameters())
+    yield "gathered", "an ordinary tensor", lambda: gather(ordinary), "what must be .*: an ordinary tensor is whole"
+    yield "gathered", "an unsharded model's", lambda: gather(unsharded), "what must be .* sharded"
+    for name, message, options in (
+        ("tp_size 2", "tp_size=2 is not offered", {"tp_size": 2}),
+        ("a host", "init_method must be env://", {"init_method": "host:1"}),
+        ("a backend", "unexpected keyword.*'backend'", {"backend": "nccl"}),
+    ):
+        yield "init_distributed", name, lambda options=options: bmt.init_distributed(**options), message
 
 
-def blocks(hidden: int = 1) -> Any:
-    class One(nn.Module):
-        def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-            return x
-
-    return bmt.TransformerBlockList([One()], num_hidden=hidden)
+def gather(what: Any) -> None:
+    with bmt.gathered(what):
+        pass
 
 
 def called_in_gathered() -> None:
@@ -167,36 +144,6 @@ def raised_in_gathered() -> None:
         raise RuntimeError("this must reach the user")
 
 
-def parameters() -> Iterator[Row]:
-    def parameter(name: str, data: Any, message: str, **options: Any) -> Row:
-        return "DistributedParameter", name, lambda: bmt.DistributedParameter(data, **options), message
-
-    one = torch.ones(2)
-    yield parameter("a list", [1.0, 2.0], "data must be a torch.Tensor, got a list")
-    yield parameter("indices", torch.ones(2, dtype=torch.int64), "pass requires_grad=False")
-    yield parameter("a name as init_method", one, "init_method must be a function", init_method="normal_")
-    yield parameter("a number as group", one, "group must be a name", group=3)
-    yield parameter("requires_grad 'no'", one, "requires_grad must be True or False", requires_grad="no")
-    made = lambda: bmt.DistributedParameter(torch.ones(2, 3))  # noqa: E731
-    yield "take", "transposed", lambda: made().take(torch.ones(3, 2)), r"whole must be .* shape \(2, 3\), got \(3, 2\)"
-    yield "register_hook", "print", lambda: made().register_hook(print), "Use register_post_accumulate_grad_hook"
-    yield "data", "another shape", lambda: setattr(made(), "data", torch.ones(3, 2)), "set to what fits"
-    yield "pickle", "a slice", lambda: torch.save(made(), io.BytesIO()), r"Save bmt\.save|Save"
-    yield "ParameterInitializer", "its result", lambda: bmt.ParameterInitializer(torch.ones(2)), "function must be"
-    yield "init_parameters", "parameters", lambda: bmt.init_parameters(Tower().parameters()), "model must be a torch.nn"
-    yield "gathered", "an ordinary tensor", lambda: gather(one), "what must be .*: an ordinary tensor is whole already"
-    yield "gathered", "an unsharded model's", lambda: gather(list(Tower().parameters())), "what must be .* sharded"
-    yield "gathered", "modify='no'", lambda: gather(wrapped(), "no"), "modify must be True or False"
-    yield "nn.Linear", "no outputs", lambda: bmt.nn.Linear(3, 0), "out_features must be"
-    yield "nn.Linear", "int8", lambda: bmt.nn.Linear(3, 2, dtype=torch.int8), "dtype must be a floating"
-    yield "config", "written", lambda: bmt.config.__setitem__("zero_level", 2), "read only: give 'zero_level'"
-
-
-def gather(what: Any, modify: Any = False) -> None:
-    with bmt.gathered(what, modify):
-        pass
-
-
 # -- steps ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,17 +151,12 @@ def steps() -> Iterator[Row]:
     def managed(name: str, act: Callable[[Any, Any, Any], object], message: str) -> Row:
         return "OptimManager", name, lambda: act(*trained()), message
 
-    yield "OptimManager", "no optimizer", lambda: bmt.optim.OptimManager().step(), "call add_optimizer first"
     yield "OptimManager", "bounds", lambda: manager(min_loss_scale=8.0, max_loss_scale=4.0), "max_loss_scale must be"
-    yield "OptimManager", "loss_scale 'dynamic'", lambda: manager(loss_scale="dynamic"), "loss_scale must be a number"
     yield "OptimManager", "factor 0.5", lambda: manager(loss_scale_factor=0.5), "loss_scale_factor must be at least 1"
-    yield "OptimManager", "steps 0", lambda: manager(loss_scale_steps=0), "loss_scale_steps must be at least 1"
     yield managed("added twice", lambda m, o, made: made.add_optimizer(o), "optimizer: .* was added before")
     yield managed("parameters", lambda m, o, made: made.add_optimizer(m.parameters()), "optimizer must be")
     yield managed("a class", lambda m, o, made: made.add_optimizer(torch.optim.SGD), "optimizer must be")
     yield managed("a number", lambda m, o, made: made.add_optimizer(sgd(), 0.1), r"lr_scheduler must have a step\(\)")
-    yield managed("no loss", lambda m, o, made: made.backward(), r"call manager\.backward\(loss\)")
-    yield managed("loss.item()", lambda m, o, made: made.backward(0.5), "loss must be a torch.Tensor")
     yield managed("detached", lambda m, o, made: made.backward(torch.ones(())), r"loss must require .*\.detach\(\)")
     yield managed(
         "a vector", lambda m, o, made: made.backward(torch.ones(3)), r"loss must be one .* \(3,\): take its \.mean"
@@ -224,17 +166,11 @@ def steps() -> Iterator[Row]:
         "clip parameters", lambda m, o, made: made.clip_grad_norm(m.parameters(), 1.0), "param_groups must be"
     )
     yield managed("clip optimizer", lambda m, o, made: made.clip_grad_norm(o, 1.0), "param_groups must be")
-    yield managed("clip to -1", lambda m, o, made: made.clip_grad_norm(o.param_groups, -1), "max_norm must be at least")
-    yield managed(
-        "clip to '1'", lambda m, o, made: made.clip_grad_norm(o.param_groups, "1"), "max_norm must be a number"
-    )
     yield managed(
         "norm 0", lambda m, o, made: made.clip_grad_norm(o.param_groups, 1.0, 0), "norm_type must be positive"
     )
     yield "backward", "a second time", backward_twice, "retain_graph=True"
     yield "backward", "create_graph", lambda: wrapped()(ids(0, 0)).backward(create_graph=True), "create_graph=True"
-    yield "backward", "weights written", written_between, "Run forward again"
-    yield "optimizer", "before wrapping", stale_optimizer, "make the optimizer after auto_wrap"
     yield "optimizer.step", "before wrapping", stale_step, "Make the optimizer after auto_wrap"
 
 
@@ -247,22 +183,6 @@ def backward_twice() -> None:
     loss = wrapped()(ids(0, 0))
     loss.backward()
     loss.backward()
-
-
-def written_between() -> None:
-    model = wrapped()
-    loss = model(ids(0, 0))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    loss.backward()
-
-
-def stale_optimizer() -> None:
-    model = Tower()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bmt.auto_wrap(model)
-    bmt.optim.OptimManager().add_optimizer(optimizer)
 
 
 def stale_step() -> None:
@@ -283,18 +203,12 @@ def optimizers() -> Iterator[Row]:
     yield make("an exhausted generator", "can be read once", exhausted())
     yield make("double weights", "give it to torch.optim.AdamW", [nn.Parameter(torch.ones(2).double())])
     yield make("an inner tensor", "non-leaf", [torch.ones(2, requires_grad=True) * 2])
-    yield make("lr '1e-3'", "lr must be a number.*'1e-3' of type str", lr="1e-3")
-    yield make("lr -1", "needs finite lr, .* got lr=-1", lr=-1)
     yield make("two lrs", "lr must be a number", lr=torch.ones(2))
     yield make("one beta", "betas must be two numbers", betas=(0.9,))
-    yield make("betas 0.9", "betas must be two numbers", betas=0.9)
     yield make("beta 1", r"betas in \[0, 1\), got .*1\.0\)", betas=(0.9, 1.0))
-    yield make("eps None", "eps must be a number", eps=None)
-    yield make("decay nan", "needs finite .*weight_decay=nan", weight_decay=float("nan"))
     yield make("a group's lr", "needs finite lr, .* got lr=-0.5", [{"params": [weight], "lr": -0.5}])
     yield make("a group's betas", "betas must be two numbers", [{"params": [weight], "betas": 1}])
     yield make("no params in a group", 'param_group must have "params"', [{"lr": 1.0}])
-    yield make("decoupled 'no'", "decoupled must be True or False", decoupled="no")
     yield make("float16 moments", "exp_avg_dtype must be torch.float32", exp_avg_dtype=torch.float16)
     yield make("a fused option", "unexpected keyword argument 'fused'", fused=True)
     yield "AdamOptimizer.step", "scale 0", lambda: trained()[1].step(scale=0.0), "scale must be finite and above 0"
@@ -305,7 +219,6 @@ def optimizers() -> Iterator[Row]:
     yield "AdamOptimizer.load_state_dict", "a model's", lambda: load(Tower().state_dict()), "state_dict must be"
     yield "AdamOptimizer.load_state_dict", "another's", lambda: load(state), "different number|doesn't match the size"
     yield "AdamOptimizer.load_state_dict", "other shapes", misshapen_state, r"exp_avg.*\(7,\)"
-    yield "SGD.load_state_dict", "{}", lambda: torch_state({}), "param_groups"
 
 
 def exhausted() -> Iterator[Any]:
@@ -325,38 +238,6 @@ def misshapen_state() -> None:
     made.step()
 
 
-def torch_state(state: dict) -> None:
-    try:
-        torch.optim.SGD(wrapped().parameters(), lr=0.1).load_state_dict(state)
-    except KeyError as error:  # torch's own, which names what is missing
-        raise ValueError(f"load a state with {error}") from error
-
-
-def schedules() -> Iterator[Row]:
-    make = bmt.lr_scheduler
-    optimizer = sgd()
-    yield (
-        "Linear",
-        "an end before the warm-up",
-        lambda: make.Linear(optimizer, 1.0, 10, 5),
-        "end_iter must be the larger",
-    )
-    yield "Cosine", "an end before the warm-up", lambda: make.Cosine(optimizer, 1.0, 10, 5), "end_iter must not be"
-    yield "Exponential", "gamma 1.5", lambda: make.Exponential(optimizer, 1.0, 0, 5, gamma=1.5), "gamma must be above 0"
-    yield "Noam", "a manager", lambda: make.Noam(manager(), 1.0, 1, 5), "optimizer must have param_groups"
-    yield "Noam", "a class", lambda: make.Noam(torch.optim.SGD, 1.0, 1, 5), "optimizer must have param_groups"
-    yield "NoDecay", "lr '1'", lambda: make.NoDecay(optimizer, "1", 1, 5), "start_lr must be a number"
-    yield "NoDecay", "no end", lambda: make.NoDecay(optimizer, 1.0, 1), "missing 1 required.*'end_iter'"
-    yield "NoDecay.step", "-1", lambda: make.NoDecay(optimizer, 1.0, 1, 5).step(-1), "num_iter must be finite and at"
-    load = lambda state: make.NoDecay(optimizer, 1.0, 1, 5).load_state_dict(state)  # noqa: E731
-    state = make.NoDecay(optimizer, 1.0, 1, 5).state_dict()
-    gamma = make.Exponential(optimizer, 1.0, 1, 5).state_dict()
-    yield "NoDecay.load_state_dict", "torch's", lambda: load({"last_epoch": 1}), "state_dict is not that of a NoDecay"
-    yield "NoDecay.load_state_dict", "another's", lambda: load(gamma), r"unexpected \['gamma'\]"
-    yield "NoDecay.load_state_dict", "text", lambda: load({**state, "start_lr": "1"}), "start_lr must be a number"
-    yield "NoDecay.load_state_dict", "nan", lambda: load({**state, "num_iter": float("nan")}), "num_iter must be finite"
-
-
 # -- losses and results ---------------------------------------------------------------------------------------------
 
 
@@ -374,16 +255,12 @@ def losses() -> Iterator[Row]:
     yield entropy("one dimension", r"\(N, C\) need targets", logits[0], targets[0])
     yield entropy("no classes", "have no classes", logits[:, :0], targets)
     yield entropy("double logits", "logits must be float16, bfloat16 or float32", logits.double(), targets)
-    yield entropy("'batchmean'", "reduction must be one of mean, sum, none", reduction="batchmean")
     yield entropy("smoothing 1.1", r"label_smoothing must .*lie in \[0, 1\]", label_smoothing=1.1)
-    yield entropy("z_loss -1", "z_loss must be finite and must not be negative", z_loss=-1.0)
     yield entropy("4 weights", "class weights are 4 numbers for 5 classes", weight=torch.ones(4))
     yield entropy("a matrix of weights", "class weights .* one number a class", weight=torch.ones(2, 3))
     yield entropy("items of a sum", "num_items_in_batch is what the mean", reduction="sum", num_items_in_batch=3)
     yield entropy("two items", "num_items_in_batch must be one number", num_items_in_batch=torch.ones(2))
-    yield entropy("-1 items", "num_items_in_batch must be finite", num_items_in_batch=-1)
     yield entropy("a leaf in place", "use inplace=False", inplace=True)
-    yield entropy("an ignored 1.5", "ignore_index must be an integer", ignore_index=1.5)
     yield "FusedCrossEntropy", "parallel", lambda: bmt.loss.FusedCrossEntropy(parallel=True), "not offered"
     rows, head = torch.randn(4, 3), torch.randn(5, 3)
 
@@ -396,46 +273,8 @@ def losses() -> Iterator[Row]:
     yield linear("shifted targets", "needs targets of shape", rows, head, targets[1:])
     yield linear("two dtypes", "hidden, weight and bias must share", rows, head.half(), targets)
     yield linear("a bias of 4", "needs a bias of 5 numbers", bias=torch.ones(4))
-    yield linear("no chunks", "chunk_bytes must be at least 1", chunk_bytes=0)
     yield linear("two devices", "must be on one device", rows, head.to("meta"), targets)
     yield linear("a target of 5", "target 5 at", rows, head, targets + 5)
-
-
-def results() -> Iterator[Row]:
-    ones = torch.ones(2)
-    collect = bmt.distributed
-    yield "all_reduce", "'median'", lambda: collect.all_reduce(ones, "median"), "op must be one of"
-    yield "all_reduce", "torch's op", lambda: collect.all_reduce(ones, torch.distributed.ReduceOp.SUM), "op must be one"
-    yield "all_reduce", "booleans", lambda: collect.all_reduce(ones > 0), r"convert it first.*\.float"
-    yield "all_reduce", "mean of integers", lambda: collect.all_reduce(ones.long(), "avg"), "cannot take the avg"
-    yield "all_gather", "a number", lambda: collect.all_gather(3.0), r"takes a tensor as x.*torch\.tensor"
-    yield "broadcast", "rank 9", lambda: collect.broadcast(ones, 9), "root must be a rank"
-    yield "broadcast", "rank -1", lambda: collect.broadcast(ones, -1), "root must be a rank"
-    yield "broadcast", "no root", lambda: collect.broadcast(ones), "missing 1 required.*'root'"
-    yield "reduce_scatter", "a scalar", lambda: collect.reduce_scatter(torch.ones(())), "dimension 0 of x"
-    yield "sum_loss", "a number", lambda: bmt.sum_loss(0.5), r"takes a tensor as loss.*torch\.tensor"
-    yield "gather_result", "a list", lambda: bmt.gather_result([1, 2]), r"takes a tensor as result.*torch\.tensor"
-    yield "all_reduce", "a process group", lambda: collect.all_reduce(ones, comm=object()), "Leave comm out"
-    yield "broadcast_object", "src 7", lambda: bmt.store.broadcast_object(1, src=7), "src must be a rank"
-    yield "allgather_objects", "a lambda", lambda: bmt.store.DistributedStateDictWrapper([1]), "state_dict must be"
-    yield "inspect_tensor", "nested", nested, "one `with inspect_tensor"
-    yield "record_tensor", "a parameter", lambda: bmt.inspect.record_tensor(nn.Parameter(ones), "w"), "inspect_model"
-    yield "format_summary", "other dicts", lambda: bmt.inspect.format_summary([{"a": 1}]), "summary must be from"
-    yield "inspect_model", "no pattern", lambda: bmt.inspect.inspect_model(wrapped()), "missing 1 .*'param_name'"
-    yield "AverageRecorder", "alpha 1", lambda: bmt.utils.AverageRecorder(1.0), r"alpha must be in \[0, 1\)"
-    yield "has_inf_nan", "a float", lambda: bmt.utils.has_inf_nan(ones, torch.zeros(1)), "out, which must be one uint8"
-    yield "round_up", "to 0", lambda: bmt.utils.round_up(3, 0), "d must be at least 1"
-    yield "check_torch_version", "'new'", lambda: bmt.utils.check_torch_version("new"), "version_str must be a version"
-    yield "init_distributed", "again", bmt.init_distributed, "Call it once"
-    yield "init_distributed", "tp_size 2", lambda: bmt.init_distributed(tp_size=2), "tp_size=2 is not offered"
-    yield "init_distributed", "a host", lambda: bmt.init_distributed(init_method="host:1"), "init_method must be env://"
-    yield "init_distributed", "'nccl'", lambda: bmt.init_distributed(gather="nccl"), "gather must be one of"
-    yield "init_distributed", "a backend", lambda: bmt.init_distributed(backend="nccl"), "unexpected keyword.*'backend'"
-
-
-def nested() -> None:
-    with bmt.inspect.inspect_tensor(), bmt.inspect.inspect_tensor():
-        pass
 
 
 # -- files and states -----------------------------------------------------------------------------------------------
@@ -446,7 +285,6 @@ def files() -> Iterator[Row]:
         return "load", name, lambda: bmt.load(wrapped(), file()), message
 
     state = Tower().state_dict()
-    yield load("nowhere", lambda: "no/where.pt", r"no/where\.pt could not be read.*No such file")
     yield load("a folder without weights", scratch, "a folder without weights")
     yield load("text", lambda: written("a.pt", "hello"), "a.pt could not be read")
     yield load("an empty file", lambda: written("a.pt", ""), "could not be read")
@@ -456,21 +294,14 @@ def files() -> Iterator[Row]:
     yield load("lost files", lambda: written("a.index.json", '{"weight_map": {"a": "b.bin"}}'), "No such file")
     yield load("a list", lambda: stored("a.pt", [1, 2]), "not a state dict of a model")
     yield load("an optimizer's", lambda: stored("a.pt", sgd().state_dict()), "not a state dict of a model")
-    yield load("a module", lambda: stored("a.pt", nn.Linear(2, 2)), r"Save model\.state_dict\(\)")
-    yield load(
-        "another model's", lambda: stored("a.pt", nn.Linear(2, 2).state_dict()), "(?s)Missing key.*Unexpected key"
-    )
     yield load(
         "another shape", lambda: stored("a.pt", {**state, "head.weight": torch.ones(3, 6)}), r"head\.weight.*\(2, 6\)"
     )
-    yield "load", "strict 'no'", lambda: bmt.load(wrapped(), "a", strict="no"), "strict must be True or False"
     yield "load", "swapped", lambda: bmt.load("a.pt", wrapped()), "model must be a torch.nn.Module"
     yield "save", "swapped", lambda: bmt.save("a.pt", wrapped()), "model must be a torch.nn.Module"
     yield "save", "an empty name", lambda: bmt.save(wrapped(), ""), "file_name must be a path, got an empty string"
-    yield "save", "no folder", lambda: bmt.save(wrapped(), "no/where.pt"), r"no/where\.pt could not be written"
     yield "save", "below a file", lambda: bmt.save(wrapped(), written("a", "") + "/b.pt"), "could not be written"
     yield "save", "a folder", lambda: bmt.save(wrapped(), scratch()), "could not be written"
-    yield "save", "a parameter list", lambda: bmt.save(wrapped().parameters(), "a"), "model must be a torch.nn.Module"
 
 
 def states() -> Iterator[Row]:
@@ -485,9 +316,6 @@ def states() -> Iterator[Row]:
     yield save("a scheduler as optimizer", "optimizer must be an OptimManager", optimizer=constant())
     yield save("an optimizer as scheduler", "scheduler must be", scheduler=0.1)
     yield save("a function as extra", "extra .* may hold tensors", extra=len)
-    yield save("keep 0", "keep must be at least 1", keep=0)
-    yield save("step -1", "step must be at least 0", step=-1)
-    yield save("step 1.0", "step must be an integer", step=1.0)
     yield save("a name with a slash", "name must be", name="../b")
     by_position = lambda: bmt.save_state("a", wrapped(), None, None, None, 1)  # noqa: E731
     yield "save_state", "step by position", by_position, "takes from 2 to 5 positional"
@@ -513,7 +341,6 @@ def states() -> Iterator[Row]:
         "add the same",
     )
     yield "OptimManager.load_state_dict", "scaled", lambda: loads(manager(loss_scale=2.0).state_dict()), "loss scale"
-    yield "DCPState", "parameters", lambda: bmt.DCPState(wrapped().parameters()), "model must be a torch.nn.Module"
 
 
 def constant() -> Any:
@@ -580,13 +407,11 @@ def hugging_face() -> Iterator[Row]:
         )
 
     yield read("a name alone", "missing 1 required.*'name_or_path'", "gpt2")
-    yield read("swapped", "auto_class must be a class such as", "gpt2", auto)
     yield read(
         "a configuration's class", "loads models of transformers, not a GPT2Config", transformers.AutoConfig, tiny()
     )
     yield read("blocks that it lacks", "blocks= must name modules.*'no.such'", blocks=["no.such"])
     yield read("modules as blocks", "blocks must be a list of names", blocks=[nn.ReLU()])
-    yield read("zero_level 5", "zero_level must be 2", zero_level=5)
     yield read("device_map", "leave out device_map", device_map="auto")
     yield read("8 bits", "leave out load_in_8bit", load_in_8bit=True)
     trainer = lambda model, **options: bmt.hf.Trainer(model, **options)  # noqa: E731
@@ -609,7 +434,6 @@ def hugging_face() -> Iterator[Row]:
     )
     yield "hf.shard_checkpoints", "a model", lambda: bmt.hf.shard_checkpoints(wrapped()), "accelerator must be an"
     yield "hf.shard_checkpoints", "no folder", nameless, "pass a folder"
-    yield "hf.fuse_causal_loss", "a class", lambda: bmt.hf.fuse_causal_loss(auto), "model must be a torch.nn.Module"
 
 
 def tiny() -> str:

@@ -1,8 +1,8 @@
-"""Bad inputs to the public API: each must be an error that names the argument and the remedy.
+"""Bad inputs to what users call first: each must be an error that names the argument and the remedy.
 
     python tests bad_inputs [--defects]      every case with the first line of its error; only those that fail
 
-`CALLS` are the public functions, each with good arguments. A case replaces one argument by one of `HOSTILE`, unless it
+`calls` are the functions, each with good arguments. A case replaces one argument by one of `HOSTILE`, unless it
 is legitimate there (`KINDS` and the words after an argument say which are, and why). `bad_calls` has what was thought
 of by hand. A case fails if nothing is raised, if the error is none of ERRORS, if torch or Python raised it far from
 the call, or if it does not name the argument and what is accepted.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import inspect
 import os
 import re
 import signal
@@ -63,7 +62,6 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 
 KINDS = {
     "model": "module",
-    "layer": "module",
     "tensor": "matrix integers",
     "floats": "matrix",
     "number": "negative zero half huge",
@@ -77,7 +75,6 @@ KINDS = {
     "path": "text",
     "choice": "",
     "callable": "function module",
-    "comm": "none",
     "nothing": "",
 }
 """What is legitimate for each kind of argument."""
@@ -129,10 +126,7 @@ class Call:
                     )  # fmt: skip
 
     def run(self, changes: dict[str, Any]) -> object:
-        arguments = {**self.good(), **changes}
-        before = list(arguments.pop("*", ()))
-        result = self.function(*before, **arguments)
-        return list(result) if inspect.isgenerator(result) else result
+        return self.function(**{**self.good(), **changes})
 
 
 # -- the functions and their arguments ------------------------------------------------------------------------------
@@ -145,31 +139,9 @@ def enter(context: Any) -> None:
 
 PICKLED = ("object", "items", "module", "function")
 EXTRA = " ".join(["nothing", *(word for word in HOSTILE if word not in PICKLED)])
-
-
-def schedule(name: str, end: str, **more: str) -> Call:
-    """A schedule. end: the kind of `end_iter`. Steps may be fractions, as 0.1 * steps is."""
-    kinds = {
-        "optimizer": "nothing", "start_lr": "amount", "warmup_iter": "amount", "end_iter": end, "num_iter": "amount",
-    }  # fmt: skip
-    if end == "size huge":  # the decay ends after the warm-up
-        kinds["warmup_iter"] = "count half"
-    make = getattr(bmt.lr_scheduler, name)
-    good = {"start_lr": 0.5, "warmup_iter": 2, "end_iter": 9, "num_iter": 0}
-    return Call(f"lr_scheduler.{name}", make, lambda: {"optimizer": sgd(), **good}, {**kinds, **more})
-
-
 LOSS = {
     "ignore_index": "count negative huge", "reduction": "choice", "label_smoothing": "fraction", "inplace": "flag",
     "z_loss": "amount", "softcap": "amount", "num_items_in_batch": "amount none",
-}  # fmt: skip
-ADAM = {
-    "params": "nothing", "lr": "amount", "betas": "nothing", "eps": "amount", "weight_decay": "amount",
-    "hold_steps": "amount", "decoupled": "flag", "exp_avg_dtype": "choice",
-}  # fmt: skip
-WRAP = {
-    "model": "model", "zero_level": "choice none", "use_checkpoint": "choice true", "compile": "flag text",
-    "blocks": "nothing none empty", "weights": "choice none",
 }  # fmt: skip
 
 
@@ -188,11 +160,6 @@ def saved_file() -> dict[str, Any]:
     return {"model": model, "file_name": path}
 
 
-def method(name: str, attribute: str, make: Callable[[], Any], good: Callable[[], dict], /, **legitimate: str) -> Call:
-    """A method of what `make` returns."""
-    return Call(name, lambda *args, **kwargs: getattr(make(), attribute)(*args, **kwargs), good, legitimate)
-
-
 def call(name: str, good: Callable[[], dict] | None = None, /, **legitimate: str) -> Call:
     """The public function of that name, its parents' names before it."""
     function: Any = bmt
@@ -201,46 +168,46 @@ def call(name: str, good: Callable[[], dict] | None = None, /, **legitimate: str
     return Call(name, function, good or dict, legitimate)
 
 
+def method(name: str, make: Callable[[], Any], good: Callable[[], dict] = dict, /, **legitimate: str) -> Call:
+    """The method of that name, its class's name before it, of what `make` returns."""
+    attribute = name.rpartition(".")[2]
+    return Call(name, lambda *args, **kwargs: getattr(make(), attribute)(*args, **kwargs), good, legitimate)
+
+
 def calls() -> Iterator[Call]:
-    one = torch.ones(2)
     yield call(
         "init_distributed", seed="number", zero_level="choice", loss_scale_factor="nothing huge",
         loss_scale_steps="size huge", timeout="positive", gather="choice", pipe_size="choice", tp_size="choice",
         init_method="choice",
     )  # fmt: skip
-    yield call("print_rank", rank="count huge")
-    for name in ("auto_wrap", "BMTrainModelWrapper"):
-        yield call(name, lambda: {"model": Tower()}, **WRAP)
-    for name in ("CheckpointBlock", "Block"):
-        yield call(
-            name, lambda: {"layer": nn.Linear(2, 2)}, layer="layer", use_checkpoint="choice true",
-            zero_level="choice none",
-        )  # fmt: skip
-    for name in ("TransformerBlockList", "PipelineTransformerBlockList"):
-        yield call(name, lambda: {"modules": [nn.Linear(2, 2)]}, modules="nothing empty", num_hidden="size huge")
     yield call(
-        "DistributedParameter", lambda: {"data": torch.ones(2)}, data="floats", requires_grad="flag",
-        init_method="callable none", group="name none",
+        "auto_wrap", lambda: {"model": Tower()}, model="model", zero_level="choice none", use_checkpoint="choice true",
+        compile="flag text", blocks="nothing none empty", weights="choice none",
     )  # fmt: skip
-    yield method(
-        "DistributedParameter.take",
-        "take",
-        lambda: bmt.DistributedParameter(torch.ones(2)),
-        lambda: {"whole": one},
-        whole="nothing",
-    )
-    yield method(
-        "DistributedParameter.register_post_accumulate_grad_hook", "register_post_accumulate_grad_hook",
-        lambda: bmt.DistributedParameter(torch.ones(2)), dict, hook="callable",
-    )  # fmt: skip
-    yield call("ParameterInitializer", function="callable")
-    yield call("init_parameters", model="model")
-    yield call("grouped_parameters", model="model")
     yield Call(
         "gathered", lambda what, modify: enter(bmt.gathered(what, modify)),
-        lambda: {"what": wrapped(), "modify": False},
-        {"what": "model empty", "modify": "flag"},
+        lambda: {"what": wrapped(), "modify": False}, {"what": "model empty", "modify": "flag"},
     )  # fmt: skip
+    yield from files()
+    yield from optimizers()
+    yield call(
+        "loss.FusedCrossEntropy", weight="nothing none", parallel="flag", **{k: LOSS[k] for k in list(LOSS)[:-1]}
+    )
+    yield call("loss.cross_entropy", rows, logits="nothing", targets="nothing", weight="nothing none", **LOSS)
+    yield call(
+        "loss.linear_cross_entropy", products, hidden="nothing", weight="floats", targets="nothing",
+        bias="nothing none", class_weight="nothing none", chunk_bytes="size huge",
+        **{k: v for k, v in LOSS.items() if k != "inplace"},
+    )  # fmt: skip
+    yield call("hf.BMTrainCallback", save_on_sigterm="flag")
+    yield call(
+        "hf.from_pretrained", lambda: {"auto_class": AutoModel(), "name_or_path": tiny()}, auto_class="nothing",
+        name_or_path="path none", zero_level="choice none", use_checkpoint="choice true", compile="flag text",
+        blocks="nothing none empty",
+    )  # fmt: skip
+
+
+def files() -> Iterator[Call]:
     yield call(
         "save", lambda: {"model": wrapped(), "file_name": f"{scratch()}/a.pt"}, model="model", file_name="path",
         non_blocking="flag",
@@ -256,115 +223,45 @@ def calls() -> Iterator[Call]:
         "load_state", saved, folder="path", model="nothing", optimizer="nothing none empty",
         scheduler="nothing none empty", weights="flag", random="flag",
     )  # fmt: skip
-    yield call("DCPState", lambda: {"model": wrapped()}, model="model", optimizer="nothing none")
-    yield from [
-        schedule("NoDecay", "number"), schedule("Noam", "number"),
-        schedule("Linear", "size huge"), schedule("Cosine", "size huge"),
-        schedule("Exponential", "number", gamma="nothing half"),
-    ]  # fmt: skip
-    yield method(
-        "lr_scheduler.step",
-        "step",
-        lambda: bmt.lr_scheduler.NoDecay(sgd(), 1.0, 2, 9),
-        dict,
-        num_iter="amount none",
-    )
-    yield method(
-        "lr_scheduler.load_state_dict",
-        "load_state_dict",
-        lambda: bmt.lr_scheduler.NoDecay(sgd(), 1.0, 2, 9),
-        dict,
-        state_dict="nothing",
-    )
+
+
+def optimizers() -> Iterator[Call]:
     yield call(
-        "loss.FusedCrossEntropy", weight="nothing none", parallel="flag", **{k: LOSS[k] for k in list(LOSS)[:-1]}
-    )
-    yield call("loss.cross_entropy", rows, logits="nothing", targets="nothing", weight="nothing none", **LOSS)
-    yield call(
-        "loss.linear_cross_entropy", products, hidden="nothing", weight="floats", targets="nothing",
-        bias="nothing none",
-        class_weight="nothing none", chunk_bytes="size huge", **{k: v for k, v in LOSS.items() if k != "inplace"},
+        "optim.AdamOptimizer", lambda: {"params": [nn.Parameter(torch.ones(2))]}, params="nothing", lr="amount",
+        betas="nothing", eps="amount", weight_decay="amount", hold_steps="amount", decoupled="flag",
+        exp_avg_dtype="choice",
     )  # fmt: skip
-    yield call("optim.AdamOptimizer", lambda: {"params": [nn.Parameter(torch.ones(2))]}, **ADAM)
-    yield call(
-        "optim.AdamOffloadOptimizer", lambda: {"params": [nn.Parameter(torch.ones(2))]}, **ADAM, record_delta="flag"
-    )
     adam = lambda: trained()[1]  # noqa: E731
-    yield method("optim.AdamOptimizer.step", "step", adam, dict, closure="callable none", scale="positive")
-    yield method("optim.AdamOptimizer.state_dict", "state_dict", adam, dict, gather="flag")
-    yield method("optim.AdamOptimizer.load_state_dict", "load_state_dict", adam, dict, state_dict="nothing")
-    yield method("optim.AdamOptimizer.add_param_group", "add_param_group", adam, dict, param_group="nothing")
+    yield method("optim.AdamOptimizer.step", adam, closure="callable none", scale="positive")
+    yield method("optim.AdamOptimizer.state_dict", adam, gather="flag")
+    yield method("optim.AdamOptimizer.load_state_dict", adam, state_dict="nothing")
+    yield method("optim.AdamOptimizer.add_param_group", adam, param_group="nothing")
     yield call(
         "optim.OptimManager", loss_scale="positive none", loss_scale_factor="nothing none huge",
         loss_scale_steps="size none huge", min_loss_scale="positive", max_loss_scale="nothing huge infinite",
         grad_scale="positive none",
     )  # fmt: skip
     yield method(
-        "optim.OptimManager.add_optimizer", "add_optimizer", bmt.optim.OptimManager, lambda: {"optimizer": sgd()},
-        optimizer="nothing", lr_scheduler="nothing none",
+        "optim.OptimManager.add_optimizer", bmt.optim.OptimManager, lambda: {"optimizer": sgd()}, optimizer="nothing",
+        lr_scheduler="nothing none",
     )  # fmt: skip
-    yield method("optim.OptimManager.zero_grad", "zero_grad", manager, dict, set_to_none="flag")
-    yield method("optim.OptimManager.backward", "backward", manager, dict, loss="nothing")
-    yield method("optim.OptimManager.scale_loss", "scale_loss", manager, dict, loss="tensor meta")
+    yield method("optim.OptimManager.zero_grad", manager, set_to_none="flag")
+    yield method("optim.OptimManager.backward", manager, loss="nothing")
+    yield method("optim.OptimManager.scale_loss", manager, loss="tensor meta")
     yield method(
-        "optim.OptimManager.clip_grad_norm",
-        "clip_grad_norm",
-        lambda: trained()[2],
-        lambda: {"param_groups": sgd().param_groups, "max_norm": 1.0},
-        param_groups="nothing empty",
-        max_norm="amount infinite",
-        norm_type="positive infinite",
-        eps="amount",
-    )
+        "optim.OptimManager.clip_grad_norm", lambda: trained()[2],
+        lambda: {"param_groups": sgd().param_groups, "max_norm": 1.0}, param_groups="nothing empty",
+        max_norm="amount infinite", norm_type="positive infinite", eps="amount",
+    )  # fmt: skip
     yield Call(
         "optim.OptimManager.loss_scale", lambda loss_scale: setattr(manager(), "loss_scale", loss_scale), dict,
         {"loss_scale": "positive"},
     )  # fmt: skip
-    yield method("optim.OptimManager.state_dict", "state_dict", manager, dict, gather_opt="flag")
+    yield method("optim.OptimManager.state_dict", manager, gather_opt="flag")
     yield method(
-        "optim.OptimManager.load_state_dict", "load_state_dict", manager,
-        lambda: {"state_dict": manager().state_dict()}, state_dict="nothing", gather_opt="flag",
+        "optim.OptimManager.load_state_dict", manager, lambda: {"state_dict": manager().state_dict()},
+        state_dict="nothing", gather_opt="flag",
     )  # fmt: skip
-    yield call(
-        "inspect.inspect_model", lambda: {"model": wrapped(), "param_name": "*"}, model="model", param_name="name",
-        prefix="name",
-    )  # fmt: skip
-    yield call(
-        "inspect.record_tensor", lambda: {"x": one, "name": "x"}, x="tensor meta", name="name", group="name none",
-        requires_grad="flag",
-    )  # fmt: skip
-    yield call("inspect.format_summary", summary="nothing empty")
-    for name in ("all_gather", "all_reduce", "reduce_scatter"):
-        more = {} if name == "all_gather" else {"op": "choice"}
-        yield call(f"distributed.{name}", lambda: {"x": one}, x="tensor", comm="comm", **more)
-    yield call("distributed.broadcast", lambda: {"x": one, "root": 0}, x="tensor", root="nothing zero", comm="comm")
-    yield call("sum_loss", lambda: {"loss": one}, loss="tensor", comm="comm")
-    yield call("gather_result", lambda: {"result": one}, result="tensor")
-    yield call("store.broadcast_object", lambda: {"obj": 1}, comm="comm", src="nothing zero")
-    yield call("store.allgather_objects", obj=" ".join(["nothing", *HOSTILE]))
-    yield call("store.DistributedStateDictWrapper", state_dict="nothing")
-    yield call(
-        "nn.Linear", lambda: {"in_features": 2, "out_features": 2}, in_features="size", out_features="size",
-        bias="flag",
-        dtype="choice none",
-    )  # fmt: skip
-    yield call("utils.AverageRecorder", alpha="fraction", start_value="number")
-    yield method("utils.AverageRecorder.record", "record", bmt.utils.AverageRecorder, dict, value="number infinite nan")
-    yield call("utils.round_up", lambda: {"x": 3, "d": 2}, x="count negative huge", d="size huge")
-    yield call("utils.check_torch_version", version_str="nothing")
-    yield call(
-        "utils.has_inf_nan", lambda: {"x": one, "out": torch.zeros(1, dtype=torch.uint8)}, x="tensor", out="nothing"
-    )
-    yield call("print_dict", lambda: {"title": "t", "content": {}}, content="nothing mapping", file="nothing none")
-    yield call("print_block", lambda: {"title": "t"}, file="nothing none")
-    yield call("hf.BMTrainCallback", save_on_sigterm="flag")
-    yield call(
-        "hf.from_pretrained", lambda: {"auto_class": AutoModel(), "name_or_path": tiny()}, auto_class="nothing",
-        name_or_path="path none", zero_level="choice none", use_checkpoint="choice true", compile="flag text",
-        blocks="nothing none empty",
-    )  # fmt: skip
-    yield call("hf.fuse_causal_loss", model="model")
-    yield call("hf.shard_checkpoints", accelerator="nothing")
 
 
 def AutoModel() -> Any:
@@ -376,8 +273,6 @@ def AutoModel() -> Any:
 MESSAGES = {
     "load(file_name=): text": "load: seven could not be read.*No such file",
     "auto_wrap(weights=): text": "could not be filled from weights=seven.*No such file",
-    "BMTrainModelWrapper(weights=): text": "could not be filled from weights=seven.*No such file",
-    "utils.has_inf_nan(x=): meta": "out, which must be one uint8 on meta",
 }
 """Messages that name an argument in another way."""
 

@@ -34,6 +34,11 @@ def peers(request: pytest.FixtureRequest) -> Iterator[Worlds]:
         yield get
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
 @contextmanager
 def worlds(device: str, gather: str) -> Iterator[Worlds]:
     started: dict[int, Ranks] = {}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 
 ROWS = 4  # divisible by every world size here
 
@@ -83,7 +84,8 @@ def test_collective(world, size, name, case):
     world(size)(case, name)
 
 
-def other_dtypes():
+@on_ranks(1, 2)
+def test_other_dtypes():
     rank, size = bmt.rank(), bmt.world_size()
     assert bmt.distributed.all_gather(torch.tensor(rank)).tolist() == list(range(size))
     assert bmt.distributed.all_gather(torch.tensor([rank == 0])).tolist() == [[r == 0] for r in range(size)]
@@ -94,12 +96,8 @@ def other_dtypes():
     assert bmt.distributed.all_gather(torch.arange(6).view(2, 3).t()).shape == (size, 3, 2)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_other_dtypes(world, size):
-    world(size)(other_dtypes)
-
-
-def ties_share():
+@on_ranks(1, 2)
+def test_ties_share():
     """Equal maxima share the gradient evenly, zeros do not break the product's."""
     size = bmt.world_size()
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
@@ -110,8 +108,3 @@ def ties_share():
     bmt.distributed.all_reduce(y, "prod").sum().backward()
     others = 1.0 if size == 1 else float(bmt.rank() == 0)
     assert y.grad.item() == size * others
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_ties_share(world, size):
-    world(size)(ties_share)

@@ -20,6 +20,7 @@ from hf_bmtrain.checkpoint.header import Damaged, find_tensors, read_header
 from hf_bmtrain.checkpoint.manifest import Checked, Manifest
 from log_lines import log_lines
 from processes import environment
+from ranks import on_ranks
 from resumable import Training
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.pt", "manifest.json", "config.json"]
@@ -139,14 +140,11 @@ def test_a_manifest_that_cannot_be_read(world, tmp_path):
     assert world(2)(bad_manifest, str(tmp_path), ["checkpoint-2"]) == [1, 1]
 
 
-def no_folder(folder):
+@on_ranks(2)
+def test_a_folder_that_cannot_be_read(folder):
     with mock.patch.object(Path, "iterdir", side_effect=PermissionError(errno.EACCES, "Permission denied", folder)):
         with pytest.raises(RuntimeError, match=r"load_state.*rank 0: PermissionError.*Permission denied"):
             Training(blocks=1).load(folder)
-
-
-def test_a_folder_that_cannot_be_read(world, tmp_path):
-    world(2)(no_folder, str(tmp_path))
 
 
 # -- files that were made to harm ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from state_dicts import same_storage
 from tiny_models import batch, build
 from zoo_families import FAMILIES as ZOO
@@ -105,7 +106,8 @@ class Plain(nn.Module):
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
 
-def plain_models(folder):
+@on_ranks(1, 2)
+def test_plain_models(folder):
     torch.manual_seed(3)
     plain, path = Plain(), f"{folder}/plain.safetensors"
     state = {name: value for name, value in plain.state_dict().items() if name != "head.weight"}
@@ -146,8 +148,3 @@ def plain_models(folder):
     new = empty()  # a head that the files lack has values of its own
     new.head.bias = nn.Parameter(torch.arange(7.0))
     assert bmt.auto_wrap(new, weights=f"{folder}/less.safetensors").state_dict()["head.bias"].tolist() == [*range(7)]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_plain_models(world, tmp_path, size):
-    world(size)(plain_models, str(tmp_path))

@@ -21,7 +21,7 @@ import hf_bmtrain as bmt
 from hf_bmtrain.checkpoint import store
 from hf_bmtrain.engine.base.files import atomic_file
 from processes import environment
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from state_dicts import check_equal, same_storage
 from tiny_models import build
 from twins import Tower, ids
@@ -47,7 +47,9 @@ def shifted(model):
     return model
 
 
-def round_trip(folder, suffix):
+@pytest.mark.parametrize("suffix", [".pt", ".bin", ".safetensors"])
+@on_ranks(1, 2)
+def test_round_trip(folder, suffix):
     """A sharded model's file opens in plain torch and the other way round, buffers included."""
     ours, plain = f"{folder}/ours{suffix}", f"{folder}/plain{suffix}"
     state = shifted(Counting()).state_dict()
@@ -71,13 +73,9 @@ def round_trip(folder, suffix):
     bmt.synchronize()
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".bin", ".safetensors"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_round_trip(world, size, suffix, tmp_path):
-    world(size)(round_trip, str(tmp_path), suffix)
-
-
-def ties(folder, suffix):
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@on_ranks(1, 2)
+def test_ties(folder, suffix):
     path = f"{folder}/tied{suffix}"
     model, plain = bmt.auto_wrap(build("gpt2", tied=True)), build("gpt2", tied=True)
     bmt.save(model, path)
@@ -89,12 +87,6 @@ def ties(folder, suffix):
     bmt.load(other, path)
     check_equal(other.state_dict(), plain.state_dict())
     assert same_storage(other.state_dict()) == same_storage(plain.state_dict())
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_ties(world, size, suffix, tmp_path):
-    world(size)(ties, str(tmp_path), suffix)
 
 
 class Mixed(nn.Module):
@@ -256,11 +248,8 @@ def test_on_rank_0_only(tmp_path):
     ranks.stop()
 
 
-def test_the_order_of_a_write(world, tmp_path):
-    world(1)(order_of_a_write, str(tmp_path))
-
-
-def order_of_a_write(folder):
+@on_ranks(1)
+def test_the_order_of_a_write(folder):
     """On disk before it is renamed, renamed in one step; where that fails nothing is left but the earlier file."""
     path, calls = Path(folder) / "model.pt", []
     model = bmt.auto_wrap(Tower())

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import hf_bmtrain as bmt
 from hf_bmtrain.checkpoint.torch_dcp import boxes
+from ranks import on_ranks
 from resumable import Training
 from state_dicts import check_equal
 
@@ -35,7 +36,8 @@ def test_older_torch():
         bmt.DCPState(nn.Linear(2, 2))
 
 
-def other_groups():
+@on_ranks(1)
+def test_groups_are_those_that_were_saved():
     def state(*groups):
         model = bmt.auto_wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         parameters = dict(model.named_parameters())
@@ -51,10 +53,6 @@ def other_groups():
             state((0.1, ["0.weight"]), (0.2, ["1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
         with pytest.raises(ValueError, match="parameter groups of 2, 2 parameters, this one of 4"):
             state((0.1, ["0.weight", "1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
-
-
-def test_groups_are_those_that_were_saved(world):
-    world(1)(other_groups)
 
 
 class Model(nn.Module):
@@ -135,7 +133,11 @@ def check(mine, theirs):
         assert torch.equal(value.detach(), theirs[name].detach()), name
 
 
-def to_torch(folder, kind, sharded):
+@needs_protocol
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, 2, 3)
+def test_to_torch(folder, kind, sharded):
     model, optimizer = ours(kind, 2)
     dcp.save({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
     other, its = by_torch(sharded, 1)
@@ -149,13 +151,9 @@ def to_torch(folder, kind, sharded):
 
 @needs_protocol
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_to_torch(world, tmp_path, kind, sharded, size):
-    world(size)(to_torch, str(tmp_path), kind, sharded)
-
-
-def from_torch(folder, kind, sharded, steps):
+@pytest.mark.parametrize(("kind", "steps"), [("adam", 0), ("adam", 1), ("adamw", 1), ("offload", 0)])
+@on_ranks(1, 2, 3)
+def test_from_torch(folder, kind, sharded, steps):
     model, optimizer = by_torch(sharded, 2)
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"app": {"model": weights, "optim": state}}, checkpoint_id=folder)
@@ -168,14 +166,6 @@ def from_torch(folder, kind, sharded, steps):
     after, expected = whole_of_ours(mine, its), whole_of_torch(model, optimizer)
     for name, value in after.items():
         torch.testing.assert_close(value.detach(), expected[name].detach())
-
-
-@needs_protocol
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize(("kind", "steps"), [("adam", 0), ("adam", 1), ("adamw", 1), ("offload", 0)])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_from_torch(world, tmp_path, kind, steps, sharded, size):
-    world(size)(from_torch, str(tmp_path), kind, sharded, steps)
 
 
 def save_ours(folder, case):
@@ -201,13 +191,10 @@ def test_from_ours(world, tmp_path, case):
     check_equal(world(3)(load_ours, str(tmp_path), case)[0], saved)
 
 
-def has_no_state():
+@needs_protocol
+@on_ranks(2)
+def test_before_the_first_step():
     model = bmt.auto_wrap(Model())
     state = bmt.DCPState(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(RuntimeError, match="AdamW has no state that DCP could save"):
         state.state_dict()
-
-
-@needs_protocol
-def test_before_the_first_step(world):
-    world(2)(has_no_state)

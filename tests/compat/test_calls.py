@@ -11,6 +11,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from processes import environment
+from ranks import on_ranks
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
 
@@ -150,7 +151,17 @@ class Outer(nn.Module):
         self.norm = nn.LayerNorm(2)
 
 
-def state_dicts(folder):
+CASES = [mean_losses, collectives_of_all_ranks, cross_entropies, dict_outputs, pipelines_of_one_stage]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls(world, size, case):
+    world(size)(case)
+
+
+@on_ranks(1, 2)
+def test_state_dicts(folder):
     model = Outer()
     bmt.init_parameters(model)
     wholes = {name: p.gather() for name, p in model.inner.named_parameters()}
@@ -177,20 +188,6 @@ def state_dicts(folder):
     bmt.save(wrapped, file)
     assert torch.equal(torch.load(file)["inner.layers.1.weight"], wholes["layers.1.weight"])
     assert bmt.store.allgather_objects({"rank": bmt.rank()})[-1] == {"rank": bmt.world_size() - 1}
-
-
-CASES = [mean_losses, collectives_of_all_ranks, cross_entropies, dict_outputs, pipelines_of_one_stage]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
-def test_calls(world, size, case):
-    world(size)(case)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_state_dicts(world, size, tmp_path):
-    world(size)(state_dicts, str(tmp_path))
 
 
 def test_init_method(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import Tower, check_gradients, ids, losses
 
 ADAMS = [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer]
@@ -142,7 +143,11 @@ def test_optimizers(world, size, case):
     world(size)(getattr(case, "func", case), *getattr(case, "args", ()))
 
 
-def l2(cls, dtype, exp_avg_dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exp_avg_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", ADAMS)
+@on_ranks(2)
+def test_l2_regularisation(cls, dtype, exp_avg_dtype):
     """decoupled=False is torch.optim.Adam, for masters of every dtype; per group, and restored with the state."""
     settings = {"lr": 0.05, "weight_decay": 0.3, "eps": 1e-4}
     model, twin = bmt.auto_wrap(Tower().to(dtype)), Tower().to(dtype).float()
@@ -169,14 +174,8 @@ def l2(cls, dtype, exp_avg_dtype):
         torch.testing.assert_close(whole, other.detach(), rtol=close, atol=close / 10, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("exp_avg_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cls", ADAMS)
-def test_l2_regularisation(world, cls, dtype, exp_avg_dtype):
-    world(2)(l2, cls, dtype, exp_avg_dtype)
-
-
-def groups_of_both_kinds():
+@on_ranks(1)
+def test_groups_of_both_kinds():
     """BMTrain's choice: L2 for float32 weights, decoupled decay for half-precision ones."""
     parameters = [torch.nn.Parameter(torch.linspace(1, 2, 5)) for _ in range(2)]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
@@ -191,7 +190,3 @@ def groups_of_both_kinds():
         for each in (optimizer, *plain):
             each.step()
     torch.testing.assert_close(parameters, twins, rtol=1e-6, atol=1e-7)
-
-
-def test_groups_of_both_kinds(world):
-    world(1)(groups_of_both_kinds)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import WIDTH, check_gradients
 
 
@@ -95,13 +96,10 @@ def test_wrapping(world, size, case):
     world(size)(case)
 
 
-def still_guarded():
+@on_ranks(2)
+def test_still_guarded():
     """A plain parameter in a wrapped part of a block is still named."""
     block = bmt.CheckpointBlock(nn.Sequential(bmt.BMTrainModelWrapper(nn.Linear(WIDTH, WIDTH))))
     block[0].register_parameter("late", nn.Parameter(torch.zeros(2)))
     with pytest.raises(RuntimeError, match="'.late' is a Parameter"):
         block(rows(0, 0))
-
-
-def test_still_guarded(world):
-    world(2)(still_guarded)

@@ -9,6 +9,7 @@ import torch
 
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.base.host_flag import HostFlag
+from ranks import on_ranks
 from twins import Layer, Tower, ids
 
 
@@ -186,7 +187,28 @@ def scale_search_is_quiet():
         assert log.skips[13][1].endswith("the loss scale is now 4")
 
 
-def stops_after_a_limit(loss_scale):
+def no_limit():
+    model, manager = make(max_skipped_steps=None)
+    for _ in range(30):
+        take_step(model, manager, 2)
+    with pytest.raises(ValueError, match="max_skipped_steps must be positive"):
+        bmt.optim.OptimManager(max_skipped_steps=0)
+
+
+@pytest.mark.parametrize(("size", "name"), [(1, "adam"), (1, "sgd"), (2, "adam"), (3, "sgd")])
+def test_a_skip_names_block_and_rank(world, size, name):
+    assert world(size)(names_block_and_rank, name)[1:] == [[]] * (size - 1)  # one rank logs
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("function", [watching_ends, names_the_loss, scale_search_is_quiet, no_limit])
+def test_skipped_steps(world, size, function):
+    world(size)(function)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+@on_ranks(1, 2)
+def test_training_stops(loss_scale):
     """Only steps that a lower scale cannot have avoided count, and only in a row."""
     model, manager = make(loss_scale=loss_scale, max_skipped_steps=3)
     for _ in range(2 + (0 if loss_scale is None else 3)):  # 8 -> 4 -> 2 -> 1, and twice at 1
@@ -202,15 +224,8 @@ def stops_after_a_limit(loss_scale):
     take_step(model, manager)  # and goes on if the user does
 
 
-def no_limit():
-    model, manager = make(max_skipped_steps=None)
-    for _ in range(30):
-        take_step(model, manager, 2)
-    with pytest.raises(ValueError, match="max_skipped_steps must be positive"):
-        bmt.optim.OptimManager(max_skipped_steps=0)
-
-
-def overflow_of_the_mean():
+@on_ranks(3)
+def test_a_mean_that_overflows():
     """Each rank's gradient is finite; their sum, of which the mean is made, is not."""
     model, manager = make()
     with Lines() as log:
@@ -223,27 +238,6 @@ def overflow_of_the_mean():
             manager.step()
     if bmt.rank() == 0:
         assert "finite on every rank before the mean, which overflowed" in log.skips[1][1], log.skips
-
-
-@pytest.mark.parametrize(("size", "name"), [(1, "adam"), (1, "sgd"), (2, "adam"), (3, "sgd")])
-def test_a_skip_names_block_and_rank(world, size, name):
-    assert world(size)(names_block_and_rank, name)[1:] == [[]] * (size - 1)  # one rank logs
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("function", [watching_ends, names_the_loss, scale_search_is_quiet, no_limit])
-def test_skipped_steps(world, size, function):
-    world(size)(function)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("loss_scale", [None, 8.0])
-def test_training_stops(world, size, loss_scale):
-    world(size)(stops_after_a_limit, loss_scale)
-
-
-def test_a_mean_that_overflows(world):
-    world(3)(overflow_of_the_mean)
 
 
 @pytest.mark.parametrize(("size", "arrives_on"), [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2)])

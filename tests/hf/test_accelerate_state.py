@@ -15,6 +15,7 @@ from accelerate.utils import ProjectConfiguration
 import hf_bmtrain as bmt
 import jobs
 from log_lines import log_lines
+from ranks import on_ranks
 from resumable import damage
 from tiny_models import build
 
@@ -231,7 +232,8 @@ def test_a_failure_on_one_rank_withdraws_it_on_all(world, tmp_path, function):
     world(2)(fails, str(tmp_path), 1, function)
 
 
-def replaced(folder):
+@on_ranks(2)
+def test_a_folder_is_saved_to_again(folder):
     """A folder of the caller's, saved to twice; what else is in it stays."""
     loop = Loop(folder)
     loop.accelerator.project_configuration.automatic_checkpoint_naming = False
@@ -250,11 +252,8 @@ def replaced(folder):
     assert loop.count.epochs == 2
 
 
-def test_a_folder_is_saved_to_again(world, tmp_path):
-    world(2)(replaced, str(tmp_path))
-
-
-def two_models(folder):
+@on_ranks(1, 2)
+def test_several_models(folder):
     """Each with its optimizer; the first is loaded as well, and trained on."""
     loop = Loop(folder)
     second = bmt.auto_wrap(build("gpt2", seed=2, blocks=1))
@@ -276,12 +275,8 @@ def two_models(folder):
     assert ([step() for _ in range(3)], loop.epochs(1)) == ahead
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_several_models(world, tmp_path, size):
-    world(size)(two_models, str(tmp_path))
-
-
-def hooked(folder):
+@on_ranks(1, 2)
+def test_hooks_of_the_user(folder):
     """Hooks of the user's are called as Accelerate calls them; what they write is a part of the checkpoint."""
     loop, seen = Loop(folder), []
 
@@ -305,12 +300,8 @@ def hooked(folder):
     assert len(loop.accelerator._save_model_state_pre_hook) == len(loop.accelerator._load_model_state_pre_hook) == 1
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_hooks_of_the_user(world, tmp_path, size):
-    world(size)(hooked, str(tmp_path))
-
-
-def old_format(folder):
+@on_ranks(2)
+def test_a_script_without_the_line(folder):
     """Without the one line: Accelerate's own files, a line in the log, and they can still be loaded."""
     loop = Loop(folder, sharded=False)
     loop.epochs(1)
@@ -322,10 +313,6 @@ def old_format(folder):
     other = Loop(folder)
     other.accelerator.load_state(f"{folder}/checkpoints/checkpoint_0")
     assert other.epochs(2) == ahead
-
-
-def test_a_script_without_the_line(world, tmp_path):
-    world(2)(old_format, str(tmp_path))
 
 
 def accumulating(folder, resume):

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 import hf_bmtrain as bmt
 from jobs import CHECKPOINTING, check_same, losses, weights
+from ranks import on_ranks
 from tiny_models import VOCABULARY, build
 
 peft = pytest.importorskip("peft")
@@ -230,7 +231,8 @@ def test_like_as_many_processes(world, tmp_path, size, kind, how, truth, method)
         check_same(ours, plainly, "grad_norm", *names)
 
 
-def saved_and_resumed(folder):
+@on_ranks(1, 2)
+def test_checkpoints(folder):
     """A checkpoint holds the adapters alone, PEFT loads them, and training goes on from them."""
     size, given = bmt.world_size(), {"save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}
     through = train(sft, inside, folder, size, given)["weights"]
@@ -243,19 +245,11 @@ def saved_and_resumed(folder):
     assert all(torch.equal(value, through[name]) for name, value in resumed.items())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_checkpoints(world, tmp_path, size):
-    world(size)(saved_and_resumed, str(tmp_path))
-
-
-def optimizer_from_before_the_adapters(folder):
+@on_ranks(1)
+def test_optimizer_from_before_the_adapters(folder):
     model = bmt.auto_wrap(build("llama"))
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
     options = {"peft_config": lora(), "optimizers": (optimizer, None)}
     trainer = make_trainer(sft, lambda method: (model, {}), folder, callbacks=[bmt.hf.BMTrainCallback()], **options)
     with pytest.raises(RuntimeError, match="All 30 parameters that AdamOptimizer holds are frozen"):
         trainer.train()
-
-
-def test_optimizer_from_before_the_adapters(world, tmp_path):
-    world(1)(optimizer_from_before_the_adapters, str(tmp_path))

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 import hf_bmtrain as bmt
 from gpt2.data import IGNORED, cut, endless_batches, generate_text, read_text, train_tokenizer
+from ranks import on_ranks
 
 RECIPE = ROOT / "recipes" / "train_gpt2.py"
 TINY = ("--dim-model", 32, "--num-heads", 2, "--dim-ff", 64, "--steps", 30, "--warmup", 10)
@@ -121,7 +122,8 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
         read_text([tmp_path / "image.bin"])
 
 
-def against_plain_torch():
+@on_ranks(1, 2)
+def test_the_model():
     """The sharded GPT equals its own layers computed from whole weights in plain torch, and attends as it should."""
     from gpt2.model import GPT
 
@@ -156,8 +158,3 @@ def against_plain_torch():
     torch.testing.assert_close(logits.detach(), expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="6 positions"):
         model(torch.ones(1, 7, dtype=torch.long), torch.arange(7)[None], torch.ones(1, 7, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_model(world, size):
-    world(size)(against_plain_torch)

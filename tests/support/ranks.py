@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import queue
@@ -10,9 +12,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
@@ -78,6 +82,28 @@ class Ranks:
             process.kill()
             process.join()
         self._processes = []
+
+
+def on_ranks(*sizes: Any) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Make a test of a function that every rank of worlds of these sizes runs; its parameters are the test's."""
+
+    def decorate(function: Callable[..., object]) -> Callable[..., None]:
+        @pytest.mark.parametrize("size", sizes)
+        @functools.wraps(function)
+        def test(world: Any, size: int, **arguments: Any) -> None:
+            world(size)(call_test, function.__module__, function.__name__, arguments)
+
+        parameters = list(inspect.signature(function).parameters.values())
+        added = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("world", "size")]
+        test.__signature__ = inspect.Signature([*added, *parameters])
+        return test
+
+    return decorate
+
+
+def call_test(module: str, name: str, arguments: dict[str, Any]) -> None:
+    """Call what `on_ranks` has made a test of."""
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def _serve(rank: int, size: int, device: str, gather: str, port: int, inbox, outbox) -> None:

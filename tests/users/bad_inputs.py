@@ -182,7 +182,8 @@ def calls() -> Iterator[Call]:
     )  # fmt: skip
     yield call(
         "auto_wrap", lambda: {"model": Tower()}, model="model", zero_level="choice none", use_checkpoint="choice true",
-        compile="flag text", blocks="nothing none empty", weights="choice none",
+        compile="flag text", blocks="nothing none empty", weights="choice none", keep_frozen="choice true",
+        quantize_frozen="choice none", float8="choice true", keep="nothing empty",
     )  # fmt: skip
     yield Call(
         "gathered", lambda what, modify: enter(bmt.gathered(what, modify)),
@@ -239,7 +240,7 @@ def optimizers() -> Iterator[Call]:
     yield call(
         "optim.OptimManager", loss_scale="positive none", loss_scale_factor="nothing none huge",
         loss_scale_steps="size none huge", min_loss_scale="positive", max_loss_scale="nothing huge infinite",
-        grad_scale="positive none",
+        grad_scale="positive none", max_skipped_steps="size none huge",
     )  # fmt: skip
     yield method(
         "optim.OptimManager.add_optimizer", bmt.optim.OptimManager, lambda: {"optimizer": sgd()}, optimizer="nothing",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import hf_bmtrain as bmt
 from float8_models import build, rows
+from ranks import on_ranks
 
 BATCHES = 3
 CASES = [
@@ -56,14 +57,10 @@ def train(device, optimizer="adam", dtype=torch.float32, **wrap):
     return shown, values
 
 
-def unaffected(case):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case) or "plain")
+@on_ranks(1, 2)
+def test_default_device(case):
     (shown, values), (expected, others) = (train(device, **case) for device in ("meta", "cpu"))
     assert shown[:-1] == expected[:-1]
     for one, other in zip([*shown[-1], *values.values()], [*expected[-1], *others.values()], strict=True):
         assert one.device == other.device and torch.equal(one, other)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case) or "plain")
-def test_default_device(world, size, case):
-    world(size)(unaffected, case)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from zoo_check import gradient_errors
 from zoo_families import FAMILIES
 from zoo_models import IMAGE_TOKEN
@@ -79,7 +80,9 @@ def test_generation(world, family, method):
     assert lengths[0] != lengths[1], "the ranks were to stop at different times"
 
 
-def evaluation(family):
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@on_ranks(2)
+def test_evaluation(family):
     """Losses under no_grad and inference_mode on batches of different numbers a rank, padded with dummies."""
     size, rank = bmt.world_size(), bmt.rank()
     model = bmt.auto_wrap(FAMILIES[family].build()).eval()
@@ -91,8 +94,3 @@ def evaluation(family):
             with torch.no_grad():
                 torch.testing.assert_close(mine.clone(), compute_loss(FAMILIES[family], plain, step * size + rank))
     assert not any(p.buffer.is_whole for p in model.parameters() if p.buffer.sharded)
-
-
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_evaluation(world, family):
-    world(2)(evaluation, family)

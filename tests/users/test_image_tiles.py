@@ -5,6 +5,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 
 SIDE, PATCH, IMAGE = 8, 4, 60
 TILES = [[8, 16], [16, 8], [16, 16], [8, 24]]
@@ -59,7 +60,9 @@ def plain(family, size):
     return [loss.item() for loss in losses], {name: p.grad for name, p in model.named_parameters()}
 
 
-def trains(family):
+@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
+@on_ranks(1, 2, 3)
+def test_other_numbers_of_tiles(family):
     true_losses, gradients = plain(family, bmt.world_size())
     model = bmt.auto_wrap(build(family))
     loss = model(**inputs(family, bmt.rank())).loss
@@ -71,9 +74,3 @@ def trains(family):
             assert gradient is None, name
         else:
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
-def test_other_numbers_of_tiles(world, size, family):
-    world(size)(trains, family)

@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 
+from ranks import on_ranks
 from tiny_models import VOCABULARY
 from twins import check_twins
 
@@ -134,12 +135,8 @@ CASES = [
 ]
 
 
-def check(make, loss, use_checkpoint) -> None:
-    check_twins(make, loss, use_checkpoint=use_checkpoint)
-
-
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 @pytest.mark.parametrize(("make", "loss"), CASES, ids=lambda each: getattr(each, "__name__", None))
-@pytest.mark.parametrize("size", [1, 2])
-def test_partial_losses(world, size, make, loss, use_checkpoint):
-    world(size)(check, make, loss, use_checkpoint)
+@on_ranks(1, 2)
+def test_partial_losses(make, loss, use_checkpoint) -> None:
+    check_twins(make, loss, use_checkpoint=use_checkpoint)

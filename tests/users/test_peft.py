@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import hf_bmtrain as bmt
 from inner import state_of
+from ranks import on_ranks
 from twins import check_gradients
 from zoo_families import FAMILIES
 from zoo_twin import compute_loss
@@ -96,7 +97,9 @@ def train(name, model, twin, steps=2, prepare=None):
             either.zero_grad()
 
 
-def adapters(name, after):
+@pytest.mark.parametrize(("name", "after"), [*((name, False) for name in CONFIGS), *((name, True) for name in AFTER)])
+@on_ranks(1, 2)
+def test_adapters(name, after):
     """Trained like PEFT's; the frozen base is neither reduced nor given a gradient or an optimizer's state."""
     model, twin = sharded(name, after)
     names = [n for n, _ in model.named_parameters()]
@@ -115,12 +118,6 @@ def adapters(name, after):
             assert parameter.buffer.gradient.shard is None, "a frozen buffer was reduced"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("name", "after"), [*((name, False) for name in CONFIGS), *((name, True) for name in AFTER)])
-def test_adapters(world, size, name, after):
-    world(size)(adapters, name, after)
-
-
 def lora_plus(model):
     """B, and vectors such as biases, learn faster than A."""
     return peft_optimizers.create_loraplus_optimizer(model, torch.optim.SGD, lr=0.1, loraplus_lr_ratio=4.0)
@@ -135,7 +132,13 @@ def sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
-def optimized(name, make_optimizer, after):
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("name", "make_optimizer"), [("biases", lora_plus), ("everywhere", lora_plus), ("llama", lora_fa), ("adalora", sgd)]
+)
+@on_ranks(1, 2)
+def test_optimizers(name, make_optimizer, after):
     """PEFT's own optimizers, and AdaLoRA's update between two steps, over slices as over whole parameters."""
     model, twin = sharded(name, after)
     before, size = copy.deepcopy(twin.state_dict()), bmt.world_size()
@@ -164,17 +167,9 @@ def optimized(name, make_optimizer, after):
     )
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("name", "make_optimizer"), [("biases", lora_plus), ("everywhere", lora_plus), ("llama", lora_fa), ("adalora", sgd)]
-)
-def test_optimizers(world, name, make_optimizer, size, after):
-    world(size)(optimized, name, make_optimizer, after)
-
-
-def switching(after):
+@on_ranks(1, 2)
+def test_switching(after):
     """Adapters are added, switched and deleted; one that came after wrapping is sharded by another auto_wrap."""
     model, twin = sharded("llama", after)
     for each in (model, twin):
@@ -198,13 +193,8 @@ def switching(after):
         torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_switching(world, size, after):
-    world(size)(switching, after)
-
-
-def inactive_when_wrapped():
+@on_ranks(1, 2)
+def test_inactive_when_wrapped():
     """An adapter that was inactive is trained by itself: the frozen base beside it gets no gradient."""
     model, twin = plain("llama"), plain("llama")
     for each in (model, twin):
@@ -218,23 +208,17 @@ def inactive_when_wrapped():
     assert reduced and all("lora_" in name for name in reduced)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_inactive_when_wrapped(world, size):
-    world(size)(inactive_when_wrapped)
-
-
-def saved_after_wrapping():
+@on_ranks(2)
+def test_saved_after_wrapping():
     """`modules_to_save` copies a module, which a sharded one refuses."""
     model = bmt.auto_wrap(FAMILIES["bert classifier"].build())
     with pytest.raises(RuntimeError, match="deep-copied"):
         peft.get_peft_model(model, CONFIGS["saved head"][1]())
 
 
-def test_saved_after_wrapping(world):
-    world(2)(saved_after_wrapping)
-
-
-def in_their_block(after):
+@pytest.mark.parametrize("after", [False, True])
+@on_ranks(2)
+def test_in_their_block(after):
     """Adapters lie in a buffer of their block and are gathered with it; outside, in one outside."""
     model, _ = sharded("llama", after)
     for layer in model.base_model.model.model.layers:
@@ -244,12 +228,11 @@ def in_their_block(after):
         assert [buffer.gradient.trainable for buffer in state_of(layer).buffers] == [False, True]
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_in_their_block(world, after):
-    world(2)(in_their_block, after)
-
-
-def checkpoint(name):
+@pytest.mark.parametrize(
+    "name", ["llama", "everywhere", "dora", "rslora", "experts", "tokens", "ia3", "saved head", "prompts", "prefix"]
+)
+@on_ranks(2)
+def test_checkpoint(name):
     """The adapter alone is saved; PEFT loads it into a plain model, and a sharded one takes its state."""
     model, twin = sharded(name, False)
     train(name, model, twin, steps=1)
@@ -268,13 +251,6 @@ def checkpoint(name):
     peft.set_peft_model_state_dict(other, state)
     for key, value in peft.get_peft_model_state_dict(other).items():
         torch.testing.assert_close(value, state[key], rtol=0, atol=0, msg=key)
-
-
-@pytest.mark.parametrize(
-    "name", ["llama", "everywhere", "dora", "rslora", "experts", "tokens", "ia3", "saved head", "prompts", "prefix"]
-)
-def test_checkpoint(world, name):
-    world(2)(checkpoint, name)
 
 
 def trained_in_turn(folder, thawed):
@@ -367,7 +343,8 @@ def test_no_configuration_is_saved(world, tmp_path):
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
 
 
-def freezing():
+@on_ranks(1, 2)
+def test_freezing():
     """Parts of the base are thawed and adapters frozen between epochs."""
 
     def prepare(step, model):
@@ -382,12 +359,8 @@ def freezing():
     train("llama", *sharded("llama", False), steps=4, prepare=prepare)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_freezing(world, size):
-    world(size)(freezing)
-
-
-def merging():
+@on_ranks(1, 2)
+def test_merging():
     """Adapters are merged into slices, as into whole weights, and taken out again. Or they are switched off."""
     model, twin = sharded("llama", False)
     train("llama", model, twin, steps=1)
@@ -406,12 +379,11 @@ def merging():
         torch.testing.assert_close(compute_loss(family, again, 0), compute_loss(family, merged, 0))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_merging(world, size):
-    world(size)(merging)
-
-
-def merged_whole(name, after):
+@pytest.mark.parametrize(
+    ("name", "after"), [("llama", False), ("llama", True), ("gpt2", False), ("dora", False), ("experts", False)]
+)
+@on_ranks(1, 2)
+def test_merged_whole(name, after):
     """On whole parameters adapters are merged, and taken out again; the model runs, trains and is saved as PEFT's."""
     family = FAMILIES[CONFIGS[name][0]]
     model, twin = sharded(name, after)
@@ -438,15 +410,9 @@ def merged_whole(name, after):
         torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("name", "after"), [("llama", False), ("llama", True), ("gpt2", False), ("dora", False), ("experts", False)]
-)
-def test_merged_whole(world, size, name, after):
-    world(size)(merged_whole, name, after)
-
-
-def merged_and_unloaded(name):
+@pytest.mark.parametrize("name", ["llama", "dora", "experts", "ia3"])
+@on_ranks(1, 2)
+def test_merged_and_unloaded(name):
     """`merge_and_unload` of slices puts the adapters into the base; inside `gathered` it is refused."""
     refusing = bmt.auto_wrap(plain(name))
     with pytest.raises(RuntimeError, match=r"call merge_adapter\(\) inside, and unload\(\) afterwards"):
@@ -462,13 +428,8 @@ def merged_and_unloaded(name):
         torch.testing.assert_close(*(compute_loss(FAMILIES[CONFIGS[name][0]], each, 0) for each in (mine, theirs)))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "dora", "experts", "ia3"])
-def test_merged_and_unloaded(world, size, name):
-    world(size)(merged_and_unloaded, name)
-
-
-def unloading():
+@on_ranks(1, 2)
+def test_unloading():
     """Adapters taken out again: the base is trained on as it was."""
     model, twin = sharded("llama", False)
     train("llama", model, twin, steps=1)
@@ -478,17 +439,9 @@ def unloading():
     train("llama", *bases)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_unloading(world, size):
-    world(size)(unloading)
-
-
-def generated():
+@on_ranks(2)
+def test_generation():
     model, twin = sharded("llama", False)
     prompt = FAMILIES["llama"].inputs(0)["input_ids"]
     options = {"input_ids": prompt, "max_new_tokens": 5 + bmt.rank(), "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.eval().generate(**options), twin.eval().generate(**options))
-
-
-def test_generation(world):
-    world(2)(generated)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_bmtrain.engine.blocks.block import CheckpointBlock
+from ranks import on_ranks
 from twins import check_twins
 
 try:
@@ -62,7 +63,11 @@ def layers(model):
     return list(stages) if isinstance(stages[0], nn.Sequential) else [stages]
 
 
-def trained(name, named, recomputes):
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(2)
+def test_training(name, named, recomputes):
     """named: with blocks=, or wrapped as it is."""
     build = functools.partial(make, name, recomputes)
     model = check_twins(build, loss, steps=2, blocks=layers if named else None)
@@ -75,10 +80,3 @@ def trained(name, named, recomputes):
         torch.testing.assert_close(loss(model.eval(), 7, 0), loss(plain.eval(), 7, 0))
         pictures = draw(model, 7)
         torch.testing.assert_close(model.forward_features(pictures), plain.forward_features(pictures))
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_training(world, name, named, recomputes):
-    world(2)(trained, name, named, recomputes)

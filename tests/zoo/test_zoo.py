@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from zoo_check import gradient_errors, measure
 from zoo_families import FAMILIES, KINDS
 
@@ -30,7 +31,8 @@ def test_names_are_distinct():
     assert set(ALWAYS) <= set(FAMILIES)
 
 
-def gradients_of_a_wrong_step():
+@on_ranks(1)
+def test_comparison_sees_errors():
     """A missing average, a stale weight and a lost gradient are each seen by the comparison."""
     family = FAMILIES["llama"]
     twin = family.build()
@@ -41,7 +43,3 @@ def gradients_of_a_wrong_step():
         assert gradient_errors(right | {name: 2 * right[name]}, twin)[name] > 1
         assert gradient_errors(right | {name: torch.full_like(right[name], float("nan"))}, twin)[name] == float("inf")
     return bmt.rank()
-
-
-def test_comparison_sees_errors(world):
-    world(1)(gradients_of_a_wrong_step)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import Layer, Tower, check_twins, ids
 
 OPTIONS = [{"use_checkpoint": checkpoint, "zero_level": level} for checkpoint in (True, False) for level in (3, 2)]
@@ -127,16 +128,12 @@ def make_forward(name, by_keyword):
     return Reading
 
 
-def by_reference(name, by_keyword, options):
-    check_twins(make_forward(name, by_keyword), lambda model, step, rank: model(step, rank), **options)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("by_keyword", [True, False])
 @pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_state_by_reference(world, size, name, by_keyword, options):
-    world(size)(by_reference, name, by_keyword, options)
+@on_ranks(1, 2)
+def test_state_by_reference(name, by_keyword, options):
+    check_twins(make_forward(name, by_keyword), lambda model, step, rank: model(step, rank), **options)
 
 
 # -- particular cases ------------------------------------------------------------------------------------------------

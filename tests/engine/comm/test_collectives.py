@@ -10,6 +10,7 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.comm.collective_log import Journal
 from hf_bmtrain.engine.comm.nccl import NcclCommunicator, abort_all
+from ranks import on_ranks
 
 NATIVE = [
     torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,
@@ -79,7 +80,8 @@ def test_nccl_does_not_add_bytes(dtype):
             reduce()
 
 
-def every_dtype_between_ranks():
+@on_ranks(2)
+def test_every_dtype_between_ranks():
     for dtype in [torch.bool, torch.int16, torch.complex64]:
         mine = (torch.arange(5) + bmt.rank()) % 2
         gathered = bmt.distributed.all_gather(mine.to(dtype))
@@ -89,10 +91,6 @@ def every_dtype_between_ranks():
         assert torch.equal(bmt.distributed.broadcast(mine.to(dtype), 1), expected[1].to(dtype))
         with pytest.raises(ValueError, match="convert it first"):
             bmt.distributed.all_reduce(mine.to(dtype))
-
-
-def test_every_dtype_between_ranks(world):
-    world(2)(every_dtype_between_ranks)
 
 
 class Abortable:

@@ -10,6 +10,7 @@ from torch import optim
 
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.optim import compat as checks
+from ranks import on_ranks
 from twins import Tower, ids
 
 ELEMENT_WISE = [
@@ -48,16 +49,6 @@ def step(model, optimizer):
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step(lambda: torch.zeros(()))
     return any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
-
-
-def accepted(cls, options):
-    model = bmt.auto_wrap(Tower())
-    optimizer = cls(model.parameters(), **options)
-    state = set(optimizer.__dict__)
-    step(model, optimizer)
-    assert set(optimizer.__dict__) - state <= {"whole_state", "checked"}
-    assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}  # nothing of the trial is left
-    assert all(group["lr"] == options.get("lr", group["lr"]) for group in optimizer.param_groups)
 
 
 def refused(make, match):
@@ -152,7 +143,8 @@ def checked_once():
         assert check.call_count == 2
 
 
-def ordinary_parameters():
+@on_ranks(2)
+def test_ordinary_parameters():
     """Alongside slices they must have the same gradient on every rank, also nan."""
     for value, alike in ((1.0, True), (float("nan"), True), (float(bmt.rank()), False)):
         model, plain = bmt.auto_wrap(Tower()), torch.nn.Parameter(torch.ones(2))
@@ -164,10 +156,6 @@ def ordinary_parameters():
         else:
             with pytest.raises(RuntimeError, match="nobody averages"):
                 optimizer.step()
-
-
-def test_ordinary_parameters(world):
-    world(2)(ordinary_parameters)
 
 
 HOOKS = """
@@ -189,9 +177,15 @@ def test_torch_is_left_alone_until_something_is_sharded():
 
 
 @pytest.mark.parametrize(("cls", "options"), ELEMENT_WISE)
-@pytest.mark.parametrize("size", [1, 2])
-def test_element_wise_ones_are_accepted(world, size, cls, options):
-    world(size)(accepted, cls, options)
+@on_ranks(1, 2)
+def test_element_wise_ones_are_accepted(cls, options):
+    model = bmt.auto_wrap(Tower())
+    optimizer = cls(model.parameters(), **options)
+    state = set(optimizer.__dict__)
+    step(model, optimizer)
+    assert set(optimizer.__dict__) - state <= {"whole_state", "checked"}
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}  # nothing of the trial is left
+    assert all(group["lr"] == options.get("lr", group["lr"]) for group in optimizer.param_groups)
 
 
 def factored(parameters):
@@ -221,7 +215,9 @@ def lbfgs(parameters):
 SHAPE_AWARE = [factored, hugging_face_adafactor, hugging_face_adafactor_with_a_rate, lbfgs]
 
 
-def moved_as_by_plain_torch(make):
+@pytest.mark.parametrize("make", SHAPE_AWARE, ids=lambda make: make.__name__)
+@on_ranks(1, 2)
+def test_shape_aware_ones(make):
     """A parameter and its gradient have the whole's shape, and what is not element-wise is computed on wholes."""
     model, twin = bmt.auto_wrap(Tower()), Tower()
     optimizer, plain = make(model.parameters()), make(twin.parameters())
@@ -246,12 +242,6 @@ def moved_as_by_plain_torch(make):
         plain.step(lambda step=step: expected(step))
     for parameter, other in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(parameter.gather().detach(), other.detach(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("make", SHAPE_AWARE, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("size", [1, 2])
-def test_shape_aware_ones(world, size, make):
-    world(size)(moved_as_by_plain_torch, make)
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 brought it")

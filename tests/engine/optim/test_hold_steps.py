@@ -8,6 +8,7 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.ops import adam_step
 from offloaded import as_on_a_gpu, the_same
+from ranks import on_ranks
 from twins import Tower, ids
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-6, 0.1
@@ -64,31 +65,6 @@ def weights(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def holds(way, dtype, hold):
-    """Eight steps: while held, weights and masters keep their bits; m, v and everything after it are the loop's."""
-    patch, (cls, options) = WAYS[way]
-    with patch():
-        model = bmt.auto_wrap(Tower().to(dtype))
-        start = weights(model)
-        plain = Plain(dict(Tower().to(dtype).named_parameters()), hold)
-        optimizer = cls(model.parameters(), **OPTIONS, hold_steps=hold, **options)
-        for step in range(8):
-            optimizer.zero_grad()
-            model(ids(step, bmt.rank())).backward()
-            plain.step({name: p.gather_gradient().float() for name, p in model.named_parameters()})
-            optimizer.step()
-            state, now = optimizer.state_dict()["state"], weights(model)
-            for key, (name, parameter) in enumerate(model.named_parameters()):
-                if step < hold:
-                    assert torch.equal(now[name], start[name]), (step, name)
-                    if dtype != torch.float32:
-                        whole = start[name].float()
-                        assert torch.equal(state[key]["master"], part(parameter, whole)), (step, name)
-                assert float(state[key]["step"]) == step + 1
-                compare(parameter, state[key], plain, name, now[name], options)
-        assert not torch.equal(now["head.weight"], start["head.weight"])
-
-
 def part(parameter, whole):
     return parameter.take(whole).as_subclass(torch.Tensor)
 
@@ -107,50 +83,6 @@ def compare(parameter, state, plain, name, weight, options):
     else:
         torch.testing.assert_close(state["master"], part(parameter, master), **close)
         assert ((weight.float() - master).abs() <= 0.51 * torch.finfo(weight.dtype).eps * master.abs() + 1e-6).all()
-
-
-def skipped_steps_are_not_held(way, dtype):
-    """The manager skips the second and the fourth of six steps: those held are the other three of the first five."""
-    patch, (cls, options) = WAYS[way]
-    with patch():
-        model = bmt.auto_wrap(Tower().to(dtype))
-        optimizer = cls(model.parameters(), **OPTIONS, hold_steps=HOLD, **options)
-        manager = bmt.optim.OptimManager(loss_scale=8.0)
-        manager.add_optimizer(optimizer)
-        start, counts = weights(model), []
-        for step in range(6):
-            manager.zero_grad()
-            bad = step in (1, 3) and bmt.rank() == 0
-            manager.backward(model(ids(step, bmt.rank())) * (float("inf") if bad else 1.0))
-            manager.clip_grad_norm(optimizer.param_groups, 1.0)
-            manager.step()
-            same = [torch.equal(value, start[name]) for name, value in weights(model).items()]
-            assert all(same) if step < 5 else not any(same), step
-            counts.append({float(state["step"]) for state in optimizer.state_dict()["state"].values()})
-        assert counts == [{1.0}, {1.0}, {2.0}, {2.0}, {3.0}, {4.0}]
-
-
-def goes_on(dtype, whole):
-    """Saved while held and loaded by an optimizer that was told another number: the saved one counts."""
-    torch.manual_seed(0)
-    models = [bmt.auto_wrap(Tower().to(dtype)) for _ in range(2)]
-    managers = [make(model, hold) for model, hold in zip(models, (HOLD, 0))]
-    for step in range(6):
-        if step == 2:
-            state = managers[0].state_dict(gather_opt=whole)
-            if whole:
-                state = bmt.current_world().control.broadcast_object(state)
-            managers[1].load_state_dict(state)
-            assert managers[1].optimizers[0].param_groups[0]["hold_steps"] == HOLD
-        for model, manager in zip(models, managers):
-            if step < 2 and manager is managers[1]:
-                continue
-            manager.zero_grad()
-            manager.backward(model(ids(step, bmt.rank())))
-            manager.step()
-        same = [torch.equal(a, b) for a, b in zip(*(weights(model).values() for model in models))]
-        assert all(same), step
-    assert not torch.equal(models[0].state_dict()["head.weight"], Tower().to(dtype).head.weight)
 
 
 def make(model, hold):
@@ -198,23 +130,80 @@ def streamed_bits(dtype, seed):
 @pytest.mark.parametrize("hold", [0, 1, HOLD])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_holds(world, size, way, dtype, hold):
-    world(size)(holds, way, dtype, hold)
+@on_ranks(1, 2)
+def test_holds(way, dtype, hold):
+    """Eight steps: while held, weights and masters keep their bits; m, v and everything after it are the loop's."""
+    patch, (cls, options) = WAYS[way]
+    with patch():
+        model = bmt.auto_wrap(Tower().to(dtype))
+        start = weights(model)
+        plain = Plain(dict(Tower().to(dtype).named_parameters()), hold)
+        optimizer = cls(model.parameters(), **OPTIONS, hold_steps=hold, **options)
+        for step in range(8):
+            optimizer.zero_grad()
+            model(ids(step, bmt.rank())).backward()
+            plain.step({name: p.gather_gradient().float() for name, p in model.named_parameters()})
+            optimizer.step()
+            state, now = optimizer.state_dict()["state"], weights(model)
+            for key, (name, parameter) in enumerate(model.named_parameters()):
+                if step < hold:
+                    assert torch.equal(now[name], start[name]), (step, name)
+                    if dtype != torch.float32:
+                        whole = start[name].float()
+                        assert torch.equal(state[key]["master"], part(parameter, whole)), (step, name)
+                assert float(state[key]["step"]) == step + 1
+                compare(parameter, state[key], plain, name, now[name], options)
+        assert not torch.equal(now["head.weight"], start["head.weight"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_skipped_steps_are_not_held(world, size, way, dtype):
-    world(size)(skipped_steps_are_not_held, way, dtype)
+@on_ranks(1, 2)
+def test_skipped_steps_are_not_held(way, dtype):
+    """The manager skips the second and the fourth of six steps: those held are the other three of the first five."""
+    patch, (cls, options) = WAYS[way]
+    with patch():
+        model = bmt.auto_wrap(Tower().to(dtype))
+        optimizer = cls(model.parameters(), **OPTIONS, hold_steps=HOLD, **options)
+        manager = bmt.optim.OptimManager(loss_scale=8.0)
+        manager.add_optimizer(optimizer)
+        start, counts = weights(model), []
+        for step in range(6):
+            manager.zero_grad()
+            bad = step in (1, 3) and bmt.rank() == 0
+            manager.backward(model(ids(step, bmt.rank())) * (float("inf") if bad else 1.0))
+            manager.clip_grad_norm(optimizer.param_groups, 1.0)
+            manager.step()
+            same = [torch.equal(value, start[name]) for name, value in weights(model).items()]
+            assert all(same) if step < 5 else not any(same), step
+            counts.append({float(state["step"]) for state in optimizer.state_dict()["state"].values()})
+        assert counts == [{1.0}, {1.0}, {2.0}, {2.0}, {3.0}, {4.0}]
 
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [1, 2])
-def test_goes_on(world, size, dtype, whole):
-    world(size)(goes_on, dtype, whole)
+@on_ranks(1, 2)
+def test_goes_on(dtype, whole):
+    """Saved while held and loaded by an optimizer that was told another number: the saved one counts."""
+    torch.manual_seed(0)
+    models = [bmt.auto_wrap(Tower().to(dtype)) for _ in range(2)]
+    managers = [make(model, hold) for model, hold in zip(models, (HOLD, 0))]
+    for step in range(6):
+        if step == 2:
+            state = managers[0].state_dict(gather_opt=whole)
+            if whole:
+                state = bmt.current_world().control.broadcast_object(state)
+            managers[1].load_state_dict(state)
+            assert managers[1].optimizers[0].param_groups[0]["hold_steps"] == HOLD
+        for model, manager in zip(models, managers):
+            if step < 2 and manager is managers[1]:
+                continue
+            manager.zero_grad()
+            manager.backward(model(ids(step, bmt.rank())))
+            manager.step()
+        same = [torch.equal(a, b) for a, b in zip(*(weights(model).values() for model in models))]
+        assert all(same), step
+    assert not torch.equal(models[0].state_dict()["head.weight"], Tower().to(dtype).head.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

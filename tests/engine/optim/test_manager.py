@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import Tower, ids
 
 
@@ -205,7 +206,8 @@ def test_manager(world, size, case):
     world(size)(*case)
 
 
-def misuse():
+@on_ranks(1)
+def test_misuse():
     _, optimizer, manager, _ = make()
     with pytest.raises(ValueError, match="needs the loss"):
         manager.backward()
@@ -215,7 +217,3 @@ def misuse():
         bmt.optim.OptimManager().step()
     with pytest.raises(ValueError, match="loss_scale"):
         bmt.optim.OptimManager(loss_scale=0)
-
-
-def test_misuse(world):
-    world(1)(misuse)

@@ -5,7 +5,7 @@ import torch
 from accelerate import Accelerator
 
 import hf_bmtrain as bmt
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from twins import Tower, ids
 
 OPTIMIZERS = {
@@ -77,7 +77,8 @@ def test_goes_on(world, before, after, gather_opt, kind, dtype, tmp_path):
         torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def refused():
+@on_ranks(1, 2)
+def test_refused():
     model, manager = make("adamw", torch.float32)
     run(model, manager, range(1))
     state = manager.state_dict()
@@ -94,11 +95,6 @@ def refused():
     other.add_optimizer(torch.optim.AdamW(model.parameters()), manager.schedulers[0])
     with pytest.raises(ValueError, match="same groups"):
         other.load_state_dict(whole)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_refused(world, size):
-    world(size)(refused)
 
 
 def beside_an_accelerator(folder):

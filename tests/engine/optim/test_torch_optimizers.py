@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import Tower, ids
 
 MAKERS = {
@@ -24,7 +25,10 @@ STEPS = 6
 TOLERANCE = dict.fromkeys(("adam", "adamw", "adamw-loop", "nadam", "adamax", "adadelta", "rmsprop", "adagrad"), 2e-4)
 
 
-def one_process(name, max_norm, loss_scale):
+@pytest.mark.parametrize(("max_norm", "loss_scale"), [(None, None), (0.05, 1024.0)])
+@pytest.mark.parametrize("name", MAKERS)
+@on_ranks(1, 2)
+def test_as_in_one_process(name, max_norm, loss_scale):
     rank, size = bmt.rank(), bmt.world_size()
     model, twin = bmt.auto_wrap(Tower()), Tower()
     optimizer, plain = MAKERS[name](model.parameters()), MAKERS[name](twin.parameters())
@@ -53,13 +57,6 @@ def one_process(name, max_norm, loss_scale):
         moved = max(moved, (value - start).abs().max().item())
         torch.testing.assert_close(model.state_dict()[key], value, rtol=tolerance, atol=tolerance, msg=f"{key}")
     assert moved > 1e-3
-
-
-@pytest.mark.parametrize(("max_norm", "loss_scale"), [(None, None), (0.05, 1024.0)])
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_as_in_one_process(world, size, name, max_norm, loss_scale):
-    world(size)(one_process, name, max_norm, loss_scale)
 
 
 class Wide(torch.nn.Module):

@@ -5,12 +5,16 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from state_dicts import check_equal, same_storage
 from tiny_models import FAMILIES, batch, build
 from twins import Tower, ids
 
 
-def round_trip(family, tied, folder):
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(1, 2, 3)
+def test_round_trip(family, tied, folder):
     """Equal keys, values and ties; another model's weights load; save_pretrained opens with from_pretrained."""
     plain, other = build(family, tied), build(family, tied, seed=1)
     model = bmt.auto_wrap(build(family, tied))
@@ -28,13 +32,6 @@ def round_trip(family, tied, folder):
         reopened = type(other).from_pretrained(folder)
         check_equal(reopened.state_dict(), other.state_dict())
     bmt.synchronize()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_round_trip(world, size, family, tied, tmp_path):
-    world(size)(round_trip, family, tied, str(tmp_path))
 
 
 def loading_between_steps():
@@ -91,7 +88,8 @@ def test_one_rank_only(world):
     ranks.stop()
 
 
-def sharded_optimizer_memory():
+@on_ranks(1, 3)
+def test_memory():
     """Every rank holds 1/N of the weights."""
     model = bmt.auto_wrap(build("llama"))
     held = sum(parameter.part.numel() for parameter in model.parameters())
@@ -99,8 +97,3 @@ def sharded_optimizer_memory():
     assert bmt.gather_result(torch.tensor([held])).sum() == whole
     assert all(p.full_shape == q.shape for p, q in zip(model.parameters(), build("llama").parameters()))
     assert isinstance(model, transformers.LlamaForCausalLM)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_memory(world, size):
-    world(size)(sharded_optimizer_memory)

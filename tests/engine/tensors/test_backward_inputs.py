@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import Tower, ids, losses
 
 NAMES = {
@@ -14,7 +15,10 @@ NAMES = {
 }
 
 
-def named(name, use_checkpoint):
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(1, 2)
+def test_backward(name, use_checkpoint):
     model, twin = bmt.auto_wrap(Tower(), use_checkpoint=use_checkpoint), Tower()
     mine, twins = dict(model.named_parameters()), dict(twin.named_parameters())
     names = NAMES[name] or list(mine)
@@ -37,22 +41,11 @@ def named(name, use_checkpoint):
         torch.testing.assert_close(parameter.gather_gradient(), twins[each].grad, rtol=5e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_backward(world, size, name, use_checkpoint):
-    world(size)(named, name, use_checkpoint)
-
-
-def refused():
+@on_ranks(1, 2)
+def test_grad():
     model = bmt.auto_wrap(Tower())
     for allow in (True, False):
         with pytest.raises(RuntimeError, match=r"loss.backward\(inputs=parameters\)"):
             torch.autograd.grad(model(ids(0, 0)), list(model.parameters()), allow_unused=allow)
     (gradient,) = torch.autograd.grad((x := torch.ones(2, requires_grad=True)).sum(), x)
     assert gradient.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_grad(world, size):
-    world(size)(refused)

@@ -3,6 +3,7 @@
 import dataclasses
 from unittest import mock
 
+from ranks import on_ranks
 import pytest
 import torch
 
@@ -20,15 +21,6 @@ def check_norms(model, dtype):
         assert error <= 2 * torch.finfo(dtype).eps * expected, name
 
 
-def norms_follow_the_gradients(dtype):
-    """After a backward, a second one that adds, a write by the user, and a fresh backward into the same memory.
-
-    Without poison, whose writes are counted while those of packing and reducing are not.
-    """
-    with simulated(dataclasses.replace(current_world(), poison=False)):
-        _norms_follow_the_gradients(dtype)
-
-
 def _norms_follow_the_gradients(dtype):
     model = bmt.auto_wrap(Tower().to(dtype))
     for step in range(3):
@@ -44,7 +36,20 @@ def _norms_follow_the_gradients(dtype):
         model.zero_grad()
 
 
-def clipped_by_a_norm_in_float32(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(1, 2, 3)
+def test_norms_follow_the_gradients(dtype):
+    """After a backward, a second one that adds, a write by the user, and a fresh backward into the same memory.
+
+    Without poison, whose writes are counted while those of packing and reducing are not.
+    """
+    with simulated(dataclasses.replace(current_world(), poison=False)):
+        _norms_follow_the_gradients(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@on_ranks(1, 2)
+def test_norms_are_float32(dtype):
     """A logged norm is not rounded to the gradients' dtype, and does not overflow in float16."""
     model = bmt.auto_wrap(Tower().to(dtype))
     (model(ids(0, bmt.rank())) * 2.0**11).backward()
@@ -62,7 +67,8 @@ def clipped_by_a_norm_in_float32(dtype):
         torch.testing.assert_close(clipped, whole / norm, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
-def collectives_are_few():
+@on_ranks(1, 2)
+def test_collectives_are_few():
     model = bmt.auto_wrap(Tower())
     model(ids(0, bmt.rank())).backward()
     gradients = [p.grad for p in model.parameters()]
@@ -80,23 +86,6 @@ def collectives_are_few():
         assert reduced.call_count == 2
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # which was written to by the first
         assert reduced.call_count == 3
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms_follow_the_gradients(world, size, dtype):
-    world(size)(norms_follow_the_gradients, dtype)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_norms_are_float32(world, size, dtype):
-    world(size)(clipped_by_a_norm_in_float32, dtype)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_collectives_are_few(world, size):
-    world(size)(collectives_are_few)
 
 
 def test_a_non_finite_element_makes_its_own_segment_non_finite():

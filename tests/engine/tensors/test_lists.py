@@ -9,6 +9,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.tensors.tensor import Sliced
+from ranks import on_ranks
 
 SHAPES = [(3, 5), (7,), (4, 2)]
 CALLS = [
@@ -77,7 +78,10 @@ def train(optimizer, model, gradients):
     return norms
 
 
-def optimizers_step_as_over_whole_tensors(name, options):
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {}], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+@on_ranks(1, 2, 3)
+def test_optimizers(name, options):
     _, _, wholes, others = make()
     plain = nn.ParameterList(wholes)
     model = bmt.auto_wrap(copy.deepcopy(plain))
@@ -87,13 +91,6 @@ def optimizers_step_as_over_whole_tensors(name, options):
     torch.testing.assert_close(mine, theirs)
     for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(sharded.gather(), whole)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {}], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
-def test_optimizers(world, size, name, options):
-    world(size)(optimizers_step_as_over_whole_tensors, name, options)
 
 
 def calls_of(function):
@@ -110,7 +107,8 @@ def calls_of(function):
     return count
 
 
-def calls_do_not_grow_with_the_parameters():
+@on_ranks(1, 2)
+def test_a_list_costs_one_call():
     counts = []
     for number in (5, 40):
         model = bmt.auto_wrap(nn.ParameterList([nn.Parameter(torch.ones(3, 2)) for _ in range(number)]))
@@ -121,11 +119,6 @@ def calls_do_not_grow_with_the_parameters():
         clip = calls_of(lambda model=model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         counts.append((clip, calls_of(optimizer.step), calls_of(optimizer.zero_grad)))
     assert counts[0] == counts[1], counts
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_list_costs_one_call(world, size):
-    world(size)(calls_do_not_grow_with_the_parameters)
 
 
 CHECKS = [

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import WIDTH, Tower, ids
 
 
@@ -52,7 +53,17 @@ def whole_gradient_is_set():
     assert model.head.weight.grad is None
 
 
-def collectives_of_torch():
+@pytest.mark.parametrize(
+    "case", [describes_the_whole, part_is_the_memory, address_is_refused_where_it_would_mislead, whole_gradient_is_set]
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_slice(world, size, case):
+    world(size)(case)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its functions do not ask a tensor's class before")
+@on_ranks(2)
+def test_collectives():
     """By hand, as in scripts without DistributedDataParallel; the gradients are averaged already."""
     model = bmt.auto_wrap(Tower())
     model(ids(0, bmt.rank())).backward()
@@ -63,16 +74,3 @@ def collectives_of_torch():
     torch.testing.assert_close(model.layers[0].linear.weight.gather_gradient(), gradient)
     with pytest.raises(RuntimeError, match="no async_op=True"):
         torch.distributed.all_reduce(model.head.weight.grad, async_op=True)
-
-
-@pytest.mark.parametrize(
-    "case", [describes_the_whole, part_is_the_memory, address_is_refused_where_it_would_mislead, whole_gradient_is_set]
-)
-@pytest.mark.parametrize("size", [1, 3])
-def test_slice(world, size, case):
-    world(size)(case)
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="its functions do not ask a tensor's class before")
-def test_collectives(world):
-    world(2)(collectives_of_torch)

@@ -11,6 +11,7 @@ from torch import nn
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.wrap.find import find_block_lists
 from inner import state_of
+from ranks import on_ranks
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
 
@@ -348,17 +349,6 @@ def refusals():
         bmt.auto_wrap(Tower(), zero_level=1)
 
 
-def distributed_models_are_refused():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    with pytest.raises(ValueError, match="unwrap DistributedDataParallel"):
-        bmt.auto_wrap(nn.parallel.DistributedDataParallel(Tower()))
-    model = fully_shard(Tower(), mesh=init_device_mesh("cpu", (bmt.world_size(),)))
-    with pytest.raises(ValueError, match="FSDP"):
-        bmt.auto_wrap(model)
-
-
 def layer_drop():
     """Off with several ranks, and said; upstream's with one."""
     model = Tower()
@@ -406,8 +396,16 @@ def test_wrap(world, size, case):
     world(size)(case)
 
 
-def test_distributed_models_are_refused(world):
-    world(2)(distributed_models_are_refused)
+@on_ranks(2)
+def test_distributed_models_are_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with pytest.raises(ValueError, match="unwrap DistributedDataParallel"):
+        bmt.auto_wrap(nn.parallel.DistributedDataParallel(Tower()))
+    model = fully_shard(Tower(), mesh=init_device_mesh("cpu", (bmt.world_size(),)))
+    with pytest.raises(ValueError, match="FSDP"):
+        bmt.auto_wrap(model)
 
 
 class Claims(transformers.PreTrainedModel):
@@ -425,13 +423,10 @@ class Claims(transformers.PreTrainedModel):
         return self.inner(ids)
 
 
-def a_switch_that_is_claimed():
+@on_ranks(2)
+def test_a_switch_that_is_claimed():
     model = check_twins(seeded(Claims, transformers.BertConfig()), plain_loss, use_checkpoint=True)
     assert blocks_of(model)
-
-
-def test_a_switch_that_is_claimed(world):
-    world(2)(a_switch_that_is_claimed)
 
 
 def test_one_list_in_two_places():

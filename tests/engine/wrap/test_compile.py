@@ -5,23 +5,8 @@ import torch
 
 import hf_bmtrain as bmt
 from compile_checks import check, compiled_once, train
+from ranks import on_ranks
 from tiny_models import build
-
-
-def a_recompilation_raises():
-    """What the other cases rely on: a longer batch in step 3 compiles again."""
-    torch._dynamo.reset()
-    model = bmt.auto_wrap(build("llama").train(), compile="aot_eager")
-    with pytest.raises(torch._dynamo.exc.RecompileError):
-        train(model, "llama", length=lambda step: 7 if step < 2 else 9)
-
-
-def the_whole_model():
-    """Nobody is told to compile it; where it is done, its blocks break the graph and stay right."""
-    torch._dynamo.reset()
-    model, plain = (bmt.auto_wrap(build("llama").train()) for _ in range(2))
-    losses = train(torch.compile(model, backend="eager"), "llama")
-    torch.testing.assert_close(losses, train(plain, "llama"), rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -31,10 +16,20 @@ def test_compiled_once_for_all_layers(world, size, family, use_checkpoint):
     check(*world(size)(compiled_once, family, use_checkpoint)[0], use_checkpoint)
 
 
-def test_a_recompilation_is_seen(world):
-    world(1)(a_recompilation_raises)
+@on_ranks(1)
+def test_a_recompilation_is_seen():
+    """What the other cases rely on: a longer batch in step 3 compiles again."""
+    torch._dynamo.reset()
+    model = bmt.auto_wrap(build("llama").train(), compile="aot_eager")
+    with pytest.raises(torch._dynamo.exc.RecompileError):
+        train(model, "llama", length=lambda step: 7 if step < 2 else 9)
 
 
 @pytest.mark.full
-def test_the_whole_model(world):
-    world(2)(the_whole_model)
+@on_ranks(2)
+def test_the_whole_model():
+    """Nobody is told to compile it; where it is done, its blocks break the graph and stay right."""
+    torch._dynamo.reset()
+    model, plain = (bmt.auto_wrap(build("llama").train()) for _ in range(2))
+    losses = train(torch.compile(model, backend="eager"), "llama")
+    torch.testing.assert_close(losses, train(plain, "llama"), rtol=2e-6, atol=0)

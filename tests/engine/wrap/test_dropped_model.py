@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from tiny_models import batch, build
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -67,14 +68,11 @@ def test_compiled(world):
     world(1)(wrapped_is_freed, "llama", {"compile": "aot_eager"})
 
 
-def kept_forward():
+@on_ranks(1)
+def test_a_forward_alone_does_not_keep_its_model():
     forward = bmt.auto_wrap(build("llama")).forward
     with pytest.raises(RuntimeError, match="was dropped: keep a reference to the model"):
         forward(**batch("llama", 0))
-
-
-def test_a_forward_alone_does_not_keep_its_model(world):
-    world(1)(kept_forward)
 
 
 def test_wrapped_with_copies_between_ranks(peers):

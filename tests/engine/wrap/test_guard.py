@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import Tower, ids
 
 
@@ -44,24 +45,16 @@ CHANGES = {
 }
 
 
-def changed(name, forwards):
-    """After so many forwards that found nothing; the error comes every time until the model is mended."""
-    model = bmt.auto_wrap(Quiet())
-    for step in range(forwards):
-        model(ids(step, 0)).backward()
-    CHANGES[name](model)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="came into the model after auto_wrap"):
-            model(ids(0, 0))
-
-
 RENAMING = {
     "pruned": lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
     "pruned by nothing": lambda linear: prune.identity(linear, "weight"),
 }
 
 
-def renamed(name, path):
+@pytest.mark.parametrize("name", RENAMING)
+@pytest.mark.parametrize("path", ["layers.1.linear", "head"])
+@on_ranks(1, 2)
+def test_renamed(name, path):
     """Pruning after wrapping would mask slices by the numbers in them."""
     model = bmt.auto_wrap(Quiet())
     model(ids(0, 0)).backward()
@@ -72,13 +65,6 @@ def renamed(name, path):
 
     with pytest.raises(RuntimeError, match=r"'.*weight_orig' .* Prune and parametrize the model before auto_wrap"):
         prune_and_train()
-
-
-@pytest.mark.parametrize("name", RENAMING)
-@pytest.mark.parametrize("path", ["layers.1.linear", "head"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_renamed(world, size, name, path):
-    world(size)(renamed, name, path)
 
 
 def swaps_back():
@@ -125,9 +111,16 @@ def walks_once():
 
 @pytest.mark.parametrize("forwards", [0, 2])
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_changes(world, size, name, forwards):
-    world(size)(changed, name, forwards)
+@on_ranks(1, 2)
+def test_changes(name, forwards):
+    """After so many forwards that found nothing; the error comes every time until the model is mended."""
+    model = bmt.auto_wrap(Quiet())
+    for step in range(forwards):
+        model(ids(step, 0)).backward()
+    CHANGES[name](model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="came into the model after auto_wrap"):
+            model(ids(0, 0))
 
 
 @pytest.mark.parametrize("case", [swaps_back, exchanged_for_no_slice, walks_once], ids=lambda case: case.__name__)

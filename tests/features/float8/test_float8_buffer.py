@@ -11,6 +11,7 @@ from hf_bmtrain.engine.sharding.parameter import DistributedParameter
 from hf_bmtrain.features.float8.arithmetic import quantize_transposed, quantize_whole
 from hf_bmtrain.features.float8.storage import Float8Kind, Float8Requantizer, Float8Storage
 from kernel_checks import same_factors
+from ranks import on_ranks
 
 SHAPES = [(48, 16), (3, 5), (1, 1), (16, 176), (7, 33), (2, 2), (4, 300)]
 
@@ -132,7 +133,8 @@ def test_only_few_are_companions(dtype, most):
     assert takes(most) and not takes(most + 1)  # bytes, of which there may be one for 32 weights
 
 
-def stays():
+@on_ranks(2)
+def test_frozen_weights_stay_whole():
     parameters, buffer, slices = make(requires_grad=False, companions=COMPANIONS)
     buffer.stays_whole = True
     buffer.gather()
@@ -151,10 +153,6 @@ def stays():
     slices[0].requires_grad_(True)
     buffer.release()
     assert not buffer.is_whole
-
-
-def test_frozen_weights_stay_whole(world):
-    world(2)(stays)
 
 
 def rounds_together():

@@ -18,6 +18,7 @@ from hf_bmtrain.features.float8.storage import Float8Requantizer, Float8Storage
 from hf_bmtrain.features.parity.plain import gather_wholes, shown_plain
 from log_lines import log_lines
 from offloaded import as_on_a_gpu
+from ranks import on_ranks
 
 
 def freeze_half(model):
@@ -182,7 +183,8 @@ def test_weights_are_read_and_written_where_they_are_pulled(peers):
     peers(2)(same_bits, "llama", {"between": read_and_write})
 
 
-def other_parameters():
+@on_ranks(2)
+def test_other_parameters_are_computed_with():
     """The layers compute with what is in their slots; only the wholes stand for what was gathered."""
     model = bmt.auto_wrap(build("llama"), float8=True)
     for step in range(2):
@@ -199,10 +201,6 @@ def other_parameters():
     layer.register_forward_hook(lambda layer, args, output: read.append(layer.weight.detach().clone()))
     model(**rows(3, bmt.rank())).loss.backward()
     assert read and all(each.isnan().all() and each.shape == layer.weight.full_shape for each in read)
-
-
-def test_other_parameters_are_computed_with(world):
-    world(2)(other_parameters)
 
 
 class Reader(nn.Module):
@@ -251,7 +249,8 @@ def test_what_is_not_called_or_too_noisy_stays(world, size):
     world(size)(some_stay, size == 1)
 
 
-def tied_within_a_block():
+@on_ranks(2)
+def test_shared_weights_are_gathered_in_their_own_dtype():
     model = Stack()
     model.layers[1] = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
     model.layers[1][1].weight = model.layers[1][0].weight
@@ -259,7 +258,3 @@ def tied_within_a_block():
     buffers = {each.weight.buffer for each in model.layers[1] if isinstance(each, Float8Linear)}
     assert [isinstance(buffer.storage, Float8Storage) for buffer in buffers].count(True) == 1 and len(buffers) == 2
     assert not isinstance(model.layers[1][0].weight.buffer.storage, Float8Storage)
-
-
-def test_shared_weights_are_gathered_in_their_own_dtype(world):
-    world(2)(tied_within_a_block)

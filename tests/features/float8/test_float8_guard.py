@@ -18,6 +18,7 @@ from hf_bmtrain.features.float8.gather import gather_float8
 from hf_bmtrain.features.float8.linear import Float8Linear
 from hf_bmtrain.features.float8.storage import Float8Storage
 from log_lines import log_lines
+from ranks import on_ranks
 
 WIDTH = 32
 
@@ -174,7 +175,10 @@ def test_the_ratio_is_that_of_all_ranks(world):
 # -- no trace ---------------------------------------------------------------------------------------------------------
 
 
-def leaves_no_trace(options: dict) -> None:
+@pytest.mark.parametrize("options", [{"use_checkpoint": True}, {"use_checkpoint": False}, {"zero_level": 2}], ids=str)
+@on_ranks(1, 2)
+def test_the_measurement_leaves_no_trace(options: dict) -> None:
+    """The same bits and as many graphs as without it: random states, buffers, attributes and arguments are put back."""
     found = []
     for guard in (True, False):
         model = compiled(Stateful(), guard, **options)
@@ -186,13 +190,6 @@ def leaves_no_trace(options: dict) -> None:
     (mine, *facts), (other, *expected) = found
     assert facts == expected and facts[-1] >= 1, (facts, expected)
     same(mine, other)
-
-
-@pytest.mark.parametrize("options", [{"use_checkpoint": True}, {"use_checkpoint": False}, {"zero_level": 2}], ids=str)
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_measurement_leaves_no_trace(world, size, options):
-    """The same bits and as many graphs as without it: random states, buffers, attributes and arguments are put back."""
-    world(size)(leaves_no_trace, options)
 
 
 class Written(nn.Module):
@@ -210,7 +207,8 @@ class Written(nn.Module):
         return x.square().mean()
 
 
-def writes_inside_of_arguments() -> None:
+@on_ranks(1, 2)
+def test_tensors_inside_of_arguments_are_written_once() -> None:
     found = []
     for guard in (True, False):
         model = compiled(Written(), guard)
@@ -221,11 +219,6 @@ def writes_inside_of_arguments() -> None:
     assert found[0][1].eq(2).all() and all(scale == 1 for scale in found[0][2:])
     same_bits = [torch.equal(one, other) for one, other in zip(*found, strict=True)]
     assert all(same_bits), same_bits
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_tensors_inside_of_arguments_are_written_once(world, size):
-    world(size)(writes_inside_of_arguments)
 
 
 FAMILIES = {
@@ -276,7 +269,9 @@ def test_adapters_have_the_same_bits(world):
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-def gathered_in_float8(use_checkpoint: bool) -> None:
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@on_ranks(2)
+def test_weights_are_gathered_in_float8_from_the_first_compiled_forward_on(use_checkpoint: bool) -> None:
     model = compiled(Stateful(), use_checkpoint=use_checkpoint)
     buffers = [buffer for buffer in buffers_of(model) if isinstance(buffer.storage, Float8Storage)]
     seen = []
@@ -304,12 +299,8 @@ def gathered_in_float8(use_checkpoint: bool) -> None:
     assert len([each for each in seen if not each[0]]) == 6, "measured again"
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-def test_weights_are_gathered_in_float8_from_the_first_compiled_forward_on(world, use_checkpoint):
-    world(2)(gathered_in_float8, use_checkpoint)
-
-
-def fails_at_first() -> None:
+@on_ranks(1, 2)
+def test_a_measurement_that_raises_changes_nothing() -> None:
     model = compiled(Stateful(noisy=True))
     before = [bits(value) for value in model.state_dict().values()]
     model.fails, x, seen = True, batch(0), []
@@ -331,12 +322,8 @@ def fails_at_first() -> None:
     same(found, train(compiled(Stateful(noisy=True)), call))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_measurement_that_raises_changes_nothing(world, size):
-    world(size)(fails_at_first)
-
-
-def waits_for_a_backward() -> None:
+@on_ranks(1, 2)
+def test_the_decision_waits_for_backwards_that_are_to_come() -> None:
     """A block of which a backward is to come would be recomputed in another dtype."""
     model = compiled(Stateful(noisy=True))
     part = model.layers[1](torch.randn(64, WIDTH, requires_grad=True)).sum()
@@ -345,11 +332,6 @@ def waits_for_a_backward() -> None:
     (part + loss).backward()
     call(model, 1).backward()
     assert not guards(model) and not all(state.active for state in states(model))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_decision_waits_for_backwards_that_are_to_come(world, size):
-    world(size)(waits_for_a_backward)
 
 
 class Towers(nn.Module):
@@ -394,7 +376,8 @@ def test_a_tower_may_run_on_one_rank_where_blocks_are_pulled(peers):
     assert peers(2)(tower_on_one_rank) == [[True] * 4] * 2
 
 
-def only_training_measures() -> None:
+@on_ranks(1)
+def test_evaluations_are_not_measured() -> None:
     """Where blocks are not compiled, the first training forward measures, and no evaluation before or after it."""
     model = bmt.auto_wrap(Towers(), float8=True)
     x, tower = torch.ones(8, WIDTH), states(model)[:2]
@@ -407,10 +390,6 @@ def only_training_measures() -> None:
     assert all(state.powers is not None for state in tower) and guards(model)
 
 
-def test_evaluations_are_not_measured(world):
-    world(1)(only_training_measures)
-
-
 # -- with what else runs ----------------------------------------------------------------------------------------------
 
 
@@ -421,7 +400,8 @@ class Recording(Stateful):
         return loss
 
 
-def recorded_once() -> None:
+@on_ranks(1)
+def test_activations_are_recorded_once() -> None:
     model = compiled(Recording())
     with bmt.inspect.inspect_tensor() as inspector:
         call(model, 0).backward()
@@ -429,31 +409,21 @@ def recorded_once() -> None:
     assert not guards(model)
 
 
-def test_activations_are_recorded_once(world):
-    world(1)(recorded_once)
-
-
-def parity() -> None:
+@on_ranks(2)
+def test_parity_compares_one_forward() -> None:
     model = compiled(build("llama"))
     result = bmt.check_parity(model, rows(0, bmt.rank()), verbose=False)
     assert not [each for each in result.differences if each.kind == "output" and each.largest == float("inf")]
 
 
-def test_parity_compares_one_forward(world):
-    world(2)(parity)
-
-
-def whole_model() -> None:
+@on_ranks(1)
+def test_a_whole_model_that_is_compiled() -> None:
     """Nobody is told to compile it; where it is done, it is measured too."""
     model = compiled(Stateful(noisy=True))
     outer = torch.compile(model, backend="eager")
     for step in range(2):
         outer(batch(step)).backward()
     assert not guards(model) and not all(state.active for state in states(model))
-
-
-def test_a_whole_model_that_is_compiled(world):
-    world(1)(whole_model)
 
 
 def under_autocast() -> list[torch.dtype]:

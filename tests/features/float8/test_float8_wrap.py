@@ -18,7 +18,7 @@ from hf_bmtrain.features.float8.linear import Float8Inputs, Float8Linear, extend
 from hf_bmtrain.features.float8.storage import Float8Storage
 from hf_bmtrain.features.packed.arithmetic import FORMATS
 from log_lines import log_lines
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from twins import check_gradients
 
 
@@ -123,7 +123,21 @@ def test_layers_are_chosen_and_told(world):
     assert "not: 2 x down_proj, 1 x q_proj, 1 x k_proj, 1 x v_proj, 1 x o_proj (named in keep)" in lines[0]
 
 
-def refuse(options: dict, words: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"float8": "blocks"}, "'rows', got 'blocks'"),
+        ({"float8": None}, "got None"),
+        ({"float8": 1}, "got 1"),
+        ({"float8": True, "keep": ["w_proj"]}, r"keep names \['w_proj'\].*Layers are: down_proj, gate_proj"),
+        ({"float8": True, "keep": "q_proj"}, "keep must be a list of names of modules"),
+        ({"keep": ["q_proj"]}, "pass float8=True"),
+        ({"float8": True, "odd": True}, "finds no layer.*multiples of 16"),
+    ],
+    ids=str,
+)
+@on_ranks(1)
+def test_what_cannot_be_is_refused(options: dict, words: str) -> None:
     model = build("llama")
     if options.pop("odd", False):
         model.model.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 10), nn.Linear(10, 32)) for _ in range(2)])
@@ -131,22 +145,9 @@ def refuse(options: dict, words: str) -> None:
         bmt.auto_wrap(model, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"float8": "blocks"}, "'rows', got 'blocks'"), ({"float8": None}, "got None"), ({"float8": 1}, "got 1"),
-        ({"float8": True, "keep": ["w_proj"]}, r"keep names \['w_proj'\].*Layers are: down_proj, gate_proj"),
-        ({"float8": True, "keep": "q_proj"}, "keep must be a list of names of modules"),
-        ({"keep": ["q_proj"]}, "pass float8=True"),
-        ({"float8": True, "odd": True}, "finds no layer.*multiples of 16"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_cannot_be_is_refused(world, options, words):
-    world(1)(refuse, options, words)
-
-
-def add_an_adapter(first: bool) -> None:
+@pytest.mark.parametrize("first", [True, False])
+@on_ranks(1)
+def test_float8_is_chosen_when_a_model_is_wrapped_first(first: bool) -> None:
     model = bmt.auto_wrap(build("llama"), float8=first)
     model.adapter = nn.Linear(32, 32)
     if first:
@@ -156,11 +157,6 @@ def add_an_adapter(first: bool) -> None:
     with pytest.raises(ValueError, match="was wrapped without float8"):
         bmt.auto_wrap(model, float8=True)
     assert not isinstance(model.adapter.weight, bmt.DistributedParameter)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_float8_is_chosen_when_a_model_is_wrapped_first(world, first):
-    world(1)(add_an_adapter, first)
 
 
 class Noisy(nn.Module):
@@ -346,7 +342,8 @@ class Prompted(nn.Module):
         return x + self.project(self.prompt).mean(0)
 
 
-def prompted() -> None:
+@on_ranks(1, 2)
+def test_a_parameter_that_is_projected_trains() -> None:
     model = Noisy()
     torch.manual_seed(1)
     model.layers = nn.ModuleList([Prompted() for _ in range(2)])
@@ -360,11 +357,6 @@ def prompted() -> None:
             loss.backward()
             torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.5).step()
             each.zero_grad()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_parameter_that_is_projected_trains(world, size):
-    world(size)(prompted)
 
 
 class Towers(Noisy):
@@ -398,7 +390,8 @@ def test_a_frozen_tower_may_run_on_one_rank():
     assert told[0] == told[1] and not all(told[0])
 
 
-def refused_then_wrapped() -> None:
+@on_ranks(2)
+def test_a_refused_model_is_as_before() -> None:
     model = build("llama")
     with pytest.raises(ValueError, match="finds no frozen weight"):
         bmt.auto_wrap(model, float8=True, quantize_frozen="nf4")
@@ -407,10 +400,6 @@ def refused_then_wrapped() -> None:
     assert not any(isinstance(each, Float8Linear) for each in model.modules())
     assert torch.equal(model(**rows(0, 0)).loss, build("llama")(**rows(0, 0)).loss)
     bmt.auto_wrap(model, float8=True)
-
-
-def test_a_refused_model_is_as_before(world):
-    world(2)(refused_then_wrapped)
 
 
 def test_decibels():
@@ -438,7 +427,9 @@ def test_adapters_train_beside_it(world):
     world(2)(adapters)
 
 
-def packed_base(name: str) -> None:
+@pytest.mark.parametrize("name", ["nf4", "fp8"])
+@on_ranks(2)
+def test_a_packed_base_computes_in_float8(name: str) -> None:
     """A frozen base that is packed, unpacked and then rounded to float8."""
     model = Noisy(width=128)
     for layer in model.layers:
@@ -458,11 +449,6 @@ def packed_base(name: str) -> None:
     mine.backward()
     expected.backward()
     check_gradients(model, twin)
-
-
-@pytest.mark.parametrize("name", ["nf4", "fp8"])
-def test_a_packed_base_computes_in_float8(world, name):
-    world(2)(packed_base, name)
 
 
 def test_a_saved_model_is_whole_and_unrounded(world, tmp_path):

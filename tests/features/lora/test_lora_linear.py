@@ -15,6 +15,7 @@ from beside_twin import train_beside
 from hf_bmtrain.features.float8.linear import Float8Linear
 from hf_bmtrain.features.lora import linear as lora_linear
 from hf_bmtrain.features.lora.linear import FusedLoraLinear, fuse_lora
+from ranks import on_ranks
 
 peft = pytest.importorskip("peft")
 
@@ -326,7 +327,9 @@ def test_sharded(world, size, wrap):
     world(size)(sharded, {"use_rslora": "zero_level" in wrap}, wrap)
 
 
-def float8_bases(family):
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@on_ranks(1)
+def test_layers_in_float8_are_not_fused(family):
     """A layer that computes in float8 is not fused, under its old class name."""
     config = peft.LoraConfig(
         r=16, target_modules=["c_attn"] if family == "gpt2" else ["q_proj"], fan_in_fan_out=family == "gpt2"
@@ -338,11 +341,6 @@ def float8_bases(family):
     with counted() as calls:
         model(**float8_models.rows(0, 0)).loss.backward()
     assert not calls and all(each.float8_state.powers is not None for each in bases)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_layers_in_float8_are_not_fused(world, family):
-    world(1)(float8_bases, family)
 
 
 def test_a_second_derivative_is_refused():

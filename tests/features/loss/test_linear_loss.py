@@ -11,6 +11,7 @@ import linear_loss_checks as checks
 from hf_bmtrain.features.loss.linear import chunk_rows
 from hf_bmtrain.loss import linear_cross_entropy
 from language_model import CLASSES, Language, batch, buffers, head_loss
+from ranks import on_ranks
 from twins import WIDTH, Layer, check_gradients, check_twins
 
 CPU = torch.device("cpu")
@@ -99,7 +100,10 @@ def test_a_tied_head(world, size, name, own, zero_level):
     world(size)(train, name, own, True, True, "", zero_level)
 
 
-def accumulate(own: bool, tied: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@on_ranks(1, 2)
+def test_accumulation(own: bool, tied: bool) -> None:
     """Micro-batches with a backward each against the plain twin's mean over all of them."""
     size, rank = bmt.world_size(), bmt.rank()
     with buffers(own):
@@ -109,13 +113,6 @@ def accumulate(own: bool, tied: bool) -> None:
         for other in range(size):
             (outside(twin, micro, other) / 3 / size).backward()
     check_gradients(model, twin)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_accumulation(world, size, own, tied):
-    world(size)(accumulate, own, tied)
 
 
 def look() -> list[bool]:
@@ -137,7 +134,8 @@ def test_the_head_is_whole_for_the_loss_alone(world):
     assert world(2)(look)[0] == [False] * 4
 
 
-def fail_then_train() -> None:
+@on_ranks(1, 2)
+def test_a_failed_backward_is_forgotten() -> None:
     """A backward that raises after the head's gradient was collected leaves nothing for the next one."""
     model, twin = bmt.auto_wrap(Language()), Language()
     hidden = model(batch(5, 0)[0])
@@ -150,12 +148,8 @@ def fail_then_train() -> None:
     torch.testing.assert_close(model.head.weight.gather_gradient(), twin.head.weight.grad)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_failed_backward_is_forgotten(world, size):
-    world(size)(fail_then_train)
-
-
-def step_between() -> None:
+@on_ranks(1, 2)
+def test_weights_that_change_before_backward_computes_with_them_raise() -> None:
     model = bmt.auto_wrap(Language())
     hidden = model(batch(0, 0)[0]).detach().requires_grad_()
     losses = head_loss(model, hidden, batch(0, 0)[1], reduction="none")
@@ -163,11 +157,6 @@ def step_between() -> None:
         model.head.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_weights_that_change_before_backward_computes_with_them_raise(world, size):
-    world(size)(step_between)
 
 
 class Blocks(nn.Module):
@@ -180,7 +169,8 @@ class Blocks(nn.Module):
         self.body, self.head = block(Layer()), block(nn.Linear(WIDTH, CLASSES))
 
 
-def head_in_a_block() -> None:
+@on_ranks(1, 2)
+def test_a_head_that_is_a_block() -> None:
     model, twin = Blocks(wrap=True), Blocks(wrap=False)
     x = torch.randn(4, WIDTH)
     for rank in range(bmt.world_size()):
@@ -189,11 +179,6 @@ def head_in_a_block() -> None:
         if rank == bmt.rank():
             linear_cross_entropy(model.body(x), model.head.weight, targets, model.head.bias).backward()
     check_gradients(model, twin)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_head_that_is_a_block(world, size):
-    world(size)(head_in_a_block)
 
 
 def spent() -> list[bool]:

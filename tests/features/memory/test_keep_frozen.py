@@ -17,6 +17,7 @@ from hf_bmtrain.features.prediction.prediction import predict
 from hf_bmtrain.features.prediction.simulation import on_meta
 from inner import state_of
 from log_lines import log_lines
+from ranks import on_ranks
 from tiny_models import batch, build
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
 
@@ -83,7 +84,10 @@ def gathered_in_steps(model, count=2, first=1):
 # -- all of them ----------------------------------------------------------------------------------------------------
 
 
-def kept_and_equal(zero_level, use_checkpoint):
+@pytest.mark.parametrize("use_checkpoint", [True, False, "auto"])
+@pytest.mark.parametrize("zero_level", [2, 3])
+@on_ranks(1, 2)
+def test_kept_and_equal(zero_level, use_checkpoint):
     options = {"zero_level": zero_level, "use_checkpoint": use_checkpoint}
     several = bmt.world_size() > 1
     for keep_frozen in (True, False):
@@ -98,13 +102,6 @@ def kept_and_equal(zero_level, use_checkpoint):
         assert set(numbers) == (
             set() if not several else trained if keep_frozen else {b.number for b in buffers_in(model)}
         )
-
-
-@pytest.mark.parametrize("use_checkpoint", [True, False, "auto"])
-@pytest.mark.parametrize("zero_level", [2, 3])
-@pytest.mark.parametrize("size", [1, 2])
-def test_kept_and_equal(world, size, zero_level, use_checkpoint):
-    world(size)(kept_and_equal, zero_level, use_checkpoint)
 
 
 def changes(model, twin):
@@ -192,7 +189,9 @@ def thaw_and_freeze(model, step):
             parameter.requires_grad_(step not in (3, 5))
 
 
-def follows_requires_grad(use_checkpoint):
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@on_ranks(1, 2)
+def test_follows_requires_grad(use_checkpoint):
     model = check_twins(adapted, loss, 6, thaw_and_freeze, keep_frozen=True, use_checkpoint=use_checkpoint)
     if bmt.world_size() == 1:
         return
@@ -205,13 +204,8 @@ def follows_requires_grad(use_checkpoint):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
-def test_follows_requires_grad(world, size, use_checkpoint):
-    world(size)(follows_requires_grad, use_checkpoint)
-
-
-def thawed_between():
+@on_ranks(2)
+def test_thawed_between():
     """Thawed between a forward and its backward, frozen between another: as plain torch where it defines a result."""
     model = bmt.auto_wrap(adapted(), keep_frozen=True)
     value = loss(model, 0, bmt.rank())
@@ -227,11 +221,8 @@ def thawed_between():
     assert all(buffer.is_whole for buffer in frozen_in(model)[:2])
 
 
-def test_thawed_between(world):
-    world(2)(thawed_between)
-
-
-def added_later():
+@on_ranks(1, 2)
+def test_added_later():
     """Adapters in a wrapped model whose base is frozen then: the second auto_wrap keeps the base whole."""
 
     def make():
@@ -253,23 +244,14 @@ def added_later():
     assert not any(gathered_in_steps(model))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_added_later(world, size):
-    world(size)(added_later)
-
-
-def refused():
+@on_ranks(1, 2)
+def test_refused():
     for value in ("some", 1, None):
         with pytest.raises(ValueError, match="keep_frozen must be True, False or 'auto'"):
             bmt.auto_wrap(adapted(), keep_frozen=value)
     if bmt.world_size() > 1:
         with pytest.raises(RuntimeError, match="keep_frozen"):
             bmt.auto_wrap(adapted(), keep_frozen=bmt.rank() == 0)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_refused(world, size):
-    world(size)(refused)
 
 
 # -- as many as memory allows ----------------------------------------------------------------------------------------
@@ -339,7 +321,9 @@ def train(model, steps, rows=4):
         optimizer.zero_grad()
 
 
-def as_many_as_fit(use_checkpoint):
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@on_ranks(2)
+def test_as_many_as_fit(use_checkpoint):
     outside, block = sizes()
     for room, expected in [(-1, "0000"), (outside - 1, "0000"), (outside + 2 * block, "1110"), (1 << 40, "1111")]:
         with memory_of(room) as memory, log_lines(logging.INFO) as lines:
@@ -357,11 +341,6 @@ def as_many_as_fit(use_checkpoint):
         if told:
             assert "of 4 blocks and buffers outside" in told[0]
             assert f"{expected.count('1')} stay whole" in told[0]
-
-
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-def test_as_many_as_fit(world, use_checkpoint):
-    world(2)(as_many_as_fit, use_checkpoint)
 
 
 def auto_twins(planner, wrap):

@@ -16,6 +16,7 @@ from hf_bmtrain.features.memory import policy
 from hf_bmtrain.features.memory.activations import Planner
 from inner import state_of
 from log_lines import log_lines
+from ranks import on_ranks
 from recomputed_models import Cache, Created, Decoder, Ranged, Recomputing
 from tiny_models import batch, build
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
@@ -441,22 +442,6 @@ def peaks_under(limit, use_checkpoint, make, micro_batches):
     return peaks, kept(model).count("1")
 
 
-def the_peak_is_kept(which, micro_batches):
-    """Real peaks: as few blocks recompute as the limit asks for, and no step goes over it."""
-    make = PEAKS[which]
-    low = peaks_under(ENOUGH, True, make, micro_batches)[0][-1]
-    high = peaks_under(ENOUGH, False, make, micro_batches)[0][-1]
-    one = (high - low) / 7
-    counts = []
-    for share in (-0.1, 0.05, 0.3, 0.6, 0.9, 1.3):
-        limit = int(low + share * (high - low))
-        peaks, count = peaks_under(limit, "auto", make, micro_batches)
-        counts.append(count)
-        assert count == 0 or max(peaks) <= limit, (share, count, peaks, limit)
-        assert count == 8 or max(peaks) > limit - 2.5 * one, ("blocks recompute that need not", share, count, peaks)
-    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 8 and len(set(counts)) > 4, counts
-
-
 # -- that it changes nothing --------------------------------------------------------------------------------------
 
 
@@ -556,18 +541,6 @@ CASES = {
 SCHEDULE = ["0000", "0011", "1111", "1010"]
 
 
-def equal_to_the_last_bit(name, zero_level, schedule):
-    make, loss = CASES[name]
-    always, never = (train(make, loss, use_checkpoint, zero_level)[0] for use_checkpoint in (True, False))
-    with memory_of(ENOUGH if schedule is None else 0):
-        planned, plan = train(make, loss, "auto", zero_level, schedule)
-    assert "1" in plan or "True" in name or schedule, "nothing was kept"
-    assert all(value.isfinite().all() for value in planned)
-    for others in (always, never):
-        assert len(planned) == len(others)
-        assert all(torch.equal(one, other) for one, other in zip(planned, others))
-
-
 # -- compiled -----------------------------------------------------------------------------------------------------
 
 
@@ -608,19 +581,40 @@ def test_decisions(world, size, case):
     world(size)(case)
 
 
-@pytest.mark.full  # the longest of this file
+@pytest.mark.full
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("which", PEAKS)
-def test_the_peak_is_kept(world, which, micro_batches):
-    world(1)(the_peak_is_kept, which, micro_batches)
+@on_ranks(1)
+def test_the_peak_is_kept(which, micro_batches):
+    """Real peaks: as few blocks recompute as the limit asks for, and no step goes over it."""
+    make = PEAKS[which]
+    low = peaks_under(ENOUGH, True, make, micro_batches)[0][-1]
+    high = peaks_under(ENOUGH, False, make, micro_batches)[0][-1]
+    one = (high - low) / 7
+    counts = []
+    for share in (-0.1, 0.05, 0.3, 0.6, 0.9, 1.3):
+        limit = int(low + share * (high - low))
+        peaks, count = peaks_under(limit, "auto", make, micro_batches)
+        counts.append(count)
+        assert count == 0 or max(peaks) <= limit, (share, count, peaks, limit)
+        assert count == 8 or max(peaks) > limit - 2.5 * one, ("blocks recompute that need not", share, count, peaks)
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 8 and len(set(counts)) > 4, counts
 
 
 @pytest.mark.parametrize("schedule", [None, SCHEDULE], ids=["planned", "scheduled"])
 @pytest.mark.parametrize("zero_level", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_equal_to_the_last_bit(world, size, name, zero_level, schedule):
-    world(size)(equal_to_the_last_bit, name, zero_level, schedule)
+@on_ranks(1, 2)
+def test_equal_to_the_last_bit(name, zero_level, schedule):
+    make, loss = CASES[name]
+    always, never = (train(make, loss, use_checkpoint, zero_level)[0] for use_checkpoint in (True, False))
+    with memory_of(ENOUGH if schedule is None else 0):
+        planned, plan = train(make, loss, "auto", zero_level, schedule)
+    assert "1" in plan or "True" in name or schedule, "nothing was kept"
+    assert all(value.isfinite().all() for value in planned)
+    for others in (always, never):
+        assert len(planned) == len(others)
+        assert all(torch.equal(one, other) for one, other in zip(planned, others))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

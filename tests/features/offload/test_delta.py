@@ -8,6 +8,7 @@ import torch
 import hf_bmtrain as bmt
 from hf_bmtrain.features.offload import delta
 from offloaded import Trainee, as_on_a_gpu, assert_equal
+from ranks import on_ranks
 from twenty_steps import OPTIONS
 from twins import Tower, ids
 
@@ -73,7 +74,18 @@ def recorded(way, dtype):
         return seen
 
 
-def changes_nothing(way, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_recorded(world, size, way, dtype):
+    results = world(size)(recorded, way, dtype)
+    assert all(result == results[0] for result in results)  # over all ranks, and so everyone's
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(1, 2)
+def test_changes_nothing(way, dtype):
     """The same bits with and without it; without it the answers are 0, as BMTrain's."""
     patch, options = WAYS[way]
     with patch():
@@ -86,7 +98,8 @@ def changes_nothing(way, dtype):
         assert trainees[0].optimizer.get_var_delta() > 0
 
 
-def ordinary_parameters_count_once():
+@on_ranks(1, 2)
+def test_ordinary_parameters_count_once():
     torch.manual_seed(0)
     model, values = bmt.auto_wrap(Tower()), torch.randn(3, 2000)
     ordinary = torch.nn.Parameter(values.clone())
@@ -102,26 +115,6 @@ def ordinary_parameters_count_once():
     whole = torch.cat(expected)
     assert optimizer.get_avg_delta() == pytest.approx(whole.mean().item(), rel=1e-5)
     assert optimizer.get_var_delta() == pytest.approx(whole.var(unbiased=False).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_recorded(world, size, way, dtype):
-    results = world(size)(recorded, way, dtype)
-    assert all(result == results[0] for result in results)  # over all ranks, and so everyone's
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_changes_nothing(world, size, way, dtype):
-    world(size)(changes_nothing, way, dtype)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_ordinary_parameters_count_once(world, size):
-    world(size)(ordinary_parameters_count_once)
 
 
 def test_pieces_are_put_together(monkeypatch):

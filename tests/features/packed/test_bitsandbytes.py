@@ -16,6 +16,7 @@ from beside_twin import loss_of, rows, shared_folder, train_beside
 from hf_bmtrain.features.packed.arithmetic import FORMATS, Format
 from hf_bmtrain.features.packed.storage import QuantizedParameter
 from log_lines import log_lines
+from ranks import on_ranks
 from twins import check_gradients
 
 peft = pytest.importorskip("peft")
@@ -172,7 +173,8 @@ def odd_model(double):
     return model
 
 
-def odd():
+@on_ranks(1, 2)
+def test_outside_blocks_and_odd_sizes():
     for double in (True, False):
         model, twin = bmt.auto_wrap(odd_model(double)), odd_model(double)
         whole, values = model.state_dict(), dequantized(twin)
@@ -187,23 +189,16 @@ def odd():
         check_gradients(model, twin)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_outside_blocks_and_odd_sizes(world, size):
-    world(size)(odd)
-
-
-def reported():
+@on_ranks(1)
+def test_unpacked_weights_are_reported():
     with log_lines() as lines:
         bmt.auto_wrap(odd_model(True))
     (line,) = [line for line in lines if "bitsandbytes" in line]
     assert line.startswith("2 weights that bitsandbytes has quantized lie outside blocks and are unpacked, 'layers.0.0")
 
 
-def test_unpacked_weights_are_reported(world):
-    world(1)(reported)
-
-
-def with_head():
+@on_ranks(1)
+def test_head():
     """A head in 4 bits computes in a dtype of its own, which the fused loss would not."""
     model, twin = base().requires_grad_(False), base().requires_grad_(False)
     for either in (model, twin):
@@ -212,10 +207,6 @@ def with_head():
     assert not isinstance(model.get_parameter("base_model.model.lm_head.weight"), QuantizedParameter)
     assert not bmt.hf.fuse_causal_loss(model)
     assert torch.equal(loss_of(model, 0), loss_of(twin, 0))
-
-
-def test_head(world):
-    world(1)(with_head)
 
 
 def later(source):
@@ -238,7 +229,8 @@ def test_adapters_that_come_later_with_bitsandbytes(world, bitsandbytes):
     world(1)(later, "bitsandbytes")
 
 
-def rank_0s():
+@on_ranks(1, 2)
+def test_rank_0s_weights():
     """All ranks get rank 0's weights, and the ones that were packed by bitsandbytes are freed at once."""
     expected = dequantized(stand_in(True))
     model = stand_in(True)
@@ -251,11 +243,6 @@ def rank_0s():
     assert not [reference for reference in held if reference() is not None]
     for name, value in expected.items():
         assert torch.equal(model.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_rank_0s_weights(world, size):
-    world(size)(rank_0s)
 
 
 def saved(source):
@@ -421,7 +408,8 @@ REFUSED = [
 ]
 
 
-def refused():
+@on_ranks(1)
+def test_refused():
     for spoil, message in REFUSED:
         model = stand_in(True)
         spoil(model.model.layers[1].self_attn.q_proj)
@@ -441,17 +429,10 @@ def refused():
         bmt.auto_wrap(model)
 
 
-def test_refused(world):
-    world(1)(refused)
-
-
-def different():
+@on_ranks(2)
+def test_ranks_that_differ():
     with pytest.raises(RuntimeError, match="quantized 'model.layers.0.self_attn.q_proj.weight'.*nf4.*nf4_float32"):
         bmt.auto_wrap(stand_in(bmt.rank() == 0))
-
-
-def test_ranks_that_differ(world):
-    world(2)(different)
 
 
 def evaluated():

@@ -13,6 +13,7 @@ import hf_bmtrain as bmt
 from beside_twin import loss_of, train_beside
 from hf_bmtrain.features.packed.arithmetic import CELL, FORMATS
 from hf_bmtrain.features.packed.storage import QuantizedParameter
+from ranks import on_ranks
 
 peft = pytest.importorskip("peft")
 FORMS = ["nf4", "fp8"]
@@ -98,7 +99,8 @@ def test_pulled(peers):
     peers(2)(adapters, "nf4", {}, {})
 
 
-def later():
+@on_ranks(1, 2)
+def test_adapters_that_come_later():
     """The base is wrapped first; adapters are added by PEFT, and an optimizer of ours steps."""
     model = base().requires_grad_(False)
     model = bmt.auto_wrap(model, quantize_frozen="nf4")
@@ -115,12 +117,8 @@ def later():
     assert changed == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_adapters_that_come_later(world, size):
-    world(size)(later)
-
-
-def saved():
+@on_ranks(1, 2)
+def test_saved():
     """What is trained is saved and resumed; a file of all holds the base as it is unpacked."""
     folder = [tempfile.mkdtemp()]
     if bmt.world_size() > 1:
@@ -146,12 +144,8 @@ def saved():
         assert torch.equal(value, before[key]), key
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_saved(world, size):
-    world(size)(saved)
-
-
-def refused():
+@on_ranks(1, 2)
+def test_refused():
     frozen = base().requires_grad_(False)
     with pytest.raises(ValueError, match="quantize_frozen must be None or one of 'nf4', 'fp8', got 'int4'"):
         bmt.auto_wrap(frozen, quantize_frozen="int4")
@@ -206,12 +200,8 @@ def refused():
         copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_refused(world, size):
-    world(size)(refused)
-
-
-def loaded():
+@on_ranks(1, 2)
+def test_loaded_by_ranges():
     """Loading and quantizing in one step gives the bits of loading whole and wrapping."""
     folder = [tempfile.mkdtemp()]
     if bmt.world_size() > 1:
@@ -226,12 +216,8 @@ def loaded():
         assert torch.equal(mine, value), key
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_loaded_by_ranges(world, size):
-    world(size)(loaded)
-
-
-def switched():
+@on_ranks(1)
+def test_adapters_that_are_not_active():
     """The weights of an adapter that is not active are frozen, and are trained after a switch: they are not packed."""
     model = plain(r=200)
     model.add_adapter("other", peft.LoraConfig(target_modules="all-linear", r=200))
@@ -239,10 +225,6 @@ def switched():
     assert not [n for n, p in model.named_parameters() if isinstance(p, QuantizedParameter) and "lora" in n]
     model.set_adapter("other")
     loss_of(model, 0).backward()
-
-
-def test_adapters_that_are_not_active(world):
-    world(1)(switched)
 
 
 NAME = "model.layers.0.mlp.down_proj.weight"

@@ -13,6 +13,7 @@ from hf_bmtrain.features.packed.choose import QUANTIZE_FROZEN
 from hf_bmtrain.features.packed.storage import QuantizedParameter
 from hf_bmtrain.features.prediction.prediction import predict
 from hf_bmtrain.features.prediction.simulation import on_meta
+from ranks import on_ranks
 from twins import check_gradients
 
 peft = pytest.importorskip("peft")
@@ -133,7 +134,8 @@ def test_predicted_memory(world, size, form):
     assert prediction.table["shard"] == world(size)(stored_bytes, form)[0]
 
 
-def later():
+@on_ranks(1, 2)
+def test_adapters_that_come_later():
     """The base is wrapped first, and PEFT puts adapters on its packed experts."""
     model = bmt.auto_wrap(base("Mixtral").requires_grad_(False), quantize_frozen="nf4")
     config = peft.LoraConfig(r=4, init_lora_weights=False, lora_dropout=0.0, **ON_EXPERTS)
@@ -144,12 +146,8 @@ def later():
     train_beside(model, twin, 2)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_adapters_that_come_later(world, size):
-    world(size)(later)
-
-
-def saved():
+@on_ranks(1, 2)
+def test_saved():
     """What is trained is saved and resumed; a file of all holds the experts as they are unpacked."""
     folder, form = shared_folder(), FORMATS["nf4"]
     twin = plain("Mixtral")
@@ -175,12 +173,9 @@ def saved():
     torch.testing.assert_close(loss_of(model, 2), loss_of(twin, 2), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_saved(world, size):
-    world(size)(saved)
-
-
-def loaded(name):
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@on_ranks(1, 2)
+def test_loaded_by_ranges(name):
     """Loading and quantizing in one step gives the bits of loading whole and wrapping."""
     folder = shared_folder()
     if bmt.rank() == 0:
@@ -193,13 +188,8 @@ def loaded(name):
         assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
-def test_loaded_by_ranges(world, size, name):
-    world(size)(loaded, name)
-
-
-def refused():
+@on_ranks(1, 2)
+def test_refused():
     """Adapters cannot be merged into packed experts, in either way, nor can these be trained."""
     model = bmt.auto_wrap(plain("Mixtral", targets=ON_EXPERTS | {"target_modules": []}), quantize_frozen="nf4")
     with pytest.raises(RuntimeError, match=r"shape \(3, (192, 128|128, 96)\) was written"):
@@ -210,11 +200,6 @@ def refused():
     experts = bmt.auto_wrap(base("Mixtral").requires_grad_(False), quantize_frozen="nf4").model.layers[0].mlp.experts
     with pytest.raises(RuntimeError, match=r"shape \(3, 192, 128\) cannot be trained"):
         experts.gate_up_proj.requires_grad_(True)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_refused(world, size):
-    world(size)(refused)
 
 
 class Mixed(nn.Module):
@@ -241,7 +226,9 @@ class Mixed(nn.Module):
         return x + sum(parameter.double().sin().mean() for parameter in self.parameters())
 
 
-def chosen(form):
+@pytest.mark.parametrize("form", QUANTIZE_FROZEN)
+@on_ranks(1, 2)
+def test_what_is_packed(form):
     """Matrices and stacks of them are packed, and nothing else."""
 
     def make():
@@ -261,9 +248,3 @@ def chosen(form):
     for either in (model, twin):
         either[0][1](either[0][0](torch.zeros(()))).backward()
     check_gradients(model, twin)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("form", QUANTIZE_FROZEN)
-def test_what_is_packed(world, size, form):
-    world(size)(chosen, form)

@@ -16,6 +16,7 @@ from hf_bmtrain.features.prediction.live_bytes import LiveBytes
 from hf_bmtrain.features.prediction.predict import Comparison
 from hf_bmtrain.features.prediction.prediction import ROWS, predict
 from hf_bmtrain.features.prediction.simulation import on_meta, simulate
+from ranks import on_ranks
 from tiny_models import FAMILIES, batch, build
 
 OPTIMIZERS = {
@@ -220,16 +221,13 @@ def test_plain_training_goes_on_after_a_prediction():
     assert second < first
 
 
-def refuse():
+@on_ranks(1)
+def test_a_wrapped_model_is_refused():
     model = bmt.auto_wrap(build("llama"))
     with pytest.raises(ValueError, match="wrapped already. Predict before auto_wrap"):
         bmt.predict_memory(model, batch("llama", 0))
     with pytest.raises(ValueError, match="micro_batches must be 1 or more, not 0"):
         bmt.predict_memory(build("llama"), batch("llama", 0), micro_batches=0)
-
-
-def test_a_wrapped_model_is_refused(world):
-    world(1)(refuse)
 
 
 def test_a_large_difference_is_a_warning(caplog):
@@ -273,7 +271,10 @@ class Model(nn.Module):
         return self.layers[0](x).sum()
 
 
-def run_out_of_memory(fails):
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes, so it is logged")
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@on_ranks(1)
+def test_an_out_of_memory_error_says_what_takes_less(fails):
     model = bmt.auto_wrap(Model(fails), use_checkpoint=False)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -283,9 +284,3 @@ def run_out_of_memory(fails):
     assert "shards of the parameters" in note
     assert "1. auto_wrap(model, use_checkpoint=True)" in note
     assert "AdamOffloadOptimizer" in note
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes, so it is logged")
-@pytest.mark.parametrize("fails", ["forward", "backward"])
-def test_an_out_of_memory_error_says_what_takes_less(world, fails):
-    world(1)(run_out_of_memory, fails)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import Layer, Tower, check_gradients, ids
 
 
@@ -136,7 +137,11 @@ def tower(layer):
 LAYERS = [Counting, Late, Averaging, Remembering, Swapping, Hooked, Scheduled]
 
 
-def trained(layer, use_checkpoint, together):
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("layer", LAYERS)
+@on_ranks(1, 2)
+def test_state(layer, use_checkpoint, together):
     """Every rank has the same rows, so that its layers have the state of the twin's."""
 
     def make():
@@ -162,15 +167,8 @@ def trained(layer, use_checkpoint, together):
             assert (mine.history, mine.table, mine.state) == (plain.history, plain.table, plain.state)
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_state(world, size, layer, use_checkpoint, together):
-    world(size)(trained, layer, use_checkpoint, together)
-
-
-def dropped():
+@on_ranks(1, 2)
+def test_dropped():
     """What is kept of the attributes makes no circle: a dropped model is freed at once."""
     model = bmt.auto_wrap(tower(Remembering))
     model(ids(0, 0)).backward()
@@ -182,8 +180,3 @@ def dropped():
         assert [reference() for reference in references] == [None] * 3
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_dropped(world, size):
-    world(size)(dropped)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from recomputed_models import Recomputing
 from twins import check_gradients, check_twins, ids, losses
 
@@ -18,19 +19,15 @@ def loss(model, step, rank):
 PLANS = ("outside", "each layer", "all layers", "everything")
 
 
-def trained(plan, reentrant, listed, use_checkpoint, zero_level):
-    check_twins(
-        lambda: Recomputing(plan, reentrant, listed), loss, use_checkpoint=use_checkpoint, zero_level=zero_level
-    )
-
-
 CASES = list(itertools.product(PLANS, (False, True), (True, False), (True, False), (3, 2)))
 
 
 @pytest.mark.parametrize(("plan", "reentrant", "listed", "use_checkpoint", "zero_level"), CASES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_training(world, size, plan, reentrant, listed, use_checkpoint, zero_level):
-    world(size)(trained, plan, reentrant, listed, use_checkpoint, zero_level)
+@on_ranks(1, 2)
+def test_training(plan, reentrant, listed, use_checkpoint, zero_level):
+    check_twins(
+        lambda: Recomputing(plan, reentrant, listed), loss, use_checkpoint=use_checkpoint, zero_level=zero_level
+    )
 
 
 def pair(plan, reentrant, use_checkpoint):
@@ -83,7 +80,10 @@ def test_graphs_of_other_forwards(world, size, plan, reentrant, use_checkpoint, 
     world(size)(check, plan, reentrant, use_checkpoint)
 
 
-def kept_on_the_cpu(listed, use_checkpoint):
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@on_ranks(1, 2)
+def test_hooks_on_what_is_saved(listed, use_checkpoint):
     """Somebody's hooks take what autograd saves, weights among it."""
 
     def loss_with_hooks(model, step, rank):
@@ -91,10 +91,3 @@ def kept_on_the_cpu(listed, use_checkpoint):
             return loss(model, step, rank)
 
     check_twins(lambda: Recomputing("", False, listed), loss_with_hooks, use_checkpoint=use_checkpoint)
-
-
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
-def test_hooks_on_what_is_saved(world, size, listed, use_checkpoint):
-    world(size)(kept_on_the_cpu, listed, use_checkpoint)

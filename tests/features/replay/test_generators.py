@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_bmtrain.features.replay.generators import Generators, generators_of
+from ranks import on_ranks
 from twins import Layer, Tower, check_twins, ids
 
 DRAWS = {
@@ -37,7 +38,9 @@ class Drawing(Layer):
         return super().forward(x * factor, *args, **kwargs)
 
 
-def same_numbers(kind):
+@pytest.mark.parametrize("kind", DRAWS)
+@on_ranks(1)
+def test_recomputed(kind):
     """Model and twin draw in turn, so each starts every forward at the same seed."""
 
     class Seeded(Tower):
@@ -55,11 +58,6 @@ def same_numbers(kind):
         return model
 
     check_twins(make, lambda model, step, rank: model(ids(step, 0)), use_checkpoint=True)
-
-
-@pytest.mark.parametrize("kind", DRAWS)
-def test_recomputed(world, kind):
-    world(1)(same_numbers, kind)
 
 
 @pytest.mark.parametrize("kind", DRAWS)

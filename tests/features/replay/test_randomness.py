@@ -1,10 +1,10 @@
 """Dropout of sharded layers: another mask on every rank, the same from the same seed, and again in recomputation."""
 
-import pytest
 import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from ranks import on_ranks
 from twins import Layer, Tower, ids
 
 DRAWN = {}
@@ -52,7 +52,8 @@ def draws(seed, use_checkpoint):
     return torch.stack([layer.drawn[0] for layer in model.layers]), loss.detach(), gradient, following
 
 
-def seeded():
+@on_ranks(1, 2, 3)
+def test_randomness():
     """The same seed, the same draws, with and without recomputation; what is drawn afterwards too."""
     rank = bmt.rank()
     first, again, kept = (draws(5 + rank, use_checkpoint) for use_checkpoint in (True, True, False))
@@ -63,8 +64,3 @@ def seeded():
     masks = everyone.view(bmt.world_size(), *first[0].shape)
     layers = masks.flatten(0, 1)
     assert all(not torch.equal(a, b) for i, a in enumerate(layers) for b in layers[:i]), "two draws are the same"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_randomness(world, size):
-    world(size)(seeded)

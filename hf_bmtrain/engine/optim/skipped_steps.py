@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...faults.bad_gradients import WATCHED_STEPS, OwnGradients, count_not_finite, explain
+from ..base.arguments import expect_number
 from ..runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
@@ -27,8 +28,9 @@ class SkippedSteps:
     """
 
     def __init__(self, limit: int | None) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(f"max_skipped_steps must be positive, or None for no limit, not {limit}")
+        if limit is not None:
+            wanted = "positive, or None for no limit"
+            expect_number("max_skipped_steps", limit, wanted, lambda steps: steps >= 1, whole=True)
         self._limit = limit
         self._steps = self._in_row = self._lost = 0
         self._at_minimum = False

@@ -3,7 +3,6 @@
 import dataclasses
 from unittest import mock
 
-from ranks import on_ranks
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ import hf_bmtrain as bmt
 from hf_bmtrain.engine.ops.grad_norm import Segments
 from hf_bmtrain.engine.runtime.world import current_world, simulated
 from hf_bmtrain.engine.tensors.norms import SegmentNorms
+from ranks import on_ranks
 from twins import Tower, ids
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_bmtrain as bmt
-from twins import check_gradients
+from twins import compare_backward
 
 
 def rows(number: int) -> torch.Tensor:
@@ -23,14 +23,12 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 def train_beside(model: nn.Module, twin: nn.Module, steps: int = 3) -> None:
     """SGD on both; losses and gradients are equal at each step."""
-    size = bmt.world_size()
+
+    def loss(either: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return loss_of(either, step * bmt.world_size() + rank)
+
     for step in range(steps):
-        mine = loss_of(model, step * size + bmt.rank())
-        mine.backward()
-        expected = [loss_of(twin, step * size + rank) for rank in range(size)]
-        torch.stack(expected).mean().backward()
-        torch.testing.assert_close(mine, expected[bmt.rank()], rtol=1e-5, atol=0)
-        check_gradients(model, twin)
+        compare_backward(model, twin, loss, step, rtol=1e-5)
         for either in (model, twin):
             torch.optim.SGD([p for p in either.parameters() if p.requires_grad], lr=0.1).step()
             either.zero_grad()

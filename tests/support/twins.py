@@ -51,6 +51,10 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]
 """(model, step, rank) → the loss of that rank's rows."""
 
 
+def tower_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(ids(step, rank))
+
+
 def check_twins(
     make: Callable[[], nn.Module],
     loss: Loss,
@@ -64,7 +68,6 @@ def check_twins(
     prepare: changes both models before a step (freezing, say). blocks: names the blocks of a model; None leaves that
     to auto_wrap. Returns the sharded model.
     """
-    size, rank = bmt.world_size(), bmt.rank()
     model, twin = make(), make()
     bmt.auto_wrap(model, blocks=None if blocks is None else blocks(model), **wrap)
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
@@ -72,16 +75,21 @@ def check_twins(
         if prepare is not None:
             prepare(model, step)
             prepare(twin, step)
-        mine = loss(model, step, rank)
-        mine.backward()
-        expected = torch.stack([loss(twin, step, other) for other in range(size)])
-        expected.mean().backward()
-        torch.testing.assert_close(mine, expected[rank], rtol=1e-6, atol=0)
-        check_gradients(model, twin)
+        compare_backward(model, twin, loss, step)
         for either in (optimizer, plain):
             either.step()
             either.zero_grad()
     return model
+
+
+def compare_backward(model: nn.Module, twin: nn.Module, loss: Loss, step: int, rtol: float = 1e-6) -> None:
+    """Backward of `model` on this rank's rows and of `twin` on all; losses and gradients are equal. Collective."""
+    mine = loss(model, step, bmt.rank())
+    mine.backward()
+    expected = torch.stack([loss(twin, step, other) for other in range(bmt.world_size())])
+    expected.mean().backward()
+    torch.testing.assert_close(mine, expected[bmt.rank()], rtol=rtol, atol=0)
+    check_gradients(model, twin)
 
 
 def losses(model: nn.Module, twin: nn.Module, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,11 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_bmtrain as bmt
 from tiny_models import VOCABULARY
-from twins import WIDTH, Layer, Tower, check_twins, ids
-
-
-def plain_loss(model, step, rank):
-    return model(ids(step, rank))
+from twins import WIDTH, Layer, Tower, check_twins, ids, tower_loss
 
 
 class Registered:
@@ -45,7 +41,7 @@ class RegisteredTower(Tower, Registered, key="tower"):
 
 def registered_subclasses():
     """Extending a class is no subclassing of the user's."""
-    model = check_twins(RegisteredTower, plain_loss)
+    model = check_twins(RegisteredTower, tower_loss)
     assert isinstance(model.layers[0], bmt.CheckpointBlock)
     assert Registered.keys == {"layer": RegisteredLayer, "tower": RegisteredTower}
 
@@ -79,7 +75,7 @@ class GenericTower(Generic[TypeVar("T")], Tower):
 def bases_without_dict():
     """sentence-transformers' modules are of this kind."""
     for compiled in (False, "eager"):
-        model = check_twins(GenericTower, plain_loss, compile=compiled)
+        model = check_twins(GenericTower, tower_loss, compile=compiled)
         assert isinstance(model, GenericTower) and isinstance(model.layers[0], ConcreteLayer)
         assert isinstance(model.layers[0], bmt.CheckpointBlock) and type(model.layers[0]).__name__ == "ConcreteLayer"
         assert type(model.layers[0]).forward is not ConcreteLayer.forward
@@ -114,7 +110,7 @@ class NumberedTower(Tower):
 
 
 def integer_parameters():
-    model = check_twins(NumberedTower, plain_loss)
+    model = check_twins(NumberedTower, tower_loss)
     assert model.numbers.gather().tolist() == list(range(1, 8))
 
 
@@ -141,7 +137,7 @@ class ComplexTower(Tower):
 
 
 def complex_parameters():
-    check_twins(ComplexTower, plain_loss)
+    check_twins(ComplexTower, tower_loss)
     for manager, order in ((True, 2.0), (True, 3.0), (True, float("inf")), (False, 2.0), (False, 3.0)):
         model, twin = bmt.auto_wrap(ComplexTower()), ComplexTower()
         clip_both(model, twin, manager, order)
@@ -152,8 +148,8 @@ def clip_both(model, twin, by_manager, order):
     optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, twin))
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    manager.backward(plain_loss(model, 0, bmt.rank()))
-    torch.stack([plain_loss(twin, 0, rank) for rank in range(bmt.world_size())]).mean().backward()
+    manager.backward(tower_loss(model, 0, bmt.rank()))
+    torch.stack([tower_loss(twin, 0, rank) for rank in range(bmt.world_size())]).mean().backward()
     if by_manager:
         norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=0.01, norm_type=order)
     else:
@@ -178,7 +174,7 @@ def pruned_and_parametrized():
         nn.utils.parametrizations.orthogonal(tower.layers[2].linear)
         return tower
 
-    check_twins(make, plain_loss)
+    check_twins(make, tower_loss)
 
 
 def averaged_weights():
@@ -190,8 +186,8 @@ def averaged_weights():
     bmt.auto_wrap(averaged)
     optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
     for step in range(3):
-        plain_loss(model, step, bmt.rank()).backward()
-        torch.stack([plain_loss(twin, step, rank) for rank in range(bmt.world_size())]).mean().backward()
+        tower_loss(model, step, bmt.rank()).backward()
+        torch.stack([tower_loss(twin, step, rank) for rank in range(bmt.world_size())]).mean().backward()
         for either in (optimizer, plain):
             either.step()
             either.zero_grad()
@@ -219,7 +215,7 @@ class GappedTower(Tower):
 
 
 def list_with_none():
-    model = check_twins(GappedTower, plain_loss)
+    model = check_twins(GappedTower, tower_loss)
     assert isinstance(model.layers[0], bmt.CheckpointBlock)
     assert not isinstance(model.between[0], bmt.CheckpointBlock)
 

@@ -12,11 +12,7 @@ import hf_bmtrain as bmt
 from hf_bmtrain.engine.optim import manager as manager_module
 from inner import state_of
 from tiny_models import batch, build
-from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
-
-
-def plain_loss(model, step, rank):
-    return model(ids(step, rank))
+from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids, tower_loss
 
 
 def data_is_written():
@@ -27,7 +23,7 @@ def data_is_written():
             parameter.data = parameter.data * 0.9
             parameter.data.mul_(0.9)
 
-    model = check_twins(Tower, plain_loss, prepare=prepare)
+    model = check_twins(Tower, tower_loss, prepare=prepare)
     with pytest.raises(RuntimeError, match="only be set to what fits"):
         model.head.weight.data = torch.zeros(2, WIDTH + 1)
     with pytest.raises(RuntimeError, match="only be set to what fits"):
@@ -49,7 +45,7 @@ def parametrized_head():
         nn.utils.parametrizations.weight_norm(model.head)
         return model
 
-    check_twins(make, plain_loss)
+    check_twins(make, tower_loss)
 
 
 def checkpointing_asked_for_later(use_checkpoint):

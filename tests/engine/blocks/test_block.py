@@ -9,18 +9,14 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from twins import Layer, Tower, check_gradients, check_twins, ids, losses
+from twins import Layer, Tower, check_gradients, check_twins, compare_backward, ids, losses, tower_loss
 
 SIZES = [1, 2, 3]
 OPTIONS = [{"zero_level": z, "use_checkpoint": c} for z in (2, 3) for c in (False, True)]
 
 
-def plain_loss(model, step, rank):
-    return model(ids(step, rank))
-
-
 def tower(options):
-    check_twins(Tower, plain_loss, **options)
+    check_twins(Tower, tower_loss, **options)
 
 
 def block_called_twice(options):
@@ -42,7 +38,7 @@ def frozen_block(options):
         model.embedding.requires_grad_(False)
         return model
 
-    check_twins(make, plain_loss, **options)
+    check_twins(make, tower_loss, **options)
 
 
 def block_without_parameters(options):
@@ -51,7 +47,7 @@ def block_without_parameters(options):
         model.layers.insert(1, nn.Tanh())
         return model
 
-    check_twins(make, plain_loss, **options)
+    check_twins(make, tower_loss, **options)
 
 
 def unfreezing(options):
@@ -61,7 +57,7 @@ def unfreezing(options):
             parameter.requires_grad = step < 2
         model.embedding.requires_grad_(step != 1)
 
-    check_twins(Tower, plain_loss, prepare=freeze, **options)
+    check_twins(Tower, tower_loss, prepare=freeze, **options)
 
 
 def frozen_before_backward(options):
@@ -231,9 +227,7 @@ def check_recovers(model, make=Tower):
     """A good step after a bad one equals a plain one."""
     twin = make()
     twin.load_state_dict(model.state_dict())
-    model(ids(3, bmt.rank())).backward()
-    torch.stack([twin(ids(3, other)) for other in range(bmt.world_size())]).mean().backward()
-    check_gradients(model, twin)
+    compare_backward(model, twin, tower_loss, 3)
 
 
 class InPlace(Layer):
@@ -285,7 +279,7 @@ def unused_parameter(options):
         model.layers[1] = WithUnused()
         return model
 
-    model = check_twins(make, plain_loss, **options)
+    model = check_twins(make, tower_loss, **options)
     model(ids(0, bmt.rank())).backward()
     unused = model.layers[1].unused
     place = unused.buffer.pieces[unused.index]
@@ -360,7 +354,7 @@ def weight_cast_in_forward(options):
         model.layers[1].linear.double()
         return model
 
-    check_twins(cast_before, plain_loss, **options)
+    check_twins(cast_before, tower_loss, **options)
 
 
 def weights_written_between_forwards(options):
@@ -384,7 +378,7 @@ def kwargs_with_gradients(options):
                 x = layer(x, shift=shift.sin())
             return self.head(x).square().mean()
 
-    check_twins(Shifted, plain_loss, **options)
+    check_twins(Shifted, tower_loss, **options)
 
 
 def tied_over_blocks(options):
@@ -395,7 +389,7 @@ def tied_over_blocks(options):
         model.layers[2].linear.weight = model.layers[0].linear.weight
         return model
 
-    model = check_twins(make, plain_loss, **options)
+    model = check_twins(make, tower_loss, **options)
     assert model.layers[2].linear.weight is model.layers[0].linear.weight
     assert len(list(model.parameters())) == len(list(make().parameters()))
 
@@ -436,7 +430,7 @@ def block_keeps_its_identity(options):
         model.half()
     model.to("cpu")
     model.float()
-    check_twins(Tower, plain_loss, steps=1, **options)
+    check_twins(Tower, tower_loss, steps=1, **options)
 
 
 CASES = [

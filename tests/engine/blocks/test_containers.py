@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hf_bmtrain as bmt
 from ranks import on_ranks
-from twins import Layer, Tower, check_twins, ids
+from twins import Layer, Tower, check_twins, ids, tower_loss
 
 OPTIONS = [{"use_checkpoint": checkpoint, "zero_level": level} for checkpoint in (True, False) for level in (3, 2)]
 
@@ -173,12 +173,8 @@ class KnownTower(Tower):
         return self.head(x).square().mean() + loss
 
 
-def plain_loss(model, step, rank):
-    return model(ids(step, rank))
-
-
 def identities(options):
-    check_twins(KnownTower, plain_loss, **options)
+    check_twins(KnownTower, tower_loss, **options)
 
 
 class Batch(Layer):
@@ -206,7 +202,7 @@ class BatchTower(Tower):
 
 def returned(options):
     """Every tensor goes through the dict, so the blocks are released as they are otherwise."""
-    check_twins(BatchTower, plain_loss, **options)
+    check_twins(BatchTower, tower_loss, **options)
 
 
 @dataclasses.dataclass
@@ -235,7 +231,7 @@ class AnsweringTower(Tower):
 
 
 def nested_outputs(options):
-    check_twins(AnsweringTower, plain_loss, **options)
+    check_twins(AnsweringTower, tower_loss, **options)
 
 
 class Failing(Layer):

@@ -9,7 +9,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.wrap import root_params as outside
-from twins import WIDTH, check_gradients, ids
+from twins import WIDTH, compare_backward, ids
 
 
 class Switched(nn.Module):
@@ -77,12 +77,9 @@ def trained_as_in_plain_torch(make, plain, use_checkpoint, own_buffers):
         model = bmt.auto_wrap(Heads(), use_checkpoint=use_checkpoint)
     twin = Heads()
     optimizer, expected = make(model.parameters()), plain(twin.parameters())
-    size, rank = bmt.world_size(), bmt.rank()
     for step in range(8):
         for micro in range(step, step + 1 + step % 3):
-            loss(model, micro, rank).backward()
-            torch.stack([loss(twin, micro, other) for other in range(size)]).mean().backward()
-            check_gradients(model, twin)
+            compare_backward(model, twin, loss, micro)
         for either in (optimizer, expected):
             either.step()
             either.zero_grad()
@@ -145,9 +142,7 @@ def after_a_failed_backward():
     with pytest.raises(ZeroDivisionError):
         (output + failing).backward()
     for step in (2, 3):
-        loss(model, step, bmt.rank()).backward()
-        torch.stack([loss(twin, step, other) for other in range(bmt.world_size())]).mean().backward()
-        check_gradients(model, twin)
+        compare_backward(model, twin, loss, step)
 
 
 TRAINED = [

@@ -12,11 +12,7 @@ import hf_bmtrain as bmt
 from hf_bmtrain.engine.wrap.find import find_block_lists
 from inner import state_of
 from ranks import on_ranks
-from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
-
-
-def plain_loss(model, step, rank):
-    return model(ids(step, rank))
+from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids, tower_loss
 
 
 def seeded(make, *arguments):
@@ -55,7 +51,7 @@ class Stages(nn.Module):
 
 
 def lists_in_lists():
-    model = check_twins(seeded(Stages), plain_loss)
+    model = check_twins(seeded(Stages), tower_loss)
     assert blocks_of(model) == ["stages.0.0", "stages.0.1", "stages.1.0", "mixed.0", "mixed.1", "mixed.2"]
 
 
@@ -126,7 +122,7 @@ class Records(logging.Handler):
 
 def no_list():
     with Records() as messages:
-        model = check_twins(seeded(Sequence), plain_loss)
+        model = check_twins(seeded(Sequence), tower_loss)
     assert blocks_of(model) == []
     assert len(messages) == 1
     assert "no nn.ModuleList" in messages[0]
@@ -186,7 +182,7 @@ class Shared(Tower):
 
 
 def shared_layers():
-    model = check_twins(seeded(Shared), plain_loss)
+    model = check_twins(seeded(Shared), tower_loss)
     assert model.layers[3] is model.layers[0]
     assert model.layers[1].linear is model.layers[0].linear
 
@@ -207,7 +203,7 @@ class Torch(nn.Module):
 
 
 def torch_transformer():
-    model = check_twins(seeded(Torch), plain_loss)
+    model = check_twins(seeded(Torch), tower_loss)
     assert len(blocks_of(model)) == 4
     twin = seeded(Torch)()
     twin.load_state_dict(model.state_dict())
@@ -425,7 +421,7 @@ class Claims(transformers.PreTrainedModel):
 
 @on_ranks(2)
 def test_a_switch_that_is_claimed():
-    model = check_twins(seeded(Claims, transformers.BertConfig()), plain_loss, use_checkpoint=True)
+    model = check_twins(seeded(Claims, transformers.BertConfig()), tower_loss, use_checkpoint=True)
     assert blocks_of(model)
 
 

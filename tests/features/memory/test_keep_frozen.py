@@ -19,7 +19,7 @@ from inner import state_of
 from log_lines import log_lines
 from ranks import on_ranks
 from tiny_models import batch, build
-from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
+from twins import WIDTH, Layer, Tower, check_gradients, check_twins, compare_backward, ids
 
 counts_saved = pytest.mark.skipif(top_saved_tensors_hooks is None, reason="use_checkpoint='auto' needs torch 2.7")
 
@@ -238,9 +238,7 @@ def test_added_later():
     bmt.auto_wrap(model)
     assert all(buffer.is_whole for buffer in frozen_in(model))
     for step in range(2):
-        loss(model, step, bmt.rank()).backward()
-        torch.stack([loss(twin, step, rank) for rank in range(bmt.world_size())]).mean().backward()
-        check_gradients(model, twin)
+        compare_backward(model, twin, loss, step)
     assert not any(gathered_in_steps(model))
 
 

@@ -22,13 +22,13 @@ BETWEEN_FEATURES = {
 }  # fmt: skip
 """The imports from one feature to another; features.auto_wrap, which lists them, may import each."""
 TO_CUT = {
+    ("engine.optim.skipped_steps", "faults.bad_gradients"),
     ("checkpoint.small_state", "features.float8.calibrate"),
     ("engine.blocks.block", "features.memory.policy"),
     ("engine.blocks.block", "features.replay.replay"),
     ("engine.blocks.block_state", "features.memory.activations"),
     ("engine.blocks.block_state", "features.replay.replay"),
     ("engine.blocks.block_state", "features.replay.scripts"),
-    ("engine.optim.skipped_steps", "faults.bad_gradients"),
     ("engine.wrap.refuse", "features.float8.choose"),
     ("engine.wrap.refuse", "features.memory.policy"),
     ("engine.wrap.refuse", "features.memory.residents"),
@@ -38,7 +38,6 @@ TO_CUT = {
     ("features.prediction.predict", "features.float8.choose"),
     ("features.prediction.predict", "features.memory.policy"),
     ("features.prediction.predict", "features.memory.residents"),
-    ("features.prediction.predict", "features.memory.shortage"),
     ("features.prediction.prediction", "features.float8.choose"),
     ("features.prediction.prediction", "features.memory.policy"),
     ("features.prediction.prediction", "features.memory.residents"),

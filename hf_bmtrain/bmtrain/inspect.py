@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..engine.base.arguments import expect_flag, expect_kind, expect_module
+from ..engine.blocks.observer import Observer
 from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
 
@@ -214,6 +215,16 @@ class InspectTensor:
         return names
 
 
+class _Recording(Observer):
+    """Adds what `record_tensor` is given to `inspector`."""
+
+    def __init__(self, inspector: InspectTensor) -> None:
+        self.inspector = inspector
+
+    def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
+        self.inspector.add(tensor, name, group, requires_grad)
+
+
 @contextmanager
 def inspect_tensor() -> Iterator[InspectTensor]:
     """Record, under `with`, the tensors that are passed to `record_tensor`.
@@ -233,13 +244,14 @@ def inspect_tensor() -> Iterator[InspectTensor]:
         print(bmt.inspect.format_summary(inspector.get_summary()))
     """
     schedule = current_world().schedule
-    if schedule.inspector is not None:
+    if schedule.observer(_Recording) is not None:
         raise RuntimeError("inspect_tensor is already active: one `with inspect_tensor()` at a time.")
-    schedule.inspector = inspector = InspectTensor()
+    inspector = InspectTensor()
+    handle = schedule.observe(_Recording(inspector))
     try:
         yield inspector
     finally:
-        schedule.inspector = None
+        handle.remove()
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> None:
@@ -262,8 +274,10 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     expect_kind("group", group, (str, type(None)), "a str or None")
     expect_flag("requires_grad", requires_grad)
     schedule = current_world().schedule
-    if schedule.inspector is not None and not schedule.repeats:
-        schedule.inspector.add(x, name, group, requires_grad)
+    observers = schedule.observers.record
+    if observers and not schedule.repeats:
+        for observer in observers:
+            observer.record(x, name, group, requires_grad)
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:

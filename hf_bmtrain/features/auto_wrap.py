@@ -21,12 +21,13 @@ from ..engine.sharding.parameter import DistributedParameter
 from ..engine.sharding.slots import Place, Slot, find_places, shard_places, tensor_facts
 from ..engine.sharding.storage import StorageKind
 from ..engine.wrap.find import Chain, adapter_parameters, choose_chains
+from ..engine.wrap.model_hook import install_hook
 from ..engine.wrap.patches import (
     follow_accelerator,
-    install_guard,
     keep_cache_out,
     keep_ranks_together,
     let_parametrize,
+    refuse_resizing,
     route_recomputation,
 )
 from ..engine.wrap.refuse import admit, admit_parameters, check_arguments, holds_additions
@@ -38,7 +39,7 @@ from .float8.storage import Float8Kind
 from .lora.linear import fuse_lora
 from .memory.policy import UseCheckpoint
 from .memory.residents import KeepFrozen, apply_keep_frozen, extend_keep_frozen
-from .memory.shortage import Shortage
+from .memory.shortage import follow_shortage
 from .packed.bitsandbytes import adopt_quantized, quantized_facts, refuse_quantized
 from .packed.choose import choose_quantized
 from .packed.storage import PackedKind
@@ -121,7 +122,7 @@ def auto_wrap(
     _connect(model, chains, lists, layers, compile)
     _finish(model, world, model.modules(), layers)
     follow_accelerator(model, world.device)
-    install_guard(model, world)
+    refuse_resizing(model)
     install_signal_guard(model, linears, layers, world, bool(compile))  # behind hooks that refuse or change arguments
     apply_keep_frozen(model, world, keep_frozen)
     _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)
@@ -298,7 +299,8 @@ def _finish(model: torch.nn.Module, world: World, fresh: Iterable[torch.nn.Modul
     let_parametrize(model)
     if world.size > 1:
         keep_ranks_together(model, blocks)
-    world.schedule.on_shortage = Shortage(model, world)
+    install_hook(model)
+    follow_shortage(model, world)
 
 
 def _report(model: torch.nn.Module, world: World, sharded: str, level: int) -> None:

@@ -13,23 +13,27 @@ from typing import Any
 
 import torch
 
+from ..engine.blocks.observer import Observer
 from ..engine.runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 
 
-class Speedometer:
-    """Counts samples, tokens and FLOPs of training by a hook before the model's forward, until `close`.
+class Speedometer(Observer):
+    """Counts samples, tokens and FLOPs of training before each forward of the model, until `close`.
 
     The FLOPs are those that training requires, without recomputation: per token 6N for N parameters in matrix products
     and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022, appendix B). For
     mixtures of experts and encoder-decoders, which the formula does not describe, they are not reported.
     """
 
+    position = 30
+
     def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
         self._input = getattr(model, "main_input_name", "input_ids")
         self._weights, self._attention = _flops_a_token(model)
-        self._handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._handle = current_world().schedule.observe(self, model)
         self._counts = torch.zeros(3, dtype=torch.float64, device="cpu")
         self._since = time.perf_counter()
         self._paused: float | None = None
@@ -37,7 +41,9 @@ class Speedometer:
     def close(self) -> None:
         self._handle.remove()
 
-    def _count(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if model is not self._model():
+            return
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
         if not (model.training and torch.is_grad_enabled() and tensors):
             return

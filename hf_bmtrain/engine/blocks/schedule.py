@@ -16,6 +16,7 @@ from ..comm.communicator import Gather
 from ..comm.reduce import Reduction
 from ..sharding.gradient import GradientBuffer
 from ..sharding.on_demand import OnDemandGather
+from .observer import Kind, Observer, ObserverHandle, Observers
 
 if TYPE_CHECKING:
     from .block_state import BlockState
@@ -100,20 +101,19 @@ class Schedule:
     """Decides when blocks are released and gradients received; shared by all buffers and blocks of a world.
 
     shards: allocates and gathers shards. blocks, outside: the reductions of gradients of blocks, and of what is outside
-    them. inside: the context of a layer's own forward, the first one or a recomputation. inspector: records
-    activations, see `inspect`. planner: plans the blocks with use_checkpoint="auto". backwards: the number of backwards
-    since the start. on_shortage: returns what to say of memory when it runs out. memory: counts the bytes of the
-    device; None where they are not known. frozen_plans: choose frozen buffers that stay whole.
+    them. inside: the context of a layer's own forward, the first one or a recomputation. observers: what sees the steps
+    of this world. planner: plans the blocks with use_checkpoint="auto". backwards: the number of backwards since the
+    start. memory: counts the bytes of the device; None where they are not known. frozen_plans: choose frozen buffers
+    that stay whole.
     """
 
     def __init__(self, shards: Gather, blocks: Reduction, outside: Reduction, inside: ForwardDepth) -> None:
         self.shards, self.blocks, self.outside, self.inside = shards, blocks, outside, inside
-        self.inspector: Any = None
+        self.observers = Observers()
         self.planner: Any = None
         self.memory: Any = None
         self.frozen_plans = weakref.WeakSet[Any]()
         self.backwards = 0
-        self.on_shortage: Callable[[], str] | None = None
         self._pass: ForwardPass | None = None
         self._calibrates = False
         self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by graph task
@@ -122,6 +122,23 @@ class Schedule:
         self._prefetched: weakref.ref[BlockState] | None = None
         self._in_flight: deque[list[GradientBuffer]] = deque()
         self._undecided: list[GradientBuffer] = []
+
+    # -- observers ----------------------------------------------------------------------------------------------
+
+    def observe(self, observer: Observer, owner: object | None = None) -> ObserverHandle:
+        """Let `observer` see the steps of this world, until its handle removes it or `owner`, say a model, is freed."""
+        self.observers.add(observer)
+        return ObserverHandle(self.observers, observer, owner)
+
+    def observer(self, kind: type[Kind]) -> Kind | None:
+        """Return the first observer of class `kind`, None if there is none."""
+        return next((observer for observer in self.observers if isinstance(observer, kind)), None)
+
+    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Tell the observers that a wrapped model's forward begins."""
+        if not self.repeats:
+            for observer in self.observers.before_forward:
+                observer.before_forward(model, args, kwargs)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -137,12 +154,16 @@ class Schedule:
 
     def explain_shortage(self, error: BaseException) -> None:
         """Add to an error by which the device's memory ran out what takes it, and what would take less."""
-        if isinstance(error, torch.OutOfMemoryError) and self.on_shortage is not None:
-            add_note = getattr(error, "add_note", None)  # from Python 3.11 on
-            if add_note is None:
-                _log.error("%s", self.on_shortage())
-            else:
-                add_note(self.on_shortage())
+        if not isinstance(error, torch.OutOfMemoryError):
+            return
+        lines = [text for observer in self.observers.out_of_memory if (text := observer.out_of_memory()) is not None]
+        if not lines:
+            return
+        add_note = getattr(error, "add_note", None)  # from Python 3.11 on
+        if add_note is None:
+            _log.error("%s", "\n".join(lines))
+        else:
+            add_note("\n".join(lines))
 
     def free_dropped(self) -> None:
         """Free the mapped memory of models that every rank has dropped. Collective."""
@@ -273,6 +294,8 @@ class Schedule:
         self.backwards += 1
         for plan in self.frozen_plans:
             plan.end_backward()
+        for observer in self.observers.end_backward:
+            observer.end_backward()
 
     def discard_failed_backward(self) -> None:
         """Close a backward that raised before its end; what was in flight does not reach any `.grad`.
@@ -312,6 +335,9 @@ class Schedule:
         for gradient in gradients:
             if gradient.in_flight:
                 self._receive(ahead=0)
+            for observer in self.observers.before_reduce:
+                for index, values in gradient.own():
+                    observer.before_reduce(gradient, index, values)
             gradient.send()
         if gradients:
             self._in_flight.append(gradients)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class GradientBuffer:
     several backwards accumulate, half-precision gradients are summed in float32 and rounded once into `shard`. A
     parameter without a gradient on this rank counts as zero, and its slice's `.grad` stays None if no rank has one.
     requires_grad: of each slice; the slices write it. trained: of each slice, whether it required a gradient when one
-    was reduced.
+    was reduced. number: the buffer's.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class GradientBuffer:
         self._placements, self._reducer, self._wholes, self._like = placements, reducer, wholes, like
         self._communicator = placements[0].communicator
         self._unused, self._alone = unused, self._communicator.size == 1
-        self._entry = code("reduction of the gradient of", unused.number)
+        self.number = unused.number
+        self._entry = code("reduction of the gradient of", self.number)
         self.slices: list[weakref.ref[Any]] = []
         self._indices = range(len(wholes))
         self._pieces = [placement.piece for placement in placements]
@@ -140,6 +141,12 @@ class GradientBuffer:
         """True if it was sent and not received."""
         return self._flight is not None
 
+    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield this rank's gradients that `send` will average, each with its index, but for what was collected."""
+        for index, whole in enumerate(self._wholes):
+            if whole.grad is not None:
+                yield index, whole.grad
+
     def send(self) -> None:
         """Start to average what was collected and the `.grad` of every whole over the ranks."""
         shard, total = self._begin()
@@ -149,7 +156,7 @@ class GradientBuffer:
             whole.grad = None
         if self.requires_grad != self._noted_require_grad:  # a rank where it is another would give zeros to the mean
             self._noted_require_grad = list(self.requires_grad)
-            self._communicator.journal.note(code("change of requires_grad in", self._unused.number))
+            self._communicator.journal.note(code("change of requires_grad in", self.number))
         self.trained = [*map(operator.or_, self.trained, self.requires_grad)]
         self._communicator.journal.note(self._entry)
         self._unused.sent += 1

@@ -109,6 +109,8 @@ class OnDemandGather:
         self._schedule.join_backward(self)
         if self._buffer.gradient.in_flight:  # that of a block, whose parameter is read outside of it as well
             self._schedule.receive_all()
+        for observer in self._schedule.observers.before_reduce:
+            observer.before_reduce(self._buffer.gradient, index, gradient)
         self._buffer.gradient.collect(index, gradient)
 
     def check_unwritten(self) -> None:

@@ -8,36 +8,17 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from ..base.torch_internals import (
-    differentiates_by_functorch,
-    functorch_transforms_active,
-    is_exporting,
-    preserve_version,
-    pytree,
-)
-from ..blocks.block import CheckpointBlock, weak_method
+from ..base.torch_internals import preserve_version, pytree
+from ..blocks.block import weak_method
 from ..blocks.block_state import BlockState
-from ..blocks.sharded_module import RefuseDataParallel, moved
-from ..runtime.launcher import check_accelerator, mixed_precision
-from ..runtime.world import World
-from ..sharding.parameter import DistributedParameter
+from ..runtime.launcher import mixed_precision
 
 _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.log)
-
-
-@functools.cache
-def _is_sharded(kind: type) -> bool:
-    """Return whether what stands in a module's slot is a local parameter, or None."""
-    return kind is type(None) or issubclass(kind, DistributedParameter)
-
-
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -194,10 +175,8 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
     model.forward = forward_in_mixed_precision
 
 
-def install_guard(model: torch.nn.Module, world: World) -> None:
-    """Check `model` before each training forward, and refuse to resize its embeddings."""
-    if world.device.type != "meta":  # a simulation has another number of ranks than Accelerate
-        model.register_forward_pre_hook(Guard(world.size))
+def refuse_resizing(model: torch.nn.Module) -> None:
+    """Refuse to resize the embeddings of `model`."""
     for module in model.modules():
         for name in ("resize_token_embeddings", "resize_position_embeddings"):
             if hasattr(module, name):
@@ -208,80 +187,3 @@ def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
     raise RuntimeError(
         f"{name} changes the shape of sharded weights, whose slices would be lost: call it before auto_wrap."
     )
-
-
-class Guard:
-    """A forward pre-hook that checks one model before its training forwards.
-
-    Raises RuntimeError if the model is exported or called in a transform of torch.func, if it was wrapped in
-    DistributedDataParallel, if Accelerate shards it or sees another number of ranks, if it holds a parameter that is
-    not sharded, or if one of a block was renamed. Parameters and modules can be replaced without any call (FSDP writes
-    into the dicts of a module), so every training forward checks all of them: module by module in the first one and
-    after the tree of modules or a name has changed, otherwise in the dicts that were found then.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._parameters: list[dict[str, Any]] = []  # of every module
-        self._modules: list[dict[str, Any]] = []
-        self._tree: list[torch.nn.Module | None] | None = None  # their values at the last walk
-        self._names: list[str] = []  # of the parameters then
-
-    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
-        if torch.jit.is_tracing() or is_exporting():
-            raise RuntimeError(
-                f"A sharded {type(model).__name__} cannot be traced or exported, because its weights come and go: load "
-                "its state dict (bmt.save, model.state_dict()) into a model that is not wrapped, and export that."
-            )
-        if not torch.is_grad_enabled():
-            return
-        if functorch_transforms_active() and differentiates_by_functorch():
-            raise RuntimeError(
-                f"A transform of torch.func around a sharded {type(model).__name__}: its blocks are gathered and "
-                "released by autograd's own backward. Use loss.backward(), torch.autograd.grad with respect to "
-                "inputs, or a model that is not wrapped."
-            )
-        if DistributedDataParallel._active_ddp_module is not None:
-            iter(RefuseDataParallel())
-        check_accelerator(self._ranks)
-        names = list(chain.from_iterable(self._parameters))
-        if (
-            _values(self._modules) != self._tree
-            or names != self._names
-            or not all(map(_is_sharded, set(map(type, _values(self._parameters)))))
-        ):
-            self._walk(model)
-
-    def _walk(self, model: torch.nn.Module) -> None:
-        for name, module in model.named_modules():
-            for key, parameter in module._parameters.items():
-                # A wrapped model that became a part of a block is shown with wholes in the block's forward.
-                known = _is_sharded(type(parameter)) or hasattr(parameter, "is_whole")
-                if parameter is not None and not known:
-                    raise RuntimeError(
-                        f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came "
-                        "into the model after auto_wrap: it is not sharded, and nobody averages its gradient over the "
-                        "ranks. Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
-                        "auto_wrap, and leave out FSDP, which replaces them all."
-                    )
-        for module in model.modules():
-            if isinstance(module, CheckpointBlock):
-                _check_places(module)
-        self._parameters = [module._parameters for module in model.modules()]
-        self._names = list(chain.from_iterable(self._parameters))
-        self._modules = [module._modules for module in model.modules()]
-        self._tree = _values(self._modules)
-
-
-def _check_places(block: CheckpointBlock) -> None:
-    """Raise RuntimeError if a parameter of `block` has another name than when it was sharded."""
-    known = {(id(slot.parameters), slot.name) for slot in block._slots()}
-    for name, module in block.named_modules():
-        for key, parameter in module._parameters.items():
-            if isinstance(parameter, DistributedParameter) and (id(module._parameters), key) not in known:
-                if any(parameter is slot.piece for slot in block._slots()):
-                    raise moved(f"{name}.{key}".lstrip("."), block)
-
-
-def _values(dicts: list[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, dicts)))

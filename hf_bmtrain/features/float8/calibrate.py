@@ -16,6 +16,7 @@ import torch
 
 from ...engine.base.torch_internals import pytree
 from ...engine.blocks.block import uncompiled
+from ...engine.blocks.observer import Observer, ObserverHandle
 from ...engine.runtime.world import World
 from ...engine.wrap.find import adapter_parameters
 from ..replay.snapshot import ForwardState
@@ -40,30 +41,27 @@ def install_signal_guard(
     if world.device.type == "meta":
         gather_float8(world, states)
         return
-    guard = (CalibrationGuard if compiled else StepGuard)(world, model, states, blocks)
-    hook: Any = torch.compiler.disable(guard) if compiled else guard  # the model around the blocks may be compiled too
-    guard.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    calibration = (CalibrationAhead if compiled else CalibrationInStep)(world, model, states, blocks)
+    calibration.handle = world.schedule.observe(calibration, model)
     for state in states.values():
-        state.guard = weakref.ref(guard)  # the hook keeps it
+        state.guard = weakref.ref(calibration)  # the schedule keeps it
 
 
-class SignalGuard:
-    """A forward pre-hook of a model that decides which of its float8 layers have too much noise, and removes itself.
+class Calibration(Observer):
+    """Decides which float8 layers of a model have too much noise, before one of its forwards, and removes itself.
 
     A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
-    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes the hook. states:
+    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes it. states:
     of the layers, by path in the model.
     """
 
-    handle: Any
+    position = 90
+    handle: ObserverHandle
 
     def __init__(
         self, world: World, model: torch.nn.Module, states: dict[str, Float8State], blocks: Sequence[Any]
     ) -> None:
         self._world, self._model, self.states, self._blocks = world, weakref.ref(model), states, blocks
-
-    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        raise NotImplementedError
 
     @property
     def has_measured(self) -> bool:
@@ -101,22 +99,22 @@ class SignalGuard:
         self.finish()
 
     def finish(self) -> None:
-        """Remove the hook, and gather the layers' weights as their states say. Collective."""
+        """Remove this observer, and gather the layers' weights as their states say. Collective."""
         self.handle.remove()
         for state in self.states.values():
             state.measures, state.powers, state.guard = False, None, None
         gather_float8(self._world, self.states)
 
 
-class StepGuard(SignalGuard):
+class CalibrationInStep(Calibration):
     """Measures layers in the first training forward itself, and decides in a later one, after each rank's backward."""
 
     _begun: int | None = None  # backwards before the measured forward
 
-    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        schedule, training = self._world.schedule, torch.is_grad_enabled()
-        if schedule.in_backward:
+    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if model is not self._model():
             return
+        schedule, training = self._world.schedule, torch.is_grad_enabled()
         for state in self.states.values():
             state.measures = training and state.powers is None
         if not training:
@@ -131,15 +129,15 @@ class StepGuard(SignalGuard):
         return self._begun is not None and self._world.schedule.backwards > self._begun
 
 
-class CalibrationGuard(SignalGuard):
+class CalibrationAhead(Calibration):
     """Measures layers in a forward of its own, ahead of the first training forward, and decides before that begins.
 
     It runs on the same arguments, without gradients and not compiled, and leaves no trace: random generators, buffers,
     attributes and containers are put back, also if it raises.
     """
 
-    def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and not self._world.schedule.in_backward:
+    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if model is self._model() and torch.is_grad_enabled():
             self._measure(model, args, kwargs)
             self.decide()
 
@@ -214,7 +212,7 @@ def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
     return state.guard is not None or found is None or found[0] == state.active
 
 
-def _guards_of(states: Mapping[str, Float8State]) -> list[SignalGuard]:
+def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
     """Return what is still to decide of layers, once each."""
     found = [state.guard() for state in states.values() if state.guard is not None]
     return [guard for guard in dict.fromkeys(found) if guard is not None]

@@ -1,6 +1,6 @@
 """Which weights of float8 layers are gathered in float8, and from when on.
 
-A buffer is gathered in float8 once it is known that all its layers compute in float8 and are called, see `SignalGuard`.
+A buffer is gathered in float8 once it is known that all its layers compute in float8 and are called, see `Calibration`.
 The rounded shard takes one byte more for each of this rank's elements.
 """
 

@@ -9,27 +9,38 @@ import torch
 
 from ...engine.base.device_memory import DeviceMemory
 from ...engine.blocks.block import CheckpointBlock
+from ...engine.blocks.observer import Observer
 from ...engine.runtime.world import World
 from ...engine.sharding.slots import buffers_of
 
 
-class Shortage:
-    """Describes the memory that a wrapped model takes now, for an error by which memory ran out.
+def follow_shortage(model: torch.nn.Module, world: World) -> None:
+    """Describe the memory of `model`, and no longer that of models before, when memory runs out."""
+    shortage = world.schedule.observer(Shortage)
+    if shortage is None:
+        world.schedule.observe(Shortage(model, world))
+    else:
+        shortage.follow(model)
 
-    predicted: the table of a prediction that was asked for.
-    """
+
+class Shortage(Observer):
+    """Describes the memory that a wrapped model takes now, for an error by which memory ran out."""
+
+    position = 10
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
-        self._model, self._world = weakref.ref(model), world
-        self.predicted: str | None = None
+        self._world = world
+        self.follow(model)
 
-    def __call__(self) -> str:
+    def follow(self, model: torch.nn.Module) -> None:
+        """Describe the memory of `model` from now on."""
+        self._model = weakref.ref(model)
+
+    def out_of_memory(self) -> str:
         model = self._model()
         if model is None:
             return "The model that auto_wrap has sharded was dropped."
         lines = [f"Memory on rank {self._world.rank}, in GiB:", *self._table(model)]
-        if self.predicted is not None:
-            lines += ["It was predicted as:", self.predicted]
         return "\n".join([*lines, "What takes less, the first thing first:", *self._advice(model)])
 
     def _table(self, model: torch.nn.Module) -> list[str]:

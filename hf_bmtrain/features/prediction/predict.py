@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...engine.base.device_memory import DeviceMemory
+from ...engine.blocks.observer import Observer
 from ...engine.optim.adam import AdamOptimizer
 from ...engine.runtime.world import check_zero_level, current_world
 from ...engine.wrap.refuse import check_frozen_and_float8
 from ..float8.choose import UseFloat8
 from ..memory.policy import UseCheckpoint
 from ..memory.residents import KeepFrozen
-from ..memory.shortage import Shortage
 from .prediction import Prediction, predict
 from .simulation import on_meta
 
@@ -76,32 +77,34 @@ def predict_memory(
         quantize_frozen=quantize_frozen, float8=float8,
     )  # fmt: skip
     if on_device:
-        comparison = Comparison(prediction, micro_batches)
-        comparison.handle = model.register_forward_pre_hook(comparison)
+        world.schedule.observe(Comparison(prediction, micro_batches, model), model)
     return prediction
 
 
-class Comparison:
-    """A forward pre-hook that compares a prediction with the second step, whose peak it has to itself, and goes."""
+class Comparison(Observer):
+    """Compares a prediction with the second step of `model`, whose peak it has to itself."""
 
-    handle: Any
+    position = 20
 
-    def __init__(self, prediction: Prediction, micro_batches: int) -> None:
+    def __init__(self, prediction: Prediction, micro_batches: int, model: torch.nn.Module) -> None:
         self._prediction, self._micro_batches, self._forwards = prediction, micro_batches, 0
+        self._model = weakref.ref(model)
 
-    def __call__(self, model: torch.nn.Module, args: tuple) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if model is not self._model() or not (model.training and torch.is_grad_enabled()):
             return
         steps, rest = divmod(self._forwards, self._micro_batches)
         self._forwards += 1
+        if rest or not 1 <= steps <= 2:
+            return
         world = current_world()
-        if rest == 0 and steps == 0 and isinstance(world.schedule.on_shortage, Shortage):
-            world.schedule.on_shortage.predicted = str(self._prediction)
-        if rest == 0 and steps == 1:
+        if steps == 1:
             DeviceMemory(world.device).reset_peak()
-        if rest == 0 and steps == 2:
-            self.handle.remove()
+        else:
             self.report(DeviceMemory(world.device).peak() + world.schedule.mapped_bytes)
+
+    def out_of_memory(self) -> str | None:
+        return f"It was predicted as:\n{self._prediction}" if self._forwards else None
 
     def report(self, measured: int) -> None:
         """Log the predicted and the `measured` bytes."""

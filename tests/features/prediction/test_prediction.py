@@ -231,10 +231,10 @@ def test_a_wrapped_model_is_refused():
 
 
 def test_a_large_difference_is_a_warning(caplog):
-    prediction = predicted()
+    prediction, model = predicted(), torch.nn.Linear(1, 1)
     with caplog.at_level(logging.INFO, "hf_bmtrain"):
-        Comparison(prediction, 1).report(int(prediction.peak * 1.02))
-        Comparison(prediction, 1).report(int(prediction.peak * 1.2))
+        Comparison(prediction, 1, model).report(int(prediction.peak * 1.02))
+        Comparison(prediction, 1, model).report(int(prediction.peak * 1.2))
     levels = [record.levelname for record in caplog.records]
     assert levels == ["INFO", "WARNING"]
     assert "measured (-2.0 %)" in caplog.text

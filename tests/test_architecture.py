@@ -22,7 +22,6 @@ BETWEEN_FEATURES = {
 }  # fmt: skip
 """The imports from one feature to another; features.auto_wrap, which lists them, may import each."""
 TO_CUT = {
-    ("engine.optim.skipped_steps", "faults.bad_gradients"),
     ("checkpoint.small_state", "features.float8.calibrate"),
     ("engine.blocks.block", "features.memory.policy"),
     ("engine.blocks.block", "features.replay.replay"),

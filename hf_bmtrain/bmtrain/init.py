@@ -22,6 +22,7 @@ from ..engine.runtime.world import (
     enter_world,
     refuse_parallelism,
 )
+from ..faults.bad_gradients import GradientWatcher
 from ..faults.process import install
 from ..faults.watch import Watch
 
@@ -96,6 +97,7 @@ def init_distributed(
         rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.control, monitor, inside,
         schedule, zero_level, loss_scale_factor, loss_scale_steps, poison,
     )  # fmt: skip
+    schedule.observe(GradientWatcher(world))
     enter_world(world)
     atexit.register(compat.install())
     if watch is not None:

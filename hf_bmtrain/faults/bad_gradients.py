@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..engine.blocks.observer import Observer, ObserverHandle
 from ..engine.runtime.world import World
 from ..engine.sharding.gradient import GradientBuffer
 from ..engine.sharding.parameter import DistributedParameter
@@ -17,45 +18,45 @@ WATCHED_STEPS = 16
 """Steps after a skipped one in which each rank's own gradients are looked at."""
 _SHOWN = 4
 _UNKNOWN = -1
+_LOST = (
+    "a gradient was inf or nan; which one is unknown, because the gradients were freed before this was known (the next "
+    f"{WATCHED_STEPS} steps are watched)"
+)
 
 Seen = list[tuple[int, int, torch.Tensor]]
 """Gradients of this rank in the order of backward: the buffer's number, the index in it, and whether it is finite."""
 
 
-@torch.no_grad()
-def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return the numbers of nan and of inf in this rank's part of each gradient, (k, 2) int64 on `device`.
+class OwnGradients(Observer):
+    """Looks at this rank's gradients of `parameters` before they are averaged, in WATCHED_STEPS steps of `owner`.
 
-    They are -1 for None. The host does not wait.
-    """
-    counts = torch.full((len(gradients), 2), _UNKNOWN, dtype=torch.int64, device=device)
-    for row, gradient in zip(counts, gradients):
-        if gradient is not None:
-            part = gradient.as_subclass(torch.Tensor)
-            row[0], row[1] = part.isnan().sum(), part.isinf().sum()
-    return counts
-
-
-class OwnGradients:
-    """Looks at this rank's gradients before they are averaged, while it watches.
-
-    It takes the place of two methods of the `GradientBuffer`s, so that a step that is not watched does nothing for it.
+    steps: that are still to be watched. handle: removes this observer.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        buffers = dict.fromkeys(p.buffer for p in parameters if isinstance(p, DistributedParameter))
-        self._gradients = [weakref.ref(buffer.gradient) for buffer in buffers]
+    handle: ObserverHandle
+
+    def __init__(self, owner: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._owner = weakref.ref(owner)
+        self._numbers = {p.buffer.number for p in parameters if isinstance(p, DistributedParameter)}
         self._arriving: Seen = []
         self._last: Seen = []
         self.steps = WATCHED_STEPS
-        for buffer in buffers:
-            _observe(buffer.gradient, buffer.number, buffer.wholes, self._arriving)
 
-    def end_step(self) -> None:
+    def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
+        if gradient.number in self._numbers:
+            self._arriving.append((gradient.number, index, values.detach().isfinite().all()))
+
+    def end_step(self, manager: Any) -> None:
+        if manager is self._owner():
+            self.end()
+
+    def end(self) -> None:
         """End a step: what has arrived is that step's."""
-        self._last = list(self._arriving)
-        self._arriving.clear()
+        self._last, self._arriving = self._arriving, []
         self.steps -= 1
+        if self.steps < 0:  # a skip in one of the watched steps would have begun another watch
+            self._last = []
+            self.handle.remove()
 
     def found(self) -> dict[tuple[int, int], int]:
         """Return the place in backward's order of each gradient of the last step that was not finite."""
@@ -73,38 +74,37 @@ class OwnGradients:
         """True if it has watched the last step."""
         return bool(self._last)
 
-    def stop(self) -> None:
-        """Give the methods back."""
-        for reference in self._gradients:
-            gradient = reference()
-            if gradient is not None:
-                vars(gradient).pop("send", None)
-                vars(gradient).pop("collect", None)
 
+class GradientWatcher(Observer):
+    """Says why steps are skipped, and watches the gradients of each rank for some steps after one.
 
-def _observe(gradient: GradientBuffer, number: int, wholes: Sequence[torch.nn.Parameter], seen: Seen) -> None:
-    """Add to `seen` each gradient that `gradient` collects or sends from now on."""
-    owner = weakref.ref(gradient)  # it holds these functions
+    Every owner of optimizers (an OptimManager, or what follows Trainer) has a watch of its own.
+    """
 
-    def look(index: int, values: torch.Tensor) -> None:
-        seen.append((number, index, values.detach().isfinite().all()))
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._watches = weakref.WeakKeyDictionary[Any, OwnGradients]()
 
-    def collect(index: int, values: torch.Tensor) -> None:
-        look(index, values)
-        owned = owner()
-        assert owned is not None
-        GradientBuffer.collect(owned, index, values)
+    def watch(self, owner: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Watch the gradients of `parameters` in the next WATCHED_STEPS steps of `owner`."""
+        self.stop(owner)
+        own = self._watches[owner] = OwnGradients(owner, parameters)
+        own.handle = self._world.schedule.observe(own, owner)
 
-    def send() -> None:
-        for index, whole in enumerate(wholes):
-            if whole.grad is not None:
-                look(index, whole.grad)
-        owned = owner()
-        assert owned is not None
-        GradientBuffer.send(owned)
+    def watch_of(self, owner: Any) -> OwnGradients | None:
+        """Return what has watched for `owner` last, None if nothing has."""
+        return self._watches.get(owner)
 
-    replaced: Any = gradient
-    replaced.collect, replaced.send = collect, send
+    def stop(self, owner: Any) -> None:
+        """End the watch of `owner`, if it has one."""
+        own = self._watches.pop(owner, None)
+        if own is not None:
+            own.handle.remove()
+
+    def explain_skip(self, manager: Any, parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor) -> str:
+        cause = explain(parameters, counts, self.watch_of(manager), self._world)
+        self.watch(manager, parameters)
+        return cause or _LOST
 
 
 # -- all ranks together ---------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def explain(
 
     None if that is not known, because the gradients were freed and not watched.
 
-    counts: the result of `count_not_finite` for the averaged gradients. own: this rank's, if they were watched.
+    counts: as in `Observer.explain_skip`. own: this rank's, if they were watched.
     """
     watched = own is not None and own.has_seen
     found = {} if own is None else own.found()

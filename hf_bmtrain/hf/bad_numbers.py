@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 import torch
 
+from ..engine.optim.skipped_steps import count_not_finite
 from ..engine.runtime.world import current_world
-from ..faults.bad_gradients import OwnGradients, count_not_finite, explain
+from ..faults.bad_gradients import GradientWatcher, explain
 
 _log = logging.getLogger("hf_bmtrain")
 LIMIT = 3
@@ -26,20 +27,20 @@ class BadNumbers:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._own: OwnGradients | None = None
         self._logs = 0
 
     def end_step(self, step: int) -> None:
         """Look at the gradients of step number `step`, if they were watched."""
-        if self._own is None:
+        own = _watcher().watch_of(self)
+        if own is None:
             return
-        self._own.end_step()
+        own.end()
         world = current_world()
         unknown = count_not_finite([None] * len(self._parameters), world.device)
-        cause = explain(self._parameters, unknown, self._own, world)
+        cause = explain(self._parameters, unknown, own, world)
         if cause is not None and world.rank == 0:
             _log.warning("step %d: %s", step, cause)
-        if cause is not None or self._own.steps <= 0:
+        if cause is not None or own.steps <= 0:
             self.close()
 
     def look(self, step: int, norm: float | None, scale: float | None) -> None:
@@ -68,8 +69,8 @@ class BadNumbers:
             )
         if current_world().rank == 0:
             _log.warning("%s; the next steps are watched", problem)
-        if self._own is None:
-            self._own = OwnGradients(self._parameters)
+        if _watcher().watch_of(self) is None:
+            _watcher().watch(self, self._parameters)
 
     def _spoilt(self) -> str:
         """Return in words how many parameters are not finite."""
@@ -81,6 +82,10 @@ class BadNumbers:
 
     def close(self) -> None:
         """Stop watching."""
-        if self._own is not None:
-            self._own.stop()
-            self._own = None
+        _watcher().stop(self)
+
+
+def _watcher() -> GradientWatcher:
+    watcher = current_world().schedule.observer(GradientWatcher)
+    assert watcher is not None, "init_distributed adds it"
+    return watcher

@@ -311,6 +311,8 @@ class OptimManager:
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
         self._skips.end_step()
+        for observer in current_world().schedule.observers.end_step:
+            observer.end_step(self)
         self._forget_norms()
         if self._skipped.immediate:
             self._end_last_step()
@@ -473,7 +475,7 @@ class OptimManager:
                 if is_unchanged(parameter, seen):  # not made by a backward since
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
-            self._skips.report(self._parameters(), scale, self._bounds[0])
+            self._skips.report(self, self._parameters(), scale, self._bounds[0])
             return
         self._skips.clear()
         for scheduler in self.schedulers:

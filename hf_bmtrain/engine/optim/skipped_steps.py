@@ -1,26 +1,39 @@
-"""SkippedSteps: counts the steps that a manager skips, says why, and ends a training that no longer advances."""
+"""SkippedSteps: counts the steps that a manager skips, and ends a training that no longer advances."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ...faults.bad_gradients import WATCHED_STEPS, OwnGradients, count_not_finite, explain
 from ..base.arguments import expect_number
 from ..runtime.world import current_world
 
+if TYPE_CHECKING:  # it owns the class of this file
+    from .manager import OptimManager
+
 _log = logging.getLogger("hf_bmtrain")
 _WARN_EVERY = 8
-_UNKNOWN = (
-    "a gradient was inf or nan; which one is unknown, because the gradients were freed before this was known (the next "
-    f"{WATCHED_STEPS} steps are watched)"
-)
+
+
+@torch.no_grad()
+def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return the numbers of nan and of inf in this rank's part of each gradient, (k, 2) int64 on `device`.
+
+    They are -1 for None. The host does not wait.
+    """
+    counts = torch.full((len(gradients), 2), -1, dtype=torch.int64, device=device)
+    for row, gradient in zip(counts, gradients):
+        if gradient is not None:
+            part = gradient.as_subclass(torch.Tensor)
+            row[0], row[1] = part.isnan().sum(), part.isinf().sum()
+    return counts
 
 
 class SkippedSteps:
-    """Reports each skipped step in one line of rank 0, with the first block and parameter and the rank.
+    """Reports each skipped step in one line of rank 0, with what observers say of its cause.
 
     While a loss scale is sought skips are normal: one is logged as info, and each eighth in a row as a warning. Without
     a loss scale, or with one at its minimum, no lower scale could have avoided the skip: every one is a warning, and
@@ -35,14 +48,11 @@ class SkippedSteps:
         self._steps = self._in_row = self._lost = 0
         self._at_minimum = False
         self._counts: torch.Tensor | None = None
-        self._own: OwnGradients | None = None
 
     def end_step(self) -> None:
         """Count a step, skipped or not."""
         self._steps += 1
         self._counts = None
-        if self._own is not None:
-            self._own.end_step()
 
     def look(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Look at the gradients of the step that was skipped, which are about to be dropped."""
@@ -53,12 +63,11 @@ class SkippedSteps:
         """Note that the last step was not skipped."""
         self._in_row = self._lost = 0
         self._at_minimum = False
-        if self._own is not None and self._own.steps <= 0:
-            self._own.stop()
-            self._own = None
 
-    def report(self, parameters: Sequence[torch.nn.Parameter], scale: float | None, minimum: float) -> None:
-        """Log that the last step was skipped, and why. Collective.
+    def report(
+        self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], scale: float | None, minimum: float
+    ) -> None:
+        """Log that the last step of `manager` was skipped, and why. Collective.
 
         parameters: of all optimizers; `look` was given their gradients. scale: the loss scale after the step, None
         without one. Raises RuntimeError if training has not advanced for `limit` steps.
@@ -68,10 +77,9 @@ class SkippedSteps:
         lost = scale is None or self._at_minimum
         self._in_row, self._lost = self._in_row + 1, self._lost + 1 if lost else 0
         self._at_minimum = scale is not None and scale <= minimum
-        cause = explain(parameters, self._counts, self._own, world) or _UNKNOWN
-        if self._own is not None:
-            self._own.stop()
-        self._own = OwnGradients(parameters)
+        observers = world.schedule.observers.explain_skip
+        causes = [observer.explain_skip(manager, parameters, self._counts) for observer in observers]
+        cause = next((text for text in causes if text is not None), "a gradient was inf or nan")
         after = "there is no loss scale" if scale is None else f"the loss scale is now {scale:g}"
         row = f", {self._in_row} in a row" if self._in_row > 1 else ""
         warn = lost or self._at_minimum or self._in_row % _WARN_EVERY == 0

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-import state_memory
 import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+import state_memory
 from hf_bmtrain.checkpoint import store
 from hf_bmtrain.engine.base.files import atomic_file
 from processes import environment

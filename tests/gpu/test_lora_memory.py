@@ -75,7 +75,7 @@ def test_bitsandbytes_is_asked_for():
 
 def test_too_little_memory_is_one_line(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {os.fspath(TESTS / 'gpu')!r}){OUT_OF_MEMORY}")
+    script.write_text(f"import sys; sys.path.insert(0, {os.fspath(TESTS / 'scripts')!r}){OUT_OF_MEMORY}")
     done = start(2, script, "--engine", "bmt")
     assert done.returncode == 1
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -4,12 +4,12 @@ import json
 import os
 from unittest import mock
 
-import load_memory
 import pytest
 import torch
 import transformers
 
 import hf_bmtrain as bmt
+import load_memory
 from hf_bmtrain.engine.sharding import sourced as scattered
 from tiny_models import FAMILIES, batch, build
 from zoo_families import FAMILIES as ZOO

@@ -15,7 +15,7 @@ from boolq.questions import reading_questions
 from boolq.small_bert import small_bert_config, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = Path(__file__).with_name("plain_boolq.py")
+PLAIN = ROOT / "tests" / "scripts" / "plain_boolq.py"
 PYTHON = [sys.executable]
 TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STEPS_AN_EPOCH = 25  # 400 rows, 16 a step

@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch.distributed as dist
-from bad_inputs import SECONDS, as_a_script, calls, outcomes
 
 import hf_bmtrain as bmt
+from bad_inputs import SECONDS, as_a_script, calls, outcomes
 
 CALLS = {each.name: each for each in calls()}
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bad_calls import by_hand, manager, saved, scratch, sgd, tiny, trained, wrapped
 from torch import nn
 
 import hf_bmtrain as bmt
+from bad_calls import by_hand, manager, saved, scratch, sgd, tiny, trained, wrapped
 from twins import Tower, ids
 
 ERRORS = (ValueError, TypeError, RuntimeError)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import transformers
-from plan_memory import count_kept_blocks
 
 import hf_bmtrain as bmt
 from hf_bmtrain.features.prediction.prediction import Prediction, predict
+from plan_memory import count_kept_blocks
 
 STEPS = 4
 

@@ -34,9 +34,9 @@ import time
 from typing import Any
 
 import torch
-from lora_models import MODELS, prepare
 
 import hf_bmtrain as bmt
+from lora_models import MODELS, prepare
 
 WARM_UP = 2
 """Steps before those that are measured: memory is planned and layers are compiled in them."""

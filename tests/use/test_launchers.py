@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launched_job import plain_losses
 
+from launched_job import plain_losses
 from processes import environment
 from ranks import free_port
 

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from published import ROOT, programs, read_blocks
 
 from processes import environment
+from published import ROOT, programs, read_blocks
 
 FOLDER = Path(os.environ.get("HF_BMTRAIN_PUBLISHED", ROOT.parent / "shared" / "published"))
 DOCUMENTS = sorted(FOLDER.glob("*.txt"))

@@ -16,6 +16,7 @@ from ..engine.runtime.backend import check_addresses, open_backend
 from ..engine.runtime.launcher import check_seed, choose_device, find_place, seed_everything
 from ..engine.runtime.monitor import Monitor
 from ..engine.runtime.world import (
+    SavedState,
     World,
     check_no_world,
     check_zero_level,
@@ -25,6 +26,8 @@ from ..engine.runtime.world import (
 from ..faults.bad_gradients import GradientWatcher
 from ..faults.process import install
 from ..faults.watch import Watch
+from ..features.auto_wrap import LayerFeatures
+from ..features.float8.calibrate import float8_decision, restore_decision
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -95,9 +98,10 @@ def init_distributed(
     schedule = Schedule(found.shards, found.blocks, found.outside, inside)
     world = World(
         rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.control, monitor, inside,
-        schedule, zero_level, loss_scale_factor, loss_scale_steps, poison,
+        schedule, LayerFeatures(), zero_level, loss_scale_factor, loss_scale_steps, poison,
     )  # fmt: skip
     schedule.observe(GradientWatcher(world))
+    world.saved_states["float8"] = SavedState(float8_decision, restore_decision)
     enter_world(world)
     atexit.register(compat.install())
     if watch is not None:

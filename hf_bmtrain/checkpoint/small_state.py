@@ -16,7 +16,6 @@ import torch
 from ..engine.optim.manager import OptimManager
 from ..engine.runtime.launcher import seed_everything
 from ..engine.runtime.world import World
-from ..features.float8.calibrate import float8_decision, restore_decision
 from .entries import check_groups, groups_of, named_persistent_buffers, optimizers_of, schedulers_of
 from .ranges import checksum
 
@@ -47,7 +46,7 @@ def collect(
         ],
         "manager": optimizer.own_state() if isinstance(optimizer, OptimManager) else None,
         "schedulers": [scheduler.state_dict() for scheduler in schedulers_of(schedulers)],
-        "float8": float8_decision(world, model),
+        **{name: state.save(world, model) for name, state in world.saved_states.items()},
         "modules": {name: module.get_extra_state() for name, module in _with_extra_state(model)},
     }
 
@@ -87,7 +86,8 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
         scheduler.load_state_dict(saved)
     for name, module in _with_extra_state(model):
         module.set_extra_state(state["modules"][name])
-    restore_decision(world, model, state.get("float8") or {})
+    for name, feature in world.saved_states.items():
+        feature.load(world, model, state.get(name) or {})
     ranks = state["ranks"]
     if len(ranks) != world.size:
         return ranks[0]["extra"]

@@ -1,50 +1,50 @@
-"""The automatic wrapper: shard any `nn.Module` in place."""
+"""`auto_wrap`, and the list of the features that a wrapped model can have."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..checkpoint.materialize import fill_from
-from ..engine.base.arguments import expect_module
-from ..engine.blocks.block import CheckpointBlock, enlarge, extend
+from ..engine.base.arguments import expect_flag, expect_kind, expect_module, expect_path
+from ..engine.blocks.block import CheckpointBlock
 from ..engine.blocks.block_list import TransformerBlockList
+from ..engine.blocks.block_state import BlockState
 from ..engine.blocks.distributed_module import DistributedModule
-from ..engine.runtime.world import World, check_zero_level, current_world
-from ..engine.sharding.buffer import ShardedBuffer
+from ..engine.blocks.recompute import Recompute
+from ..engine.runtime.world import check_zero_level, current_world
 from ..engine.sharding.parameter import DistributedParameter
-from ..engine.sharding.slots import Place, Slot, find_places, shard_places, tensor_facts
-from ..engine.sharding.storage import StorageKind
-from ..engine.wrap.find import Chain, adapter_parameters, choose_chains
-from ..engine.wrap.model_hook import install_hook
-from ..engine.wrap.patches import (
-    follow_accelerator,
-    keep_cache_out,
-    keep_ranks_together,
-    let_parametrize,
-    refuse_resizing,
-    route_recomputation,
-)
-from ..engine.wrap.refuse import admit, admit_parameters, check_arguments, holds_additions
-from ..engine.wrap.root_params import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
-from .float8.calibrate import install_signal_guard
-from .float8.choose import UseFloat8, apply_float8, check_late_float8, choose_float8
-from .float8.gather import choose_gathered, link_layers
-from .float8.storage import Float8Kind
-from .lora.linear import fuse_lora
-from .memory.policy import UseCheckpoint
-from .memory.residents import KeepFrozen, apply_keep_frozen, extend_keep_frozen
-from .memory.shortage import follow_shortage
-from .packed.bitsandbytes import adopt_quantized, quantized_facts, refuse_quantized
-from .packed.choose import choose_quantized
-from .packed.storage import PackedKind
+from ..engine.wrap.extension import Extension
+from ..engine.wrap.wrap import wrap
+from .float8 import Float8
+from .lora import Lora
+from .memory import Memory
+from .memory.policy import choose_recompute
+from .options import KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_checkpoint
+from .packed import Packed
+from .replay.replay import Replay
 
-_log = logging.getLogger("hf_bmtrain")
+
+def extensions_of(options: Options) -> list[Extension]:
+    """Return the features of a wrapped model, in the order in which they are asked."""
+    return [Lora(), Packed(options), Float8(options), Memory(options)]
+
+
+class LayerFeatures:
+    """What every block is made with, also by `CheckpointBlock` alone."""
+
+    def check(self, use_checkpoint: object) -> None:
+        check_use_checkpoint(use_checkpoint)
+
+    def recompute(self, use_checkpoint: Any, block: BlockState) -> Recompute:
+        return choose_recompute(use_checkpoint, block, current_world())
+
+    def replay(self, layer: torch.nn.Module) -> Replay:
+        return Replay(layer)
 
 
 def auto_wrap(
@@ -101,108 +101,21 @@ def auto_wrap(
         optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
     """
     world = current_world()
-    check_arguments(model, use_checkpoint, compile, blocks, weights, keep_frozen, quantize_frozen, float8, keep)
+    expect_module("model", model)
+    if not isinstance(compile, str) or not compile:
+        expect_flag("compile", compile)
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `choose_chains` has its own error for one
+        expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
+    if weights is not None:
+        expect_path("weights", weights)
     level = world.zero_level if zero_level is None else zero_level
+    options = Options(level, use_checkpoint, compile, keep_frozen, quantize_frozen, float8, keep)
     check_zero_level(level)
-    asked = {"zero_level": level, "use_checkpoint": use_checkpoint, "compile": compile, "keep_frozen": keep_frozen}
-    world.agree("auto_wrap", asked | {"quantize_frozen": quantize_frozen, "float8": float8, "keep": [*keep]})
+    world.agree("auto_wrap", options.facts())
     if weights is not None:
         fill_from(model, weights, world)
-    chains, lists = _choose(model, blocks, world)
-    if holds_additions(model):
-        return _shard_additions(model, world, float8)
-    layers = list(dict.fromkeys(block for chain in chains for block in chain))
-    outside = _outside(model, layers)
-    quantization, linears = _choose_precision(model, world, layers, outside, quantize_frozen, float8, keep)
-    adopt_quantized(model, layers, outside, world.device)
-    shared = shared_parameters(layers, outside)
-    for block, sharded in _shard_layers(model, world, layers, shared, quantization, linears):
-        extend(block, sharded, world, use_checkpoint, level)
-    shard_outside(world, places_outside(layers, outside, shared), outside)
-    _connect(model, chains, lists, layers, compile)
-    _finish(model, world, model.modules(), layers)
-    follow_accelerator(model, world.device)
-    refuse_resizing(model)
-    install_signal_guard(model, linears, layers, world, bool(compile))  # behind hooks that refuse or change arguments
-    apply_keep_frozen(model, world, keep_frozen)
-    _report(model, world, f"{len(layers)} blocks in {len(chains)} lists, {len(outside)} modules outside", level)
+    wrap(model, world, level, use_checkpoint, compile, blocks, extensions_of(options))
     return model
-
-
-def _choose_precision(
-    model: torch.nn.Module,
-    world: World,
-    layers: Chain,
-    outside: Chain,
-    quantize_frozen: str | None,
-    float8: UseFloat8,
-    keep: Sequence[str],
-) -> tuple[PackedKind | None, dict[str, torch.nn.Module]]:
-    """Return the parameters that are packed, and the layers that compute in float8. Changes nothing. Collective.
-
-    Raises ValueError, on every rank, if there are none for an argument that asks for some.
-    """
-    refusal, quantization, linears = None, None, {}
-    apart = shared_parameters(layers, outside) | adapter_parameters(model)
-    try:
-        quantization = choose_quantized(model, layers, apart, quantize_frozen)
-        linears = choose_float8(model, layers, world.device, float8, keep)
-    except ValueError as error:
-        refusal = error
-    world.agree("auto_wrap", {"the reason to refuse the model": refusal})
-    if refusal is not None:
-        raise refusal
-    return quantization, linears
-
-
-def _shard_layers(
-    model: torch.nn.Module,
-    world: World,
-    layers: Chain,
-    shared: set[int],
-    quantization: PackedKind | None,
-    linears: dict[str, torch.nn.Module],
-) -> Iterator[tuple[torch.nn.Module, tuple[list[ShardedBuffer], list[Slot]]]]:
-    """Shard the parameters of `layers` but for the `shared` ones, and yield each layer with its buffers and slots.
-
-    Adapters have buffers of their own, also frozen ones: an adapter that is made active later is reduced by itself. So
-    have the weights of the `linears`, which compute in float8.
-    """
-    apply_float8(linears)
-    adapters, for_float8 = adapter_parameters(model), choose_gathered(model, linears.values(), world)
-    float8 = Float8Kind()
-
-    def kind_of(parameter: torch.nn.Parameter) -> StorageKind | None:
-        if quantization is not None and id(parameter) in quantization.names:
-            return quantization
-        return float8 if id(parameter) in for_float8 and not hasattr(parameter, "storage_kind") else None
-
-    for layer in layers:
-        own = [place for place in find_places(layer.modules()) if id(place[2]) not in shared]
-        yield layer, shard_places(world, own, world.schedule.blocks, kind_of, adapters)
-    link_layers(linears.values())
-
-
-def _connect(
-    model: torch.nn.Module,
-    chains: list[Chain],
-    lists: list[torch.nn.ModuleList],
-    layers: list[Any],
-    compile: bool | str,
-) -> None:
-    """Tell the blocks of each chain their neighbours, make block lists of the ModuleLists, and compile the blocks.
-
-    The blocks recompute what `model` would.
-    """
-    for module_list in lists:
-        if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class
-            module_list.__class__ = TransformerBlockList
-    for chain in chains:
-        TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
-    if compile:
-        for block in layers:
-            block.compile(backend="inductor" if compile is True else compile)
-    route_recomputation(model, layers)
 
 
 @functools.wraps(auto_wrap, assigned=("__annotations__",))
@@ -226,88 +139,3 @@ def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> to
     ):
         return model
     return auto_wrap(model, *args, **kwargs)
-
-
-def _choose(
-    model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None, world: World
-) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Return the result of `choose_chains`, none for additions. Collective.
-
-    Raises ValueError if the model cannot be sharded, and RuntimeError unless every rank has the same model and blocks.
-    """
-    chains, lists, refusal = [], [], None
-    try:
-        if holds_additions(model):
-            admit_parameters(model)
-            refuse_quantized(model, "add it before the first auto_wrap.")
-        else:
-            admit(model)
-            chains, lists = choose_chains(model, blocks)
-    except ValueError as error:
-        refusal = error
-    world.agree("auto_wrap", {"the reason to refuse the model": refusal})
-    if refusal is not None:
-        raise refusal
-    names = {module: name for name, module in model.named_modules()}
-    chosen = {
-        f"block '{names[block]}'": f"{type(block).__qualname__} in list {number}"
-        for number, chain in enumerate(chains)
-        for block in chain
-    }
-    world.agree("auto_wrap", {**tensor_facts(model), **quantized_facts(model), **chosen})
-    return chains, lists
-
-
-def _shard_additions(model: torch.nn.Module, world: World, float8: UseFloat8) -> torch.nn.Module:
-    """Shard the parameters that were added to `model` since it was wrapped (adapters, a new head). Collective."""
-    check_late_float8(model, float8)
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
-    outside = _outside(model, layers)
-    shared, count = shared_parameters(layers, outside), 0
-    for block in layers:
-        own = [place for place in find_places(block.modules()) if id(place[2]) not in shared and _is_new(place)]
-        count += len(own)
-        if own:
-            enlarge(block, shard_places(world, own, world.schedule.blocks))
-    left = [place for place in places_outside(layers, outside, shared) if _is_new(place)]
-    fresh = [module for module in outside if not isinstance(module, DistributedModule)]
-    shard_outside(world, left, fresh)
-    _finish(model, world, fresh, layers)
-    extend_keep_frozen(model, world)
-    _log.info("rank %d: sharded %d new parameters in blocks and %d outside", world.rank, count, len(left))
-    return model
-
-
-def _is_new(place: Place) -> bool:
-    return not isinstance(place[2], DistributedParameter)
-
-
-def _outside(model: torch.nn.Module, blocks: Chain) -> Chain:
-    """Return the modules of `model` that are not inside one of `blocks`."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    return [module for module in model.modules() if id(module) not in inside]
-
-
-def _finish(model: torch.nn.Module, world: World, fresh: Iterable[torch.nn.Module], blocks: list[Any]) -> None:
-    """Place the module buffers, and patch the modules that were not wrapped before, `fresh`. Collective."""
-    fused = sum(fuse_lora(block.modules()) for block in blocks if not block._bmt.compiled)
-    if fused and world.rank == 0:
-        _log.info("%d LoRA layers add their adapter in the product of their frozen layer", fused)
-    place_buffers(model, world)
-    name_buffers(model, world)
-    keep_cache_out(fresh, blocks)
-    let_parametrize(model)
-    if world.size > 1:
-        keep_ranks_together(model, blocks)
-    install_hook(model)
-    follow_shortage(model, world)
-
-
-def _report(model: torch.nn.Module, world: World, sharded: str, level: int) -> None:
-    _log.info("rank %d: sharded %s: %s, zero_level %d", world.rank, type(model).__name__, sharded, level)
-    if sharded.startswith("0 blocks"):
-        _log.warning(
-            "%s has no nn.ModuleList with parameters, so no blocks were found: all of it is gathered for one forward "
-            "and backward. To save memory name the layers: auto_wrap(model, blocks=[...]).",
-            type(model).__name__,
-        )

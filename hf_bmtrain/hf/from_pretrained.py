@@ -18,11 +18,8 @@ from ..engine.base.arguments import expect_flag, expect_kind, expect_path
 from ..engine.runtime.world import World, check_zero_level, current_world
 from ..engine.sharding.slots import tensor_facts
 from ..engine.sharding.sourced import ScatteredParameter, divide_unless_mapped_everywhere
-from ..engine.wrap.refuse import check_frozen_and_float8
 from ..features.auto_wrap import auto_wrap
-from ..features.float8.choose import UseFloat8
-from ..features.memory.policy import UseCheckpoint, check_use_checkpoint
-from ..features.memory.residents import KeepFrozen
+from ..features.options import KeepFrozen, Options, UseCheckpoint, UseFloat8
 
 _log = logging.getLogger("hf_bmtrain")
 _REFUSED = (
@@ -87,8 +84,10 @@ def from_pretrained(
         model = bmt.hf.from_pretrained(AutoModelForCausalLM, "meta-llama/Llama-3.1-8B", dtype=torch.bfloat16)
     """
     world = current_world()
-    _check_arguments(auto_class, name_or_path, zero_level, use_checkpoint, compile, blocks)
-    check_frozen_and_float8(keep_frozen, quantize_frozen, float8, keep)
+    _check_arguments(auto_class, name_or_path, zero_level, compile, blocks)
+    Options(
+        zero_level or world.zero_level, use_checkpoint, compile, keep_frozen, quantize_frozen, float8, keep
+    )  # checks
     world.assemble("from_pretrained")
     failure: Exception | None = None
     loaded: Any = None
@@ -114,16 +113,13 @@ def from_pretrained(
     return loaded
 
 
-def _check_arguments(
-    auto_class: Any, name_or_path: Any, zero_level: Any, use_checkpoint: Any, compile: Any, blocks: Any
-) -> None:
+def _check_arguments(auto_class: Any, name_or_path: Any, zero_level: Any, compile: Any, blocks: Any) -> None:
     """Raise TypeError or ValueError for arguments that `auto_wrap` would refuse when the model has been read."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
     if name_or_path is not None:
         expect_path("name_or_path", name_or_path)
     check_zero_level(3 if zero_level is None else zero_level)
-    check_use_checkpoint(use_checkpoint)
     if not isinstance(compile, str) or not compile:
         expect_flag("compile", compile)
     if blocks is not None:

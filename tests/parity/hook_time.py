@@ -43,6 +43,7 @@ from hf_bmtrain.engine.comm.reduce import CollectiveReduction
 from hf_bmtrain.engine.comm.streams import DONE, Ticket
 from hf_bmtrain.engine.runtime import world
 from hf_bmtrain.engine.runtime.monitor import Monitor
+from hf_bmtrain.features.auto_wrap import LayerFeatures
 from inner import state_of
 
 BLOCKS, STEPS, WIDTH = 12, 60, 16
@@ -106,7 +107,9 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     control = Control(1, timedelta(seconds=1))
     gather, inside = CollectiveGather(lane), ForwardDepth()
     schedule = Schedule(gather, reduction, reduction, inside)
-    pretended = world.World(0, 2, 0, device, lane, lane, gather, control, Monitor(), inside, schedule, 3, 2, 1024)
+    pretended = world.World(
+        0, 2, 0, device, lane, lane, gather, control, Monitor(), inside, schedule, LayerFeatures(), 3, 2, 1024
+    )
     with mock.patch.object(world, "_world", pretended):
         yield lane
 

@@ -98,7 +98,7 @@ def take(gib: float):
 def count_kept_blocks(model) -> int:
     """Count the blocks that keep their activations, by the plan or because use_checkpoint is False."""
     blocks = [module for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
-    policies = [state_of(block).policy for block in blocks]
+    policies = [state_of(block).recompute for block in blocks]
     return sum(getattr(policy, "kept", policy is False) for policy in policies)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from hf_bmtrain.engine.blocks.recompute import ALWAYS, NEVER
 from hf_bmtrain.engine.optim import manager as manager_module
 from inner import state_of
 from tiny_models import batch, build
@@ -52,13 +53,13 @@ def checkpointing_asked_for_later(use_checkpoint):
     """Trainer calls gradient_checkpointing_enable after the model was wrapped."""
     model, twin = bmt.auto_wrap(build("llama"), use_checkpoint=use_checkpoint).train(), build("llama").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert all(state_of(layer).policy for layer in model.model.layers)
+    assert all(state_of(layer).recompute is ALWAYS for layer in model.model.layers)
     size = bmt.world_size()
     model(**batch("llama", bmt.rank())).loss.backward()
     torch.stack([twin(**batch("llama", r)).loss for r in range(size)]).mean().backward()
     check_gradients(model, twin)
     model.gradient_checkpointing_disable()
-    assert not any(state_of(layer).policy for layer in model.model.layers)
+    assert all(state_of(layer).recompute is NEVER for layer in model.model.layers)
 
 
 class Custom(nn.Module):

@@ -8,12 +8,10 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ...features.memory.policy import UseCheckpoint, check_use_checkpoint, choose_policy
-from ...features.replay.replay import Replay
 from ..base.arguments import expect_module
 from ..runtime.world import World, check_zero_level, current_world
 from ..sharding.buffer import ShardedBuffer
@@ -42,7 +40,7 @@ class CheckpointBlock(ShardedModule):
     def __new__(
         cls,
         layer: torch.nn.Module,
-        use_checkpoint: UseCheckpoint = True,
+        use_checkpoint: bool | Literal["auto"] = True,
         zero_level: int | None = None,
         *,
         mode: str = "BLOCK",
@@ -51,7 +49,7 @@ class CheckpointBlock(ShardedModule):
             return layer
         world = current_world()
         expect_module("layer", layer)
-        check_use_checkpoint(use_checkpoint)
+        world.layer_features.check(use_checkpoint)
         level = world.zero_level if zero_level is None else zero_level
         check_zero_level(level)
         facts = {"zero_level": level, "use_checkpoint": use_checkpoint, **tensor_facts(layer)}
@@ -105,13 +103,13 @@ def extend(
     layer: torch.nn.Module,
     sharded: tuple[list[ShardedBuffer], list[Slot]],
     world: World,
-    use_checkpoint: UseCheckpoint,
+    use_checkpoint: object,
     zero_level: int,
 ) -> None:
     """Make `layer` a CheckpointBlock. sharded: the result of `shard_places` for its parameters."""
     buffers, slots = sharded
-    state = BlockState(world.schedule, buffers, slots, Replay(layer), zero_level)
-    state.policy = choose_policy(use_checkpoint, state, world)
+    state = BlockState(world.schedule, buffers, slots, world.layer_features.replay(layer), zero_level)
+    state.recompute = world.layer_features.recompute(use_checkpoint, state)
     # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
     state.own_forward = layer.__dict__.pop("forward", None)
     layer._bmt = state  # pyright: ignore[reportArgumentType]
@@ -124,7 +122,7 @@ def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slo
     buffers, slots = sharded
     block._bmt.buffers += buffers
     block._bmt.slots += slots
-    block._bmt.replay = Replay(block)
+    block._bmt.replay = current_world().layer_features.replay(block)
     follow_state_dicts(block, slots)
 
 

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ...features.memory.activations import AutoCheckpoint
-from ...features.replay.replay import Replay
-from ...features.replay.scripts import ends_recomputation, keep_scripts
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
 from .autograd import enter_backward, leave_backward, uncached_autocast
+from .recompute import ALWAYS, NEVER, Recompute, Replay
 from .schedule import Schedule
 
 
@@ -28,7 +26,7 @@ class BlockState:
     The wholes are in the slots exactly while forward or backward runs in the block. The block that ran last stays whole
     until another one opens, and its neighbour is prefetched.
 
-    policy: True recomputes every forward, False none, and an AutoCheckpoint decides for each. own_forward: replaces
+    recompute: decides which forwards are recomputed. own_forward: replaces
     the forward of the layer's class (one set on the instance, or a compiled one). eager_forward: what it was before it
     was compiled. pending: the number of forwards whose backward has not run yet, so that a block that is used several
     times is reduced once, when its gradient is complete.
@@ -42,7 +40,7 @@ class BlockState:
     slots: list[Slot]
     replay: Replay
     zero_level: int
-    policy: bool | AutoCheckpoint = True
+    recompute: Recompute = ALWAYS
     previous: weakref.ref[BlockState] | None = None
     next: weakref.ref[BlockState] | None = None
     own_forward: Callable | None = None
@@ -55,12 +53,7 @@ class BlockState:
     @property
     def keeps_no_cache(self) -> bool:
         """True if training forwards must not fill a key-value cache."""
-        return self.policy is not False or self.compiled
-
-    @property
-    def _recorder(self) -> AutoCheckpoint | None:
-        """Records the memory of a measured pass; None unless a planner measures this one."""
-        return None if isinstance(self.policy, bool) else self.policy.recorder
+        return not self.recompute.fills_cache or self.compiled
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -72,9 +65,8 @@ class BlockState:
             if recorded or (recorded is None and self.pending):
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
-        training, policy = torch.is_grad_enabled(), self.policy
-        if training and not isinstance(policy, bool):
-            policy = policy.recomputes(args, kwargs, self.pending)
+        training = torch.is_grad_enabled()
+        recomputes = training and self.recompute.recomputes(args, kwargs, self.pending)
         differentiable = False
         try:
             self._show_wholes(self.next and self.next())
@@ -82,7 +74,7 @@ class BlockState:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()
                     buffer.gradient.free_if_unused()
-                outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs, bool(policy))
+                outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs, recomputes)
             else:
                 outputs = self._inside(layer_forward, *args, **kwargs)
             for buffer in self.buffers:
@@ -127,25 +119,18 @@ class BlockState:
 
         def run(*args, **kwargs):
             nonlocal again
-            keep_scripts()
-            recorder = self._recorder
             if not again:
                 again = True
-                with nullcontext() if recorder is None else recorder.count_saved(args, kwargs, self.pending):
+                with self.recompute.first_forward(args, kwargs, self.pending) or nullcontext():
                     return self._inside(layer_forward, *args, **kwargs)
             if not self._open:
                 raise RuntimeError(
                     "Backward entered a sharded block without passing its output: the loss reads an activation from "
                     "inside the block (a hook, a stored attribute). Return that activation from the block's forward."
                 )
-            if recorder is not None:
-                recorder.planner.mark(recomputed=True)
+            self.recompute.backward_begins(recomputed=True)
             with self.replay.restore(snapshot):
-                try:
-                    return self._inside(layer_forward, *args, **kwargs)
-                except RuntimeError as error:
-                    if not ends_recomputation(error):
-                        raise
+                return self._inside(layer_forward, *args, **kwargs)
 
         with self.replay.record(args, kwargs) as snapshot:
             return checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
@@ -170,7 +155,7 @@ class BlockState:
             self._show_wholes(None)
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
-            return checkpoint(run, *args, use_reentrant=False) if self.policy is not False else run(*args)
+            return run(*args) if self.recompute is NEVER else checkpoint(run, *args, use_reentrant=False)
         finally:  # torch ends a recomputation early by an exception
             if closed:
                 self._show_slices()
@@ -216,8 +201,7 @@ class BlockState:
     def before_backward(self, token: list[int]) -> None:
         """Open the block. token: the buffers' versions in forward, which must be the present ones."""
         self.schedule.join_backward(self)
-        if (recorder := self._recorder) is not None:
-            recorder.planner.mark(recomputed=False)
+        self.recompute.backward_begins(recomputed=False)
         if token != [buffer.version for buffer in self.buffers]:
             raise RuntimeError(
                 "The weights of a block changed between its forward and its backward (an optimizer step or a load "

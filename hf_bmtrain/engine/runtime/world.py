@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -18,6 +18,7 @@ from ..comm.object_comm import Control
 from .monitor import Monitor
 
 if TYPE_CHECKING:  # the schedule is to the right of this folder
+    from ..blocks.recompute import LayerFeatures
     from ..blocks.schedule import ForwardDepth, Schedule
 
 
@@ -25,6 +26,16 @@ class BufferCount:
     """The number of flat buffers that a world has made, the same on every rank."""
 
     made = 0
+
+
+class SavedState(NamedTuple):
+    """What a feature keeps in checkpoints, by functions of a model. Both are collective.
+
+    save: returns it. load: takes what `save` returned, or nothing where a checkpoint has none.
+    """
+
+    save: Callable[[World, torch.nn.Module], Any]
+    load: Callable[[World, torch.nn.Module, Any], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class World:
         monitor: finds out whether the ranks issue different operations.
         inside: how deep the running code is inside forwards.
         schedule: what is open in the current forward and backward.
+        layer_features: what blocks are made with.
         zero_level: the default of `auto_wrap`.
         loss_scale_factor: the default of OptimManager.
         loss_scale_steps: the default of OptimManager.
@@ -51,6 +63,7 @@ class World:
         kept: by folder, what saves its checkpoints.
         copying: an event for each checkpoint whose values are being copied; optimizers wait for them before they write
             weights.
+        saved_states: what features save in checkpoints, by the key there.
     """
 
     rank: int
@@ -64,6 +77,7 @@ class World:
     monitor: Monitor
     inside: ForwardDepth
     schedule: Schedule
+    layer_features: LayerFeatures
     zero_level: int
     loss_scale_factor: float
     loss_scale_steps: int
@@ -71,6 +85,7 @@ class World:
     buffers: BufferCount = field(default_factory=BufferCount)
     kept: dict[Path, Any] = field(default_factory=dict)
     copying: set[threading.Event] = field(default_factory=set)
+    saved_states: dict[str, SavedState] = field(default_factory=dict)
 
     def assemble(self, occasion: str, seconds: float | None = None) -> None:
         """Wait for every rank, and compare what the ranks have issued since the last time. Collective.

@@ -6,15 +6,15 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from ..base.torch_internals import preserve_version, pytree
+from ..base.torch_internals import pytree
 from ..blocks.block import weak_method
 from ..blocks.block_state import BlockState
+from ..blocks.recompute import ALWAYS, NEVER
 from ..runtime.launcher import mixed_precision
 
 _log = logging.getLogger("hf_bmtrain")
@@ -51,7 +51,7 @@ def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwarg
     """Switch the blocks' recomputation on or off. The options, which are torch.utils.checkpoint's, are ignored."""
     _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(states))
     for state in states:
-        state.policy = on
+        state.recompute = ALWAYS if on else NEVER
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
@@ -74,33 +74,6 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) ->
             if "use_cache" in names:
                 hook = functools.partial(without_cache, names.index("use_cache"))
                 module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def let_parametrize(model: torch.nn.Module) -> None:
-    """Let PEFT's adapters on parameters (`target_parameters`) replace a parameter while their module's forward runs.
-
-    They register a torch parametrization, which sets the whole parameter to itself and puts back what it found.
-    """
-    for module in model.modules():
-        activate = getattr(module, "_activate_lora", None)
-        if inspect.ismethod(activate):  # not patched yet
-            module._activate_lora = functools.partial(  # pyright: ignore[reportArgumentType]
-                _activate_uncounted, weak_method(activate), weakref.ref(module)
-            )
-
-
-@contextmanager
-def _activate_uncounted(activate: Callable, reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Run `activate`, a context, without a write to the parameter on its way in, and with its slot as it was after."""
-    wrapper: Any = reference()
-    holder, name = wrapper.get_base_layer(), wrapper.parameter_name
-    held = holder._parameters.get(name)
-    with ExitStack() as stack:
-        if held is not None:  # else an enclosing adapter of the same parameter has replaced it
-            stack.callback(holder._parameters.__setitem__, name, held)
-        with preserve_version(wrapper.get_param()):
-            stack.enter_context(activate(*args, **kwargs))
-        yield
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from ...features.float8.choose import check_float8
-from ...features.memory.policy import check_use_checkpoint
-from ...features.memory.residents import check_keep_frozen
-from ...features.packed.bitsandbytes import admit_quantized, is_quantized, refuse_quantized
-from ...features.packed.choose import check_quantize_frozen
-from ..base.arguments import expect_flag, expect_kind, expect_module, expect_path
 from ..blocks.block import CheckpointBlock
 from ..blocks.distributed_module import DistributedModule
 from ..runtime.world import current_world
@@ -20,38 +13,6 @@ from ..sharding.parameter import DistributedParameter
 from ..sharding.sourced import ScatteredParameter
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-
-
-def check_arguments(
-    model: Any,
-    use_checkpoint: Any,
-    compile: Any,
-    blocks: Any,
-    weights: Any,
-    keep_frozen: Any,
-    quantize_frozen: Any,
-    float8: Any,
-    keep: Any,
-) -> None:
-    """Raise TypeError or ValueError for an argument of `auto_wrap` that is not what it documents."""
-    expect_module("model", model)
-    check_use_checkpoint(use_checkpoint)
-    check_frozen_and_float8(keep_frozen, quantize_frozen, float8, keep)
-    if not isinstance(compile, str) or not compile:
-        expect_flag("compile", compile)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `choose_chains` has its own error for one
-        expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
-    if weights is not None:
-        expect_path("weights", weights)
-    if quantize_frozen is not None:
-        refuse_quantized(model, f"leave out quantize_frozen={quantize_frozen!r}, and it is sharded as it is.")
-
-
-def check_frozen_and_float8(keep_frozen: Any, quantize_frozen: Any, float8: Any, keep: Any) -> None:
-    """Raise TypeError or ValueError for one of these arguments of `auto_wrap` that is not what it documents."""
-    check_keep_frozen(keep_frozen)
-    check_quantize_frozen(quantize_frozen)
-    check_float8(float8, keep)
 
 
 def admit(model: torch.nn.Module) -> None:
@@ -75,7 +36,6 @@ def admit(model: torch.nn.Module) -> None:
     _admit_modules(model)
     if any(isinstance(module, CheckpointBlock) for module in model.modules()) or isinstance(model, DistributedModule):
         raise ValueError("auto_wrap: this model is wrapped already, and holds no parameter that was added since.")
-    admit_parameters(model)
 
 
 def _admit_modules(model: torch.nn.Module) -> None:
@@ -89,10 +49,12 @@ def _admit_modules(model: torch.nn.Module) -> None:
             )
 
 
-def admit_parameters(model: torch.nn.Module) -> None:
-    """Raise ValueError if a parameter of `model` cannot be sharded, naming the first one."""
+def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
+    """Raise ValueError if a parameter of `model` cannot be sharded, naming the first one.
+
+    recognized: whether a feature shards a parameter of a foreign class.
+    """
     simulating = current_world().device.type == "meta"
-    admit_quantized(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
@@ -118,7 +80,7 @@ def admit_parameters(model: torch.nn.Module) -> None:
                 f"auto_wrap: '{name}' has a hook on its gradient, which its slices would not have. Register it after "
                 "auto_wrap, by parameter.register_post_accumulate_grad_hook, which sees the averaged gradient."
             )
-        if isinstance(parameter, DistributedParameter) or is_quantized(parameter):
+        if isinstance(parameter, DistributedParameter) or recognized(parameter):
             continue
         if type(parameter.data) is not torch.Tensor:
             raise ValueError(

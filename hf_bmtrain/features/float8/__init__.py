@@ -1,1 +1,52 @@
-"""Linear layers whose matrix products and all-gathers are in float8."""
+"""Linear layers of blocks whose three matrix products, and whose weights' all-gathers, are in float8.
+
+It pays where a layer has some thousands of tokens, on GPUs with float8 products (Ada, Hopper, Blackwell); a CPU
+emulates them, slowly. Embeddings, head, norms, attention, routers and adapters compute as before. In the first training
+step each layer's noise is measured, and a layer with too much of it leaves float8. It refuses a model without a layer
+for it, and a model that was wrapped without it before.
+
+`arithmetic` rounds and multiplies; `linear` is the layer; `choose` says which layers; `calibrate` which of them leave
+for their noise; `storage` keeps and sends weights in float8; `gather` says which weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...engine.sharding.storage import StorageKind
+from ...engine.wrap.extension import Extension, WrapPlan
+from ..options import Options
+from .calibrate import install_signal_guard
+from .choose import apply_float8, check_late_float8, choose_float8
+from .gather import choose_gathered, link_layers
+from .storage import Float8Kind
+
+
+class Float8(Extension):
+    """`auto_wrap(float8=, keep=)`."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._linears: dict[str, torch.nn.Module] = {}  # by path
+        self._gathered: set[int] = set()  # ids of weights
+
+    def admit(self, model: torch.nn.Module, late: bool) -> None:
+        if late:
+            check_late_float8(model, self._options.float8)
+
+    def choose(self, plan: WrapPlan) -> None:
+        options = self._options
+        self._linears = choose_float8(plan.model, plan.layers, plan.world.device, options.float8, options.keep)
+
+    def prepare(self, plan: WrapPlan) -> None:
+        apply_float8(self._linears)
+        self._gathered = choose_gathered(plan.model, self._linears.values(), plan.world)
+
+    def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
+        brings_its_own = hasattr(parameter, "storage_kind")
+        return Float8Kind() if id(parameter) in self._gathered and not brings_its_own else None
+
+    def connect(self, plan: WrapPlan) -> None:
+        if not plan.late:
+            link_layers(self._linears.values())
+            install_signal_guard(plan.model, self._linears, plan.layers, plan.world, plan.compiled)

@@ -9,26 +9,18 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ...engine.wrap.find import Chain, adapter_parameters
+from ..options import UseFloat8
 from .arithmetic import ALIGNMENT, check_device
 from .linear import Float8Inputs, Float8Linear, extend_linear
 
 _log = logging.getLogger("hf_bmtrain")
-UseFloat8 = bool | Literal["rows"]
 _ROUTERS = ("router", "gate")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def check_float8(float8: UseFloat8, keep: Any) -> None:
-    """Raise ValueError or TypeError for arguments that `auto_wrap` does not document."""
-    if not isinstance(float8, bool) and not (isinstance(float8, str) and float8 == "rows"):
-        raise ValueError(f"float8 must be True, False or 'rows', got {float8!r}")
-    if not isinstance(keep, (list, tuple)) or not all(isinstance(name, str) for name in keep):
-        raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
 
 
 def choose_float8(

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from ...engine.base.arguments import expect_module
 from ...engine.base.torch_internals import pytree
 from ...engine.blocks.sharded_module import extend_class
-from ..packed.bitsandbytes import Linear4bit
 from .fused import linear_cross_entropy
 
 _log = logging.getLogger("hf_bmtrain")
@@ -218,7 +217,8 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
     if isinstance(head, ChunkedHead):
         return None
     foreign = [c for c in type(head).__mro__[:-1] if not c.__module__.startswith(("torch.nn.", "hf_bmtrain."))]
-    changed = foreign or isinstance(head, Linear4bit) or "forward" in head.__dict__
+    forward = getattr(type(head), "_extends", type(head)).forward
+    changed = foreign or forward is not torch.nn.Linear.forward or "forward" in head.__dict__
     if not isinstance(head, torch.nn.Linear) or changed:
         return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a plain torch.nn.Linear"
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:

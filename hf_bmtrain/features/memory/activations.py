@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 
 from ...engine.base.device_memory import DeviceMemory
 from ...engine.base.torch_internals import pytree, top_saved_tensors_hooks
+from ...engine.blocks.recompute import Recompute
 from ...engine.runtime.world import World
 from ...engine.sharding.buffer import ShardedBuffer
 from .meter import SavedBytes
@@ -38,7 +39,7 @@ class Measurement:
     calls: int
 
 
-class AutoCheckpoint:
+class AutoCheckpoint(Recompute):
     """Recomputes a block or keeps its activations, according to the plan of `planner`.
 
     kept: whether the plan keeps the block's activations. calls: the most forwards measured ahead of one backward.
@@ -73,9 +74,15 @@ class AutoCheckpoint:
         return 0 if self.planner.keeps_frozen and total > 2 * trained else total
 
     @property
-    def recorder(self) -> AutoCheckpoint | None:
-        """This object while its planner measures the pass, otherwise None."""
-        return self if self.planner.measuring else None
+    def keeps_activations(self) -> bool:
+        return self.kept
+
+    def first_forward(self, args: tuple, kwargs: dict[str, Any], pending: int) -> AbstractContextManager[None] | None:
+        return self._count_saved(args, kwargs, pending) if self.planner.measuring else None
+
+    def backward_begins(self, recomputed: bool) -> None:
+        if self.planner.measuring:
+            self.planner.mark(recomputed)
 
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the training forward that is about to begin is recomputed in backward.
@@ -99,7 +106,7 @@ class AutoCheckpoint:
         return shapes in self._fitting
 
     @contextmanager
-    def count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
+    def _count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
         """Count, inside the context, the bytes that autograd saves in the block's first forward."""
         if self.planner.in_backward:
             yield

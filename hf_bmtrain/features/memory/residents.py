@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,22 +22,16 @@ from ...engine.blocks.block import CheckpointBlock
 from ...engine.runtime.world import World
 from ...engine.sharding.buffer import ShardedBuffer
 from ...engine.sharding.slots import buffers_of
-from .activations import Shapes, is_within, shapes_of
+from ..options import KeepFrozen
+from .activations import AutoCheckpoint, Shapes, is_within, shapes_of
 
 _log = logging.getLogger("hf_bmtrain")
 _log_once = functools.cache(_log.info)
-KeepFrozen = bool | Literal["auto"]
 _LEAST_SHARE = 4
 """At least 1 / _LEAST_SHARE of the parameters must be frozen."""
 _TOLERANCE = 64
 """By 1 / _TOLERANCE of the usable memory less may be free than when a plan was made; the reserve is larger."""
 _GIB = 2**30
-
-
-def check_keep_frozen(keep_frozen: KeepFrozen) -> None:
-    """Raise ValueError if `keep_frozen` is not True, False or "auto"."""
-    if not isinstance(keep_frozen, bool) and not (isinstance(keep_frozen, str) and keep_frozen == "auto"):
-        raise ValueError(f"keep_frozen must be True, False or 'auto', not {keep_frozen!r}")
 
 
 def apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
@@ -206,7 +200,7 @@ class FrozenPlanner:
         return self._memory.usable() - self._memory.allocated() + self.held
 
     def _present_policies(self) -> list[Any]:
-        return [block.policy for block in (reference() for reference in self._blocks) if block is not None]
+        return [block.recompute for block in (reference() for reference in self._blocks) if block is not None]
 
     # -- a measurement ------------------------------------------------------------------------------------------
 
@@ -224,7 +218,7 @@ class FrozenPlanner:
     @property
     def _is_planned(self) -> bool:
         """True if a plan decides which blocks are recomputed."""
-        return any(not isinstance(policy, bool) for policy in self._policies)
+        return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
         """Note the peak, which users may reset between two steps."""

@@ -10,6 +10,7 @@ import torch
 from ...engine.base.device_memory import DeviceMemory
 from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.observer import Observer
+from ...engine.blocks.recompute import ALWAYS
 from ...engine.runtime.world import World
 from ...engine.sharding.slots import buffers_of
 
@@ -64,7 +65,7 @@ class Shortage(Observer):
         advice = []
         if any(buffer.is_kept for buffer in buffers_of(model)):
             advice.append("auto_wrap(model, keep_frozen=False) gathers frozen parameters at each use, and keeps none")
-        if any(state.policy is not True for state in states):
+        if any(state.recompute is not ALWAYS for state in states):
             advice.append("auto_wrap(model, use_checkpoint=True) keeps the inputs of each block alone")
         if self._world.size > 1 and any(state.zero_level == 2 for state in states):
             advice.append("zero_level=3 frees a block's parameters between its forward and its backward")

@@ -1,1 +1,51 @@
-"""Frozen parameters stored and gathered in 4 or 8 bits: nf4, fp8, and bitsandbytes' nf4."""
+"""Frozen parameters that are stored and gathered in 4 or 8 bits, and unpacked where a layer computes.
+
+`quantize_frozen=` packs the frozen matrices of blocks to nf4 or fp8; a base that transformers has loaded in
+bitsandbytes' nf4 is sharded as it is. It pays where the weights of a frozen base do not fit, at the price of unpacking
+each layer at each use. Packed weights cannot be trained or written; bitsandbytes' fp4 and 8 bits are refused.
+
+`arithmetic` has the formats; `choose` says which parameters; `storage` keeps and sends them; `bitsandbytes` converts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...engine.sharding.storage import StorageKind
+from ...engine.wrap.extension import Extension, WrapPlan
+from ...engine.wrap.find import adapter_parameters
+from ..options import Options
+from .bitsandbytes import admit_quantized, adopt_quantized, is_quantized, quantized_facts, refuse_quantized
+from .choose import choose_quantized
+from .storage import PackedKind
+
+
+class Packed(Extension):
+    """`auto_wrap(quantize_frozen=)`, and weights that bitsandbytes has quantized."""
+
+    def __init__(self, options: Options) -> None:
+        self._form = options.quantize_frozen
+        self._kind: PackedKind | None = None
+
+    def admit(self, model: torch.nn.Module, late: bool) -> None:
+        if self._form is not None:
+            refuse_quantized(model, f"leave out quantize_frozen={self._form!r}, and it is sharded as it is.")
+        admit_quantized(model)
+        if late:
+            refuse_quantized(model, "add it before the first auto_wrap.")
+
+    def recognizes(self, parameter: torch.nn.Parameter) -> bool:
+        return is_quantized(parameter)
+
+    def facts(self, model: torch.nn.Module) -> dict[str, str]:
+        return quantized_facts(model)
+
+    def choose(self, plan: WrapPlan) -> None:
+        without = plan.shared | adapter_parameters(plan.model)
+        self._kind = choose_quantized(plan.model, plan.layers, without, self._form)
+
+    def prepare(self, plan: WrapPlan) -> None:
+        adopt_quantized(plan.model, plan.layers, plan.root, plan.world.device)
+
+    def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
+        return self._kind if self._kind is not None and id(parameter) in self._kind.names else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -12,18 +10,10 @@ from ...engine.wrap.find import Chain
 from .arithmetic import BLOCK, CELL, FORMATS
 from .storage import PackedKind
 
-QUANTIZE_FROZEN = ("nf4", "fp8")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NO_MATRICES = (
     torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d, ParametrizationList,
 )  # fmt: skip
-
-
-def check_quantize_frozen(name: Any) -> None:
-    """Raise ValueError for what is not the name of a packed format, or None."""
-    if name is not None and (not isinstance(name, str) or name not in QUANTIZE_FROZEN):
-        wanted = ", ".join(map(repr, QUANTIZE_FROZEN))
-        raise ValueError(f"quantize_frozen must be None or one of {wanted}, got {name!r}")
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...engine.blocks.block import CheckpointBlock
+from ...engine.blocks.recompute import ALWAYS, NEVER
 from ...engine.runtime.world import World
 from ...engine.sharding.parameter import DistributedParameter
 from ..replay.snapshot import ForwardState
@@ -26,9 +27,9 @@ class TrainingState:
         self._weights = [(piece, piece.part.clone()) for piece in pieces]
         self._others = [(p, p.grad) for p in model.parameters() if not isinstance(p, DistributedParameter)]
         self._states: list[Any] = [module._bmt for module in model.modules() if isinstance(module, CheckpointBlock)]
-        self._policies = [state.policy for state in self._states]
+        self._policies = [state.recompute for state in self._states]
         for state in self._states:
-            state.policy = state.policy is not False
+            state.recompute = NEVER if state.recompute is NEVER else ALWAYS
         self._gradients = [b.gradient.set_aside() for b in dict.fromkeys(piece.buffer for piece in pieces)]
 
     def rewind(self) -> None:
@@ -48,4 +49,4 @@ class TrainingState:
         for parameter, gradient in self._others:
             parameter.grad = gradient
         for state, policy in zip(self._states, self._policies):
-            state.policy = policy
+            state.recompute = policy

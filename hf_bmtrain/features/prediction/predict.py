@@ -13,10 +13,7 @@ from ...engine.base.device_memory import DeviceMemory
 from ...engine.blocks.observer import Observer
 from ...engine.optim.adam import AdamOptimizer
 from ...engine.runtime.world import check_zero_level, current_world
-from ...engine.wrap.refuse import check_frozen_and_float8
-from ..float8.choose import UseFloat8
-from ..memory.policy import UseCheckpoint
-from ..memory.residents import KeepFrozen
+from ..options import KeepFrozen, Options, UseCheckpoint, UseFloat8
 from .prediction import Prediction, predict
 from .simulation import on_meta
 
@@ -64,7 +61,7 @@ def predict_memory(
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
-    check_frozen_and_float8(keep_frozen, quantize_frozen, float8, ())
+    Options(level, use_checkpoint, False, keep_frozen, quantize_frozen, float8)  # checks them
     if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
         raise ValueError("predict_memory: this model is wrapped already. Predict before auto_wrap.")
     if micro_batches < 1:

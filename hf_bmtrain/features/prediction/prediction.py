@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from ..float8.choose import UseFloat8
-from ..memory.policy import UseCheckpoint
-from ..memory.residents import KeepFrozen
+from ..options import KeepFrozen, UseCheckpoint, UseFloat8
 from .simulation import Phase, Simulated, simulate
 
 CUBLAS_BYTES = 64 << 20

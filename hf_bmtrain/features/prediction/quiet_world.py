@@ -18,6 +18,7 @@ from ...engine.comm.streams import DONE, Ticket
 from ...engine.runtime.backend import SMALLEST_PULLED
 from ...engine.runtime.monitor import Monitor
 from ...engine.runtime.world import World
+from ..auto_wrap import LayerFeatures
 
 META = torch.device("meta")
 
@@ -98,5 +99,5 @@ def quiet_world(size: int, zero_level: int, copies: bool) -> World:
     schedule = Schedule(shards, blocks, outside, inside)
     return World(
         0, size, 0, META, communicator, communicator, shards, control, Monitor(), inside, schedule,
-        zero_level, loss_scale_factor=2.0, loss_scale_steps=1024,
+        LayerFeatures(), zero_level, loss_scale_factor=2.0, loss_scale_steps=1024,
     )  # fmt: skip

@@ -17,10 +17,7 @@ from ...engine.optim.manager import OptimManager
 from ...engine.runtime.world import World, simulated
 from ...engine.sharding.slots import buffers_of
 from ..auto_wrap import auto_wrap
-from ..float8.choose import UseFloat8
-from ..memory.activations import Planner
-from ..memory.policy import UseCheckpoint
-from ..memory.residents import KeepFrozen
+from ..options import KeepFrozen, UseCheckpoint, UseFloat8
 from .device_choices import cuda_choices
 from .live_bytes import Change, LiveBytes
 from .quiet_world import META, quiet_world
@@ -96,9 +93,7 @@ def simulate(
     world = quiet_world(ranks, zero_level, copies)
     live = LiveBytes(lambda: _label(world, stage[0]))
     with simulated(world), _checked_optimizers(), cuda_choices(), live:
-        world.schedule.memory = memory = _Memory(live, usable)
-        if use_checkpoint == "auto":
-            world.schedule.planner = Planner(world, memory)  # pyright: ignore[reportArgumentType]
+        world.schedule.memory = _Memory(live, usable)
         frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
         auto_wrap(model, zero_level, use_checkpoint, float8=float8, **frozen)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
@@ -171,8 +166,7 @@ def _label(world: World, stage: str) -> str:
 
 
 def _keeps(block: Any) -> bool:
-    policy = block._bmt.policy
-    return not policy if isinstance(policy, bool) else policy.kept
+    return block._bmt.recompute.keeps_activations
 
 
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:

@@ -13,6 +13,7 @@ import torch
 from .attributes import Attributes
 from .contents import Contents
 from .generators import Generators, generators_of
+from .scripts import ends_recomputation, keep_scripts
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Replay:
         The snapshot is complete at the end of the context. Raises RuntimeError if the forward changed a buffer that
         the layer's first forward did not change.
         """
+        keep_scripts()
         training = self._layer.training
         known = self._changing.get(training)
         before = {n: buffer for n, buffer in enumerate(self._present()) if buffer is not None}
@@ -84,7 +86,11 @@ class Replay:
 
     @contextmanager
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
-        """Under `with`, buffers, attributes and containers are as in the snapshot; at the end they are as before."""
+        """Under `with`, buffers, attributes and containers are as in the snapshot; at the end they are as before.
+
+        The exception by which torch ends a recomputation inside a TorchScript function ends the context.
+        """
+        keep_scripts()
         present, attributes = self._present(), self._present_attributes()
         undo = None if snapshot.attributes is attributes else snapshot.attributes.put_back()
         arguments = snapshot.arguments.put_back()
@@ -94,6 +100,9 @@ class Replay:
             buffers[name] = value.clone()
         try:
             yield
+        except RuntimeError as error:
+            if not ends_recomputation(error):
+                raise
         finally:
             for n in snapshot.buffers:
                 buffers, name = self._places[n]

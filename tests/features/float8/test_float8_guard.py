@@ -86,7 +86,7 @@ def without_guard(model, layers, blocks, world, compiled) -> None:
 def guarded(on: bool):
     if on:
         return contextlib.nullcontext()
-    return mock.patch("hf_bmtrain.features.auto_wrap.install_signal_guard", without_guard)
+    return mock.patch("hf_bmtrain.features.float8.install_signal_guard", without_guard)
 
 
 def train(model, inputs, steps: int = 3, accumulate: int = 1) -> list:

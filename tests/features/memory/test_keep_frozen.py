@@ -433,7 +433,7 @@ def recomputation_first():
     with memory_of(0, planner=True) as memory:
         model = wrapped(memory, use_checkpoint="auto")
         train(model, 1)
-        activations = [state_of(layer).policy.nbytes for layer in model.layers]
+        activations = [state_of(layer).recompute.nbytes for layer in model.layers]
     cases = [
         (min(activations) - 1, "000", "0000"),
         (sum(activations), "111", "0000"),
@@ -444,7 +444,7 @@ def recomputation_first():
         with memory_of(room, planner=True) as memory, log_lines(logging.INFO) as lines:
             model = wrapped(memory, use_checkpoint="auto")
             train(model, 5)
-            policies = [state_of(layer).policy for layer in model.layers]
+            policies = [state_of(layer).recompute for layer in model.layers]
             assert "".join("01"[policy.kept] for policy in policies) == recomputing
             assert kept(model) == expected
             assert [state_of(layer).zero_level for layer in model.layers] == [3] * 3

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
+from hf_bmtrain.engine.blocks.recompute import ALWAYS, NEVER
 from hf_bmtrain.features.memory import policy
 from hf_bmtrain.features.memory.activations import Planner
 from inner import state_of
@@ -83,7 +84,7 @@ def plain_loss(model, step, rank):
 
 
 def policies(model):
-    return [state_of(module).policy for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
+    return [state_of(module).recompute for module in model.modules() if isinstance(module, bmt.CheckpointBlock)]
 
 
 def kept(model):
@@ -324,7 +325,7 @@ def asked_for_later():
         blocks = model.model.layers
         for switch, expected in [("enable", True), ("disable", False)]:
             getattr(model, f"gradient_checkpointing_{switch}")()
-            assert [state_of(block).policy for block in blocks] == [expected] * len(blocks)
+            assert [state_of(block).recompute for block in blocks] == [ALWAYS if expected else NEVER] * len(blocks)
         model(**batch("llama", bmt.rank())).loss.backward()
         torch.stack([twin(**batch("llama", r)).loss for r in range(bmt.world_size())]).mean().backward()
         check_gradients(model, twin)
@@ -333,7 +334,7 @@ def asked_for_later():
 def on_the_cpu():
     assert bmt.current_world().schedule.planner is None
     model = check_twins(Tower, plain_loss, use_checkpoint="auto")
-    assert [state_of(layer).policy for layer in model.layers] == [False] * 3
+    assert [state_of(layer).recompute for layer in model.layers] == [NEVER] * 3
     with pytest.raises(ValueError, match="must be True, False or 'auto', not 'some'"):
         bmt.auto_wrap(Tower(), use_checkpoint="some")
 

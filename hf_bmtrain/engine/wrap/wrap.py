@@ -1,0 +1,191 @@
+"""Shard a model in place, in named phases: what a reader follows from top to bottom."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..blocks.block import CheckpointBlock, enlarge, extend
+from ..blocks.block_list import TransformerBlockList
+from ..blocks.distributed_module import DistributedModule
+from ..runtime.world import World
+from ..sharding.parameter import DistributedParameter
+from ..sharding.slots import Place, find_places, shard_places, tensor_facts
+from .extension import Extension, WrapPlan, kind_of
+from .find import Chain, choose_chains
+from .model_hook import install_hook
+from .patches import (
+    follow_accelerator,
+    keep_cache_out,
+    keep_ranks_together,
+    refuse_resizing,
+    route_recomputation,
+)
+from .refuse import admit, admit_parameters, holds_additions
+from .root_params import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
+
+_log = logging.getLogger("hf_bmtrain")
+
+
+def wrap(
+    model: torch.nn.Module,
+    world: World,
+    zero_level: int,
+    use_checkpoint: object,
+    compile: bool | str,
+    blocks: Iterable[torch.nn.Module] | None,
+    extensions: Sequence[Extension],
+) -> None:
+    """Shard `model`, or what was added to it since it was wrapped. Collective. The arguments are `auto_wrap`'s.
+
+    Raises ValueError, on every rank, if the model cannot be sharded, and RuntimeError unless all ranks have the same
+    model.
+    """
+    late = holds_additions(model)
+    chains, lists = _choose_chains(model, world, blocks, late, extensions)
+    layers: Chain = list(dict.fromkeys(block for chain in chains for block in chain))
+    if late:
+        layers = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
+    root = _outside(model, layers)
+    plan = WrapPlan(model, world, layers, root, shared_parameters(layers, root), bool(compile), late)
+    if late:
+        _shard_additions(plan)
+    else:
+        _refuse_together(world, lambda: [each.choose(plan) for each in extensions])
+        for each in extensions:
+            each.prepare(plan)
+        plan = plan._replace(shared=shared_parameters(layers, root))
+        _shard_layers(plan, zero_level, use_checkpoint, extensions)
+        shard_outside(world, places_outside(layers, root, plan.shared), root)
+        _link(plan, chains, lists, compile)
+        _patch(plan, model.modules())
+        follow_accelerator(model, world.device)
+        refuse_resizing(model)
+    for each in extensions:
+        each.connect(plan)
+    if not late:
+        _report(plan, f"{len(layers)} blocks in {len(chains)} lists, {len(root)} modules outside", zero_level)
+
+
+def _choose_chains(
+    model: torch.nn.Module,
+    world: World,
+    blocks: Iterable[torch.nn.Module] | None,
+    late: bool,
+    extensions: Sequence[Extension],
+) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
+    """Return the result of `choose_chains`, none for additions, once the model is admitted on all ranks. Collective."""
+    chains: list[Chain] = []
+    lists: list[torch.nn.ModuleList] = []
+
+    def recognized(parameter: torch.nn.Parameter) -> bool:
+        return any(each.recognizes(parameter) for each in extensions)
+
+    def choose() -> None:
+        if not late:
+            admit(model)
+        for each in extensions:
+            each.admit(model, late)
+        admit_parameters(model, recognized)
+        if not late:
+            found = choose_chains(model, blocks)
+            chains.extend(found[0])
+            lists.extend(found[1])
+
+    _refuse_together(world, choose)
+    names = {module: name for name, module in model.named_modules()}
+    chosen = {
+        f"block '{names[block]}'": f"{type(block).__qualname__} in list {number}"
+        for number, chain in enumerate(chains)
+        for block in chain
+    }
+    facts = {name: value for each in extensions for name, value in each.facts(model).items()}
+    world.agree("auto_wrap", {**tensor_facts(model), **facts, **chosen})
+    return chains, lists
+
+
+def _refuse_together(world: World, check: Callable[[], object]) -> None:
+    """Call `check`; if it raises ValueError on one rank, raise on all of them. Collective."""
+    refusal = None
+    try:
+        check()
+    except ValueError as error:
+        refusal = error
+    world.agree("auto_wrap", {"the reason to refuse the model": refusal})
+    if refusal is not None:
+        raise refusal
+
+
+def _outside(model: torch.nn.Module, blocks: Chain) -> Chain:
+    """Return the modules of `model` that are not inside one of `blocks`."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return [module for module in model.modules() if id(module) not in inside]
+
+
+def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
+    """Make a CheckpointBlock of each layer, but for the parameters that it shares. Collective."""
+    separate = {key for each in extensions for key in each.separate(plan)}
+    kind = kind_of([*extensions])
+    for layer in plan.layers:
+        own = [place for place in find_places(layer.modules()) if id(place[2]) not in plan.shared]
+        sharded = shard_places(plan.world, own, plan.world.schedule.blocks, kind, separate)
+        extend(layer, sharded, plan.world, use_checkpoint, zero_level)
+
+
+def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
+    """Tell the blocks of each chain their neighbours, make block lists of the ModuleLists, and compile the blocks.
+
+    The blocks recompute what the model would.
+    """
+    for module_list in lists:
+        if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class
+            module_list.__class__ = TransformerBlockList
+    for chain in chains:
+        TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
+    if compile:
+        layers: list[Any] = plan.layers
+        for block in layers:
+            block.compile(backend="inductor" if compile is True else compile)
+    route_recomputation(plan.model, plan.layers)
+
+
+def _shard_additions(plan: WrapPlan) -> None:
+    """Shard the parameters that were added since the model was wrapped (adapters, a new head). Collective."""
+    world, count, layers = plan.world, 0, plan.layers
+    for block in layers:
+        own = [place for place in find_places(block.modules()) if id(place[2]) not in plan.shared and _is_new(place)]
+        count += len(own)
+        if own:
+            enlarge(block, shard_places(world, own, world.schedule.blocks))  # pyright: ignore[reportArgumentType]
+    left = [place for place in places_outside(layers, plan.root, plan.shared) if _is_new(place)]
+    fresh = [module for module in plan.root if not isinstance(module, DistributedModule)]
+    shard_outside(world, left, fresh)
+    _patch(plan, fresh)
+    _log.info("rank %d: sharded %d new parameters in blocks and %d outside", world.rank, count, len(left))
+
+
+def _is_new(place: Place) -> bool:
+    return not isinstance(place[2], DistributedParameter)
+
+
+def _patch(plan: WrapPlan, fresh: Iterable[torch.nn.Module]) -> None:
+    """Place the module buffers, and patch the model. fresh: its modules that were not wrapped before. Collective."""
+    place_buffers(plan.model, plan.world)
+    name_buffers(plan.model, plan.world)
+    keep_cache_out(fresh, plan.layers)
+    if plan.world.size > 1:
+        keep_ranks_together(plan.model, plan.layers)
+    install_hook(plan.model)
+
+
+def _report(plan: WrapPlan, sharded: str, level: int) -> None:
+    kind = type(plan.model).__name__
+    _log.info("rank %d: sharded %s: %s, zero_level %d", plan.world.rank, kind, sharded, level)
+    if not plan.layers:
+        _log.warning(
+            "%s has no nn.ModuleList with parameters, so no blocks were found: all of it is gathered for one forward "
+            "and backward. To save memory name the layers: auto_wrap(model, blocks=[...]).", kind,
+        )  # fmt: skip

@@ -1,0 +1,42 @@
+"""PEFT's adapters on parameters (`target_parameters`), which replace a parameter while their module's forward runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ...engine.base.torch_internals import preserve_version
+from ...engine.blocks.block import weak_method
+
+
+def let_parametrize(model: torch.nn.Module) -> None:
+    """Let PEFT's adapters on parameters (`target_parameters`) replace a parameter while their module's forward runs.
+
+    They register a torch parametrization, which sets the whole parameter to itself and puts back what it found.
+    """
+    for module in model.modules():
+        activate = getattr(module, "_activate_lora", None)
+        if inspect.ismethod(activate):  # not patched yet
+            module._activate_lora = functools.partial(  # pyright: ignore[reportArgumentType]
+                _activate_uncounted, weak_method(activate), weakref.ref(module)
+            )
+
+
+@contextmanager
+def _activate_uncounted(activate: Callable, reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Run `activate`, a context, without a write to the parameter on its way in, and with its slot as it was after."""
+    wrapper: Any = reference()
+    holder, name = wrapper.get_base_layer(), wrapper.parameter_name
+    held = holder._parameters.get(name)
+    with ExitStack() as stack:
+        if held is not None:  # else an enclosing adapter of the same parameter has replaced it
+            stack.callback(holder._parameters.__setitem__, name, held)
+        with preserve_version(wrapper.get_param()):
+            stack.enter_context(activate(*args, **kwargs))
+        yield

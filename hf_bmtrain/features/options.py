@@ -1,0 +1,56 @@
+"""How a model is wrapped: the keywords of `auto_wrap` that its features read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+UseCheckpoint = bool | Literal["auto"]
+KeepFrozen = bool | Literal["auto"]
+UseFloat8 = bool | Literal["rows"]
+QUANTIZE_FROZEN = ("nf4", "fp8")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices of one wrapped model, with the defaults and meanings of `auto_wrap`.
+
+    Raises TypeError or ValueError for a value that `auto_wrap` does not document.
+    """
+
+    zero_level: int
+    use_checkpoint: UseCheckpoint = True
+    compile: bool | str = False
+    keep_frozen: KeepFrozen = "auto"
+    quantize_frozen: str | None = None
+    float8: UseFloat8 = False
+    keep: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_use_checkpoint(self.use_checkpoint)
+        if not _is_choice(self.keep_frozen, "auto"):
+            raise ValueError(f"keep_frozen must be True, False or 'auto', not {self.keep_frozen!r}")
+        name: Any = self.quantize_frozen
+        if name is not None and (not isinstance(name, str) or name not in QUANTIZE_FROZEN):
+            wanted = ", ".join(map(repr, QUANTIZE_FROZEN))
+            raise ValueError(f"quantize_frozen must be None or one of {wanted}, got {name!r}")
+        if not _is_choice(self.float8, "rows"):
+            raise ValueError(f"float8 must be True, False or 'rows', got {self.float8!r}")
+        keep: Any = self.keep
+        if not isinstance(keep, (list, tuple)) or not all(isinstance(name, str) for name in keep):
+            raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, for `World.agree`."""
+        return {**vars(self), "keep": [*self.keep]}
+
+
+def check_use_checkpoint(use_checkpoint: object) -> None:
+    """Raise ValueError if `use_checkpoint` is not True, False or "auto"."""
+    if not _is_choice(use_checkpoint, "auto"):
+        raise ValueError(f"use_checkpoint must be True, False or 'auto', not {use_checkpoint!r}")
+
+
+def _is_choice(value: object, word: str) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value == word)

@@ -14,7 +14,7 @@ from ..engine.base.arguments import expect_kind, expect_number
 from ..engine.blocks.sharded_module import ShardedModule
 from ..engine.comm.communicator import as_bytes
 from ..engine.runtime.world import World, current_world
-from ..engine.sharding.state_dict import StateDict, copy_wholes
+from ..engine.sharding.state_dict import StateDict, copy_full_params
 
 __all__ = ["DistributedStateDictWrapper", "allgather_objects", "broadcast_object", "load", "save"]
 
@@ -108,4 +108,4 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
 
 def _fill(model: torch.nn.Module, destination: dict, prefix: str) -> None:
     read = functools.partial(torch.nn.Module.state_dict, model, destination=destination, prefix=prefix, keep_vars=True)
-    copy_wholes(destination, model._slots() if isinstance(model, ShardedModule) else [], read)
+    copy_full_params(destination, model._slots() if isinstance(model, ShardedModule) else [], read)

@@ -16,7 +16,7 @@ from ..engine.optim.manager import OptimManager
 from ..engine.optim.state import check_keys, divide_state
 from ..engine.runtime.world import World
 from ..engine.sharding.parameter import DistributedParameter, is_read_only
-from ..engine.tensors.tensor import Sliced
+from ..engine.tensors.tensor import ShardBase
 from .header import TensorSpec
 
 
@@ -90,7 +90,7 @@ def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> E
     """Return the entry of `values`, which are laid out like `parameter`."""
     if not isinstance(parameter, DistributedParameter):
         return _whole(name, values)
-    part = values.part if isinstance(values, Sliced) else values
+    part = values.part if isinstance(values, ShardBase) else values
     spec = TensorSpec(name, part.dtype, tuple(parameter.full_shape))
     return Entry(spec, parameter.placement.piece.tensor_start, part.detach().reshape(-1), True)
 
@@ -196,7 +196,7 @@ def optimizer_entries(
 def _holds_slices(value: Any) -> bool:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return any(map(_holds_slices, value))
-    return isinstance(value, Sliced)
+    return isinstance(value, ShardBase)
 
 
 class LoadedState:

@@ -156,7 +156,7 @@ class _Loading:
         self._world, self._folder, self._model = world, folder, model
         self._optimizer, self._scheduler, self._weights = optimizer, scheduler, weights
         self._wanted: list[Wanted] = []
-        self._wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._full_params: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[LoadedState] = []
         self._trained: list[DistributedParameter] = []
 
@@ -201,7 +201,7 @@ class _Loading:
                 self._trained.append(target)
             if not entry.sharded:
                 part = torch.empty_like(part)
-                self._wholes.append((target, part))
+                self._full_params.append((target, part))
             self._wanted.append(Wanted(entry.spec.name, stored, entry.first, part))
 
     def _note_left(self, parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
@@ -240,7 +240,7 @@ class _Loading:
     def apply(self, random: bool) -> Any:
         """Load what was read, now that all ranks have, and with `random` generators. Returns this rank's `extra`."""
         with torch.no_grad():
-            for target, values in self._wholes:
+            for target, values in self._full_params:
                 target.copy_(values.view(target.shape))
         for parameter in self._trained:  # it may be frozen now, and is part of the next checkpoint as well
             parameter.trained = True

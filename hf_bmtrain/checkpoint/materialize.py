@@ -11,7 +11,7 @@ import torch
 
 from ..engine.runtime.world import World
 from ..engine.sharding.parameter import DistributedParameter
-from ..engine.sharding.sourced import ScatteredParameter, divide_unless_mapped_everywhere
+from ..engine.sharding.sourced import SourcedParameter, divide_unless_mapped_everywhere
 from .store import read_state
 
 Named = dict[int, tuple[torch.Tensor, list[str]]]
@@ -46,7 +46,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     world.raise_everywhere(f"auto_wrap: {type(model).__name__} could not be filled from weights={weights}", problem)
-    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, ScatteredParameter)}
+    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, SourcedParameter)}
     divide_unless_mapped_everywhere(scattered, world)
 
 
@@ -110,7 +110,7 @@ def _put(
         if name is None:
             continue
         if key in parameters:
-            made: Any = ScatteredParameter.scatter(state[name], world.rank, world.size, tensor.dtype)
+            made: Any = SourcedParameter.scatter(state[name], world.rank, world.size, tensor.dtype)
             made.requires_grad_(tensor.requires_grad)
             made.__dict__.update({**tensor.__dict__, **made.__dict__})
         else:

@@ -10,8 +10,8 @@ import tempfile
 import threading
 from typing import Any
 
-from ..engine.comm.collective_log import WORDS, Journal
-from ..engine.comm.object_comm import Control
+from ..engine.comm.collective_log import WORDS, CollectiveLog
+from ..engine.comm.object_comm import ObjectComm
 
 _log = logging.getLogger("hf_bmtrain")
 _TEXT_BYTES = 32 << 10
@@ -22,7 +22,7 @@ _PAGE_BYTES = _JOURNALS_START + _JOURNALS * WORDS * 8
 _KEY = "board/{}"
 
 
-class Board:
+class SharedStatus:
     """One page per rank, with a text and the rank's journals, which the others may read at any time.
 
     Ranks of one host map the pages of all of them, so that those of a stopped or killed process can still be read, and
@@ -31,9 +31,9 @@ class Board:
     neighbours: the other ranks of this host.
     """
 
-    def __init__(self, control: Control, rank: int) -> None:
+    def __init__(self, control: ObjectComm, rank: int) -> None:
         """Map the pages of this host's ranks. Collective."""
-        self._control, self._rank, self._journals = control, rank, 0
+        self._control, self._rank, self._collective_logs = control, rank, 0
         places = control.gather(_place())
         self.neighbours = [r for r, place in enumerate(places) if place == places[rank] and r != rank]
         self._several_hosts = len(self.neighbours) + 1 < control.size
@@ -60,20 +60,20 @@ class Board:
             for number, rank in enumerate(ranks):
                 self._pages[rank] = memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]
 
-    def add(self, journal: Journal) -> None:
-        """Keep `journal` on this rank's page, and compare it at every entry with those of the ranks before and after.
+    def add(self, collective_log: CollectiveLog) -> None:
+        """Keep a log on this rank's page, and compare it at every entry with those of the ranks before and after.
 
         Each comparison takes time at every operation, and where any two ranks differ, two that are next to each other
         do. Every rank adds the same journals in the same order, with the same entries.
         """
-        number, self._journals = self._journals, self._journals + 1
+        number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
             start = _JOURNALS_START + number * WORDS * 8
             ranks = sorted(self._pages)
             memories = [self._pages[rank][start : start + WORDS * 8].cast("Q") for rank in ranks]
             mine = ranks.index(self._rank)
             nearest = {(mine + step) % len(ranks) for step in (1, -1)} - {mine}
-            journal.publish(memories[mine], {ranks[place]: memories[place] for place in nearest})
+            collective_log.publish(memories[mine], {ranks[place]: memories[place] for place in nearest})
 
     def show(self, text: str) -> None:
         """Replace this rank's text. Longer ones than the page are cut. Any thread may call it."""

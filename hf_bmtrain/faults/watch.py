@@ -12,12 +12,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from ..engine.comm.collective_log import UNKNOWN, Excerpt, Journal, describe
+from ..engine.comm.collective_log import UNKNOWN, CollectiveLog, Excerpt, describe
 from ..engine.comm.communicator import Communicator
-from ..engine.comm.object_comm import Control
+from ..engine.comm.object_comm import ObjectComm
 from ..engine.runtime.monitor import EXIT, Monitor
 from .meeting import hang_seconds, meet
-from .shared_status import Board
+from .shared_status import SharedStatus
 from .status import Status, condition
 
 _log = logging.getLogger("hf_bmtrain")
@@ -43,8 +43,8 @@ class Watch(Monitor):
     status: what this rank shows.
     """
 
-    _control: Control
-    _board: Board
+    _control: ObjectComm
+    _board: SharedStatus
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,25 +63,28 @@ class Watch(Monitor):
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
         return meet(rank, size, timeout, init_method)
 
-    def open(self, control: Control, rank: int, interrupt: Callable[[], None]) -> None:
+    def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None]) -> None:
         self._control, self._rank, self._interrupt = control, rank, interrupt
-        self._board = Board(control, rank)
-        self._compare(control.journal)
+        self._board = SharedStatus(control, rank)
+        self._compare(control.collective_log)
         self._observe()
         self._show()  # now: it may be stopped within a second
         self._thread.start()
 
     def add(self, communicator: Communicator) -> None:
         self._communicators.append(communicator)
-        self._compare(communicator.journal)
+        self._compare(communicator.collective_log)
 
-    def _compare(self, journal: Journal) -> None:
-        self._board.add(journal)
-        journal.explain = self.difference
+    def _compare(self, collective_log: CollectiveLog) -> None:
+        self._board.add(collective_log)
+        collective_log.explain = self.difference
 
     @property
-    def _journals(self) -> list[Journal]:
-        return [self._control.journal, *(communicator.journal for communicator in list(self._communicators))]
+    def _collective_logs(self) -> list[CollectiveLog]:
+        return [
+            self._control.collective_log,
+            *(communicator.collective_log for communicator in list(self._communicators)),
+        ]
 
     def stop(self) -> None:
         """End the thread."""
@@ -104,7 +107,10 @@ class Watch(Monitor):
     @property
     def problem(self) -> str | None:
         """Why every rank must stop, None if nothing is known."""
-        return next((journal.problem for journal in self._journals if journal.problem is not None), None)
+        return next(
+            (collective_log.problem for collective_log in self._collective_logs if collective_log.problem is not None),
+            None,
+        )
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
         """Wait until the process of another rank has ended, at most `seconds`; not at all for one of another host."""
@@ -152,11 +158,11 @@ class Watch(Monitor):
 
     def _observe(self) -> None:
         """Look where this rank is, and since when it waits."""
-        counts = [journal.count for journal in self._journals]
+        counts = [collective_log.count for collective_log in self._collective_logs]
         self.status.look(self._program)
         if not self.status.waits and any(each.unfinished() for each in list(self._communicators)):
-            journal = max(self._journals[1:], key=lambda journal: journal.count)
-            self.status.waits = self._describe(journal.entry(journal.count) or 0)
+            collective_log = max(self._collective_logs[1:], key=lambda collective_log: collective_log.count)
+            self.status.waits = self._describe(collective_log.entry(collective_log.count) or 0)
         if not self.status.waits or counts != self._own_counts or not self.status.waits_since:
             self.status.waits_since = time.time()
             self._next = self._delay
@@ -187,8 +193,8 @@ class Watch(Monitor):
                 os.kill(theirs.pid, signal.SIGKILL)
                 self.wait_for_end(rank, SECONDS)
         self.status.problem = problem
-        for journal in self._journals:
-            journal.problem = journal.problem or problem
+        for collective_log in self._collective_logs:
+            collective_log.problem = collective_log.problem or problem
         self._show()
         blamed, end = self._rank in self.status.blamed, time.monotonic() + self._control.timeout
         while not blamed and time.monotonic() < end:
@@ -212,7 +218,11 @@ class Watch(Monitor):
         """Return whether the problem is raised, or the program ends otherwise, within `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if self.status.ended or any(journal.told for journal in self._journals) or self._stopped.wait(0.1):
+            if (
+                self.status.ended
+                or any(collective_log.told for collective_log in self._collective_logs)
+                or self._stopped.wait(0.1)
+            ):
                 return True
         return False
 
@@ -288,28 +298,28 @@ class Watch(Monitor):
 
     def excerpts(self) -> list[Excerpt]:
         """Return the last entries of each journal, for `compare` on another rank."""
-        return [journal.excerpt() for journal in self._journals]
+        return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
         """Return how this rank's journals differ from those of rank `other`, or None."""
-        for journal, shown in zip(self._journals, theirs):
-            text = self.difference(journal, other, shown)
+        for collective_log, shown in zip(self._collective_logs, theirs):
+            text = self.difference(collective_log, other, shown)
             if text is not None:
                 return text
         return None
 
-    def difference(self, journal: Journal, other: int, theirs: Excerpt) -> str | None:
+    def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
         """Return how a journal differs from that of rank `other`, or None."""
-        found = journal.compare(theirs)
+        found = collective_log.compare(theirs)
         if found is None:
             return None
         when = f"Operation {found.number}" if found.first else f"An operation before number {found.number}"
         places = {self._rank: self._describe(found.mine), other: self._describe(found.theirs, other)}
-        return self._explain(places, f"{when} of communicator '{journal.name}' differs")
+        return self._explain(places, f"{when} of communicator '{collective_log.name}' differs")
 
     def _crossed(self, other: int, theirs: Status) -> str | None:
         """Return why two ranks wait for each other: each has issued an operation to which the other does not come."""
-        mine = [journal.count for journal in self._journals]
+        mine = [collective_log.count for collective_log in self._collective_logs]
         counts = mine, [shown.stop for shown in theirs.excerpts]
         if counts != self._seen:
             self._seen, self._since = counts, time.monotonic()
@@ -320,7 +330,7 @@ class Watch(Monitor):
             return None
         ahead = next(number for number, (own, their) in enumerate(pairs) if own > their)
         behind = next(number for number, (own, their) in enumerate(pairs) if own < their)
-        entry = self._journals[ahead].entry(pairs[ahead][1] + 1)
+        entry = self._collective_logs[ahead].entry(pairs[ahead][1] + 1)
         shown = theirs.excerpts[behind]
         last = shown.entries[max(pairs[behind][0] - shown.count, 0)]
         places = {self._rank: "?" if entry is None else self._describe(entry), other: self._describe(last, other)}

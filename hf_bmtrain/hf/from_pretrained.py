@@ -17,7 +17,7 @@ from transformers.utils import find_adapter_config_file
 from ..engine.base.arguments import expect_flag, expect_kind, expect_path
 from ..engine.runtime.world import World, check_zero_level, current_world
 from ..engine.sharding.slots import tensor_facts
-from ..engine.sharding.sourced import ScatteredParameter, divide_unless_mapped_everywhere
+from ..engine.sharding.sourced import SourcedParameter, divide_unless_mapped_everywhere
 from ..features.auto_wrap import auto_wrap
 from ..features.options import KeepFrozen, Options, UseCheckpoint, UseFloat8
 
@@ -101,7 +101,7 @@ def from_pretrained(
     _raise_everywhere(world, failure)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     _check_alike(model, world)
-    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, ScatteredParameter)}
+    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, SourcedParameter)}
     divide_unless_mapped_everywhere(scattered, world)
     _tie_equal(model, world)
     _report(model, world)
@@ -197,7 +197,7 @@ def _scattering(world: World) -> Iterator[None]:
         was_read = getattr(parameter, "_is_hf_initialized", False) and type(parameter) is torch.nn.Parameter
         if not was_read or parameter.device.type != "cpu" or threading.get_ident() != thread:
             return None
-        scattered: Any = ScatteredParameter.scatter(parameter, world.rank, world.size)
+        scattered: Any = SourcedParameter.scatter(parameter, world.rank, world.size)
         scattered._is_hf_initialized = True
         return scattered
 
@@ -213,7 +213,7 @@ def _check_complete(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"bmt.hf.from_pretrained loads models of transformers, not a {type(model).__name__}.")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta and not isinstance(tensor, ScatteredParameter):
+        if tensor.is_meta and not isinstance(tensor, SourcedParameter):
             raise ValueError(f"{type(model).__name__} was loaded without values for '{name}'.")
 
 
@@ -241,7 +241,7 @@ def _tie_equal(model: Any, world: World) -> None:
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):
         first, second = model.get_parameter(target), model.get_parameter(source)
-        if first is not second and isinstance(first, ScatteredParameter) and isinstance(second, ScatteredParameter):
+        if first is not second and isinstance(first, SourcedParameter) and isinstance(second, SourcedParameter):
             pairs.append((target, source, first.has_share_of(second, world.rank, world.size)))
     for equals in zip(*world.gather_objects(pairs)):
         target, source, _ = equals[0]
@@ -255,8 +255,8 @@ def _tie_equal(model: Any, world: World) -> None:
 
 def _report(model: torch.nn.Module, world: World) -> None:
     """Log how the model was read."""
-    scattered = [p for p in model.parameters() if isinstance(p, ScatteredParameter)]
-    whole = [name for name, p in model.named_parameters() if not isinstance(p, ScatteredParameter)]
+    scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
+    whole = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
         "rank %d: each of %d ranks reads its parts of %d parameters of %s in mapped files, and holds 1/%d of %d that "

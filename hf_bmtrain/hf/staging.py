@@ -78,11 +78,13 @@ class StagedWeights:
             if self._state is None:
                 return None
             options["state_dict"] = OrderedDict(self._state)  # save_pretrained empties what it is given
-            with shown_plain(self.model, self._wholes(self._state)):  # PEFT asks modules for their state dicts as well
+            with shown_plain(
+                self.model, self._full_params(self._state)
+            ):  # PEFT asks modules for their state dicts as well
                 return self._save_pretrained(self.model, **options)
         return self._save_pretrained(self.model, **options)
 
-    def _wholes(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
+    def _full_params(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
         """Return the full parameters, over the memory of `state`; the shard of one that a hook has removed from it."""
         return {
             piece: torch.nn.Parameter(state[name], requires_grad=False) if name in state else piece

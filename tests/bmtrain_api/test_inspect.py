@@ -81,18 +81,18 @@ def activations(use_checkpoint):
     for line, (name, group, index) in zip(
         summary, [("embedded", None, None), *(("inner", "layer", i) for i in range(3)), ("last", "tail", None)]
     ):
-        wholes = [inspector_.get_tensor(name, group, index) for inspector_ in twins]
-        whole = torch.cat([x.detach() for x in wholes])
+        full_params = [inspector_.get_tensor(name, group, index) for inspector_ in twins]
+        whole = torch.cat([x.detach() for x in full_params])
         assert line["shape"] == (4 * size, 3, WIDTH)
         for key in ("mean", "max", "min", "std"):
             close(line[key], getattr(whole, key)())
         if name == "last":
             assert line["grad_mean"] is None
             continue
-        gradient = torch.cat([x.grad for x in wholes])
+        gradient = torch.cat([x.grad for x in full_params])
         close(line["grad_mean"], gradient.mean())
         close(line["grad_std"], gradient.std())
-        torch.testing.assert_close(inspector.get_tensor(name, group, index).grad, wholes[rank].grad)
+        torch.testing.assert_close(inspector.get_tensor(name, group, index).grad, full_params[rank].grad)
     assert [line["summary_name"] for line in inspector.summary] == names
     assert inspector.summary[1]["tensor"] is inspector.get_tensor("inner", "layer")
     assert inspector.get_tensor("nothing") is None

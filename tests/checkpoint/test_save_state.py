@@ -42,7 +42,7 @@ def save(folder, case, steps):
     training.load(folder)
     training.train(training.step + steps)
     training.save(folder)
-    training.release(folder)
+    training.reshard(folder)
     return training.whole()
 
 

@@ -149,7 +149,7 @@ def twice(folder):
         for step in (1, 2, 3):
             training.train(step)
             training.save(folder, keep=1, non_blocking=True).wait()
-    training.release(folder)
+    training.reshard(folder)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("save ")]
     return reserving.call_count, training.load(folder).folder
 

@@ -11,24 +11,26 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.engine.comm.collective_log import WORDS, Journal, code
+from hf_bmtrain.engine.comm.collective_log import WORDS, CollectiveLog, code
 from hf_bmtrain.faults import status
-from hf_bmtrain.faults.shared_status import Board
+from hf_bmtrain.faults.shared_status import SharedStatus
 from hf_bmtrain.faults.status import Status
 from hf_bmtrain.faults.watch import Watch
 from ranks import Ranks
 
 
-def published(*entries) -> list[Journal]:
+def published(*entries) -> list[CollectiveLog]:
     """Journals of as many ranks, with memory that all of them read, before their next entries."""
     memories = [memoryview(bytearray(8 * WORDS)).cast("Q") for _ in entries]
-    journals = [Journal("gather") for _ in entries]
-    for number, journal in enumerate(journals):
+    collective_logs = [CollectiveLog("gather") for _ in entries]
+    for number, collective_log in enumerate(collective_logs):
         for entry in entries[number]:
-            journal.note(entry)
-        journal.publish(memories[number], {r: memory for r, memory in enumerate(memories) if r != number})
-        journal.explain = lambda journal, rank, theirs: f"rank {rank} differs in {journal.compare(theirs)}"
-    return journals
+            collective_log.note(entry)
+        collective_log.publish(memories[number], {r: memory for r, memory in enumerate(memories) if r != number})
+        collective_log.explain = lambda collective_log, rank, theirs: (
+            f"rank {rank} differs in {collective_log.compare(theirs)}"
+        )
+    return collective_logs
 
 
 def test_another_operation_is_refused_before_it_is_issued():
@@ -57,7 +59,7 @@ def test_ranks_far_apart_are_compared():
 
 def seen_by_all() -> list[str | None]:
     world = bmt.current_world()
-    board = Board(world.control, world.rank)
+    board = SharedStatus(world.control, world.rank)
     board.show(f"é of rank {world.rank}" + "x" * 100 * world.rank)
     world.gather_objects(None)
     end = time.monotonic() + 5  # the store takes a text without an answer, and other ways may be faster
@@ -76,7 +78,7 @@ def test_texts_are_read_by_all_ranks_and_leave_no_file(world, size):
 def read_from_a_stopped_rank() -> int | None:
     """Read, while rank 1 writes without end and is stopped again and again: how many of 200 times there was no text."""
     world = bmt.current_world()
-    board = Board(world.control, world.rank)
+    board = SharedStatus(world.control, world.rank)
     board.show("x" * 20_000)
     identifier = world.gather_objects(os.getpid())[1]
     if world.rank == 1:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain.engine.comm.collective_log import KEPT, SENT, Journal, code
+from hf_bmtrain.engine.comm.collective_log import KEPT, SENT, CollectiveLog, code
 from hf_bmtrain.faults import watch
 from ranks import Ranks
 from twins import WIDTH, Tower, ids
@@ -110,11 +110,11 @@ def test_gradients_may_be_off_on_one_rank_outside_forwards(world):
     assert world(2)(read_without_gradients_on_one_rank) == [True, True]
 
 
-def noted(entries, journal=None) -> Journal:
-    journal = journal or Journal("gather")
+def noted(entries, collective_log=None) -> CollectiveLog:
+    collective_log = collective_log or CollectiveLog("gather")
     for entry in entries:
-        journal.note(entry)
-    return journal
+        collective_log.note(entry)
+    return collective_log
 
 
 def test_the_first_difference_is_found():
@@ -139,8 +139,8 @@ def test_a_difference_is_not_forgotten():
 
 
 def test_a_problem_stops_the_next_operation():
-    journal = Journal("gather")
-    journal.problem = "the ranks do different things"
+    collective_log = CollectiveLog("gather")
+    collective_log.problem = "the ranks do different things"
     with pytest.raises(RuntimeError, match="different things"):
-        journal.note(1)
-    assert journal.count == 0
+        collective_log.note(1)
+    assert collective_log.count == 0

@@ -37,7 +37,7 @@ def save(folder, case):
     training.load(folder)
     training.train(training.step + 2)
     training.save(folder)
-    training.release(folder)
+    training.reshard(folder)
     return {name: value.cpu() for name, value in training.whole().items()}
 
 

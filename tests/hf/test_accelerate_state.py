@@ -99,7 +99,7 @@ def halfway(folder, options, own=None):
         loop.accelerator.project_configuration.automatic_checkpoint_naming = False
     before = loop.epochs(2)
     with (
-        mock.patch("hf_bmtrain.engine.sharding.buffer.ShardedBuffer.gather_like_slices", gathers),
+        mock.patch("hf_bmtrain.engine.sharding.buffer.ShardedBuffer.gather_like_local", gathers),
         mock.patch.object(type(loop.model), "state_dict", gathers),
     ):
         saved = loop.accelerator.save_state(own)

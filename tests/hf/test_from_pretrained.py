@@ -26,7 +26,7 @@ def check_same(model, plain):
         assert one.requires_grad == other.requires_grad, name
         assert one.placement.matches(other.placement), name
         assert torch.equal(one.buffer.shard, other.buffer.shard), name
-        assert one.buffer.is_whole == other.buffer.is_whole, name
+        assert one.buffer.is_unsharded == other.buffer.is_unsharded, name
     for (name, one), (key, other) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
         assert name == key and one.dtype == other.dtype and torch.equal(one, other), name
     state, expected = model.state_dict(), plain.state_dict()
@@ -288,7 +288,7 @@ def refused(folder):
     assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") is None
     head = torch.nn.Linear(2, 2)
     assert type(head.weight) is torch.nn.Parameter
-    head.weight = scattered.ScatteredParameter.scatter(torch.ones(2, 2), bmt.rank(), bmt.world_size())
+    head.weight = scattered.SourcedParameter.scatter(torch.ones(2, 2), bmt.rank(), bmt.world_size())
     head.weight.values = None
     with pytest.raises(RuntimeError, match="moved to a shard before"):
         bmt.auto_wrap(torch.nn.ModuleDict({"head": head}))

@@ -36,9 +36,9 @@ import transformers
 
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.blocks.schedule import ForwardDepth, Schedule
-from hf_bmtrain.engine.comm.collective_log import Journal, code
+from hf_bmtrain.engine.comm.collective_log import CollectiveLog, code
 from hf_bmtrain.engine.comm.communicator import CollectiveGather, SingleProcess
-from hf_bmtrain.engine.comm.object_comm import Control
+from hf_bmtrain.engine.comm.object_comm import ObjectComm
 from hf_bmtrain.engine.comm.reduce import CollectiveReduction
 from hf_bmtrain.engine.comm.streams import DONE, Ticket
 from hf_bmtrain.engine.runtime import world
@@ -104,7 +104,7 @@ def pretend_two_ranks() -> Iterator[FreeLane]:
     lane = FreeLane()
     device = torch.device("cpu")
     reduction = CollectiveReduction(lane, device)
-    control = Control(1, timedelta(seconds=1))
+    control = ObjectComm(1, timedelta(seconds=1))
     gather, inside = CollectiveGather(lane), ForwardDepth()
     schedule = Schedule(gather, reduction, reduction, inside)
     pretended = world.World(
@@ -251,14 +251,14 @@ def profile(make: Callable[[], torch.nn.Module]) -> None:
 
 def watched_training(layers: int) -> None:
     """Print what the journals and the watch's thread take of a step of real ranks."""
-    noting, notes, note = [True], [0], Journal.note
+    noting, notes, note = [True], [0], CollectiveLog.note
 
-    def counted(journal: Journal, entry: int) -> None:
+    def counted(collective_log: CollectiveLog, entry: int) -> None:
         notes[0] += 1
         if noting[0]:
-            note(journal, entry)
+            note(collective_log, entry)
 
-    with mock.patch.object(Journal, "note", counted):
+    with mock.patch.object(CollectiveLog, "note", counted):
         bmt.init_distributed(seed=0)
         step = training(layers)
         seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -275,9 +275,9 @@ def watched_training(layers: int) -> None:
         counts = (notes[0] - counts) / 600
         noting[0] = True
         bmt.synchronize()
-    begin, journal = time.thread_time(), bmt.current_world().reduce.journal
+    begin, collective_log = time.thread_time(), bmt.current_world().reduce.collective_log
     for _ in range(20000):
-        journal.note(code("all-reduce", 1))
+        collective_log.note(code("all-reduce", 1))
     each = 1e6 * (time.thread_time() - begin) / 20000
     bmt.synchronize()
     mine, without = (1e3 * statistics.median(seconds[which]) for which in (True, False))

@@ -243,8 +243,8 @@ def check(name: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
     shapes = {key: torch.zeros(parameter.full_shape) for key, parameter in model.named_parameters()}
     yield "build", differences(shapes, {key: torch.zeros(value.shape) for key, value in truth["weights"].items()})
     bmt.load(model, str(folder / f"{name}.pt"))
-    wholes = {key: parameter.gather().detach() for key, parameter in model.named_parameters()}
-    yield "load", differences(wholes, truth["weights"])
+    full_params = {key: parameter.gather().detach() for key, parameter in model.named_parameters()}
+    yield "load", differences(full_params, truth["weights"])
     outputs = predict(model, inputs)
     yield "forward", differences(outputs, mine(truth["outputs"]))
     loss = loss_of(outputs, mine({"targets": truth["targets"]})["targets"])
@@ -253,8 +253,8 @@ def check(name: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
     gradients = {key: parameter.gather_gradient() for key, parameter in model.named_parameters()}
     yield "backward", differences(gradients, truth["gradients"])
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    wholes = {key: parameter.gather().detach() for key, parameter in model.named_parameters()}
-    yield "train", differences(wholes, truth["trained"])
+    full_params = {key: parameter.gather().detach() for key, parameter in model.named_parameters()}
+    yield "train", differences(full_params, truth["trained"])
     own, around = model.state_dict(), nn.ModuleDict({"inner": model}).state_dict()
     errors = differences(own, truth["trained"]) if first else [f"{key} is on rank 1" for key in own]
     inner = {f"inner.{key}": value for key, value in truth["trained"].items()}

@@ -65,7 +65,7 @@ class Training:
         extra = {"rank": bmt.rank(), "position": self.step}
         return bmt.save_state(folder, self.model, self.manager, extra=extra, step=self.step, **options)
 
-    def release(self, folder):
+    def reshard(self, folder):
         """Let another world save to the folder, as when this process ends."""
         let_others_save(folder)
 

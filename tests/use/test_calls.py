@@ -164,19 +164,21 @@ def test_calls(world, size, case):
 def test_state_dicts(folder):
     model = Outer()
     bmt.init_parameters(model)
-    wholes = {name: p.gather() for name, p in model.inner.named_parameters()}
+    full_params = {name: p.gather() for name, p in model.inner.named_parameters()}
     own = model.inner.state_dict()
     if bmt.rank() == 0:
-        assert set(own) == {*wholes, "count"} and own["count"] == 7
-        assert all(torch.equal(own[name], value) and type(own[name]) is torch.Tensor for name, value in wholes.items())
+        assert set(own) == {*full_params, "count"} and own["count"] == 7
+        assert all(
+            torch.equal(own[name], value) and type(own[name]) is torch.Tensor for name, value in full_params.items()
+        )
     else:
         assert not own
     for state in (model.state_dict(), bmt.store.DistributedStateDictWrapper(own)):
         prefix = "inner." if "norm.bias" in state else ""
-        assert all(torch.equal(state[prefix + name], value) for name, value in wholes.items())
+        assert all(torch.equal(state[prefix + name], value) for name, value in full_params.items())
     file = f"{folder}/model.pt"
     bmt.save(model, file)
-    assert set(torch.load(file)) == {*(f"inner.{name}" for name in (*wholes, "count")), "norm.weight", "norm.bias"}
+    assert set(torch.load(file)) == {*(f"inner.{name}" for name in (*full_params, "count")), "norm.weight", "norm.bias"}
     other = Outer()
     bmt.load(other, file)
     third = OwnStateDict()
@@ -184,9 +186,9 @@ def test_state_dicts(folder):
     wrapped = bmt.BMTrainModelWrapper(Outer())
     bmt.load(wrapped, file)
     for loaded in (other.inner, third, wrapped.inner):
-        assert all(torch.equal(p.gather(), wholes[name]) for name, p in loaded.named_parameters())
+        assert all(torch.equal(p.gather(), full_params[name]) for name, p in loaded.named_parameters())
     bmt.save(wrapped, file)
-    assert torch.equal(torch.load(file)["inner.layers.1.weight"], wholes["layers.1.weight"])
+    assert torch.equal(torch.load(file)["inner.layers.1.weight"], full_params["layers.1.weight"])
     assert bmt.store.allgather_objects({"rank": bmt.rank()})[-1] == {"rank": bmt.world_size() - 1}
 
 

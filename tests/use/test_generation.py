@@ -93,4 +93,4 @@ def test_evaluation(family):
                 mine = compute_loss(FAMILIES[family], model, step * size + rank)
             with torch.no_grad():
                 torch.testing.assert_close(mine.clone(), compute_loss(FAMILIES[family], plain, step * size + rank))
-    assert not any(p.buffer.is_whole for p in model.parameters() if p.buffer.sharded)
+    assert not any(p.buffer.is_unsharded for p in model.parameters() if p.buffer.sharded)

@@ -48,7 +48,7 @@ def train(name: str, in_float8: bool) -> tuple[list[torch.Tensor | None], int]:
             optimizer.zero_grad()
     buffers = float8_buffers(model)
     assert buffers and any(buffer.storage.in_float8 for buffer in buffers) == (in_float8 and name not in OWN_DTYPE)
-    companions = sum(len(buffer.wholes) - buffer.storage.count for buffer in buffers)
+    companions = sum(len(buffer.full_params) - buffer.storage.count for buffer in buffers)
     return shown + [seen(value) for value in model.state_dict().values()], companions
 
 

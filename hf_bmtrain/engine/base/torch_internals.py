@@ -131,7 +131,7 @@ amp_update_scale_ = torch._amp_update_scale_
 """Grow or back off a loss scale on the device. `torch.amp.GradScaler` is the public caller; its scaling is fixed."""
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-"""The operation by which `GradScaler` unscales gradients. `SliceTensor` overrides it."""
+"""The operation by which `GradScaler` unscales gradients. `ShardTensor` overrides it."""
 
 # -- processes ------------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class Containers:
         self._originals = {id(tensor): original for tensor, original in zip(guarded, inputs)}
         self._guarded = guarded  # ids are those of living objects
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Put the original tensors into the containers again, at the end of the forward."""
         seen: set[int] = set()
         for value in self._values:
@@ -160,7 +160,7 @@ def leave_backward(
     """Return `args` and `kwargs` behind the boundary, the differentiable tensors in them, and the containers in them.
 
     after: called when the gradients of all these tensors exist; never, if there are none. Containers are not copied:
-    their tensors are replaced in place, until `put_back`. None if there are no containers.
+    their tensors are replaced in place, until `restore`. None if there are no containers.
     """
     found: list[torch.Tensor] = []
     opened: list[Any] = []

@@ -69,7 +69,7 @@ class BlockState:
         recomputes = training and self.recompute.recomputes(args, kwargs, self.pending)
         differentiable = False
         try:
-            self._show_wholes(self.next and self.next())
+            self.unshard(self.next and self.next())
             if training:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()
@@ -80,11 +80,11 @@ class BlockState:
             for buffer in self.buffers:
                 buffer.check_unwritten()
         finally:
-            self._show_slices()
+            self.show_local()
             if not differentiable:
-                self.release()
+                self.reshard()
         if self.zero_level == 3 and differentiable:
-            self.schedule.leave_whole(self)
+            self.schedule.leave_unsharded(self)
         return outputs
 
     def _forward_with_grad(
@@ -100,7 +100,7 @@ class BlockState:
                 outputs = self._inside(layer_forward, *args, **kwargs)
         finally:
             if filled is not None:
-                filled.put_back()
+                filled.restore()
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
                 "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
@@ -152,19 +152,19 @@ class BlockState:
         """
         closed = not self._open
         if closed:
-            self._show_wholes(None)
+            self.unshard(None)
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
             return run(*args) if self.recompute is NEVER else checkpoint(run, *args, use_reentrant=False)
         finally:  # torch ends a recomputation early by an exception
             if closed:
-                self._show_slices()
+                self.show_local()
                 if self.zero_level == 3:
-                    self.schedule.leave_whole(self)
+                    self.schedule.leave_unsharded(self)
 
     # -- wholes and slices --------------------------------------------------------------------------------------
 
-    def _show_wholes(self, neighbour: BlockState | None) -> None:
+    def unshard(self, neighbour: BlockState | None) -> None:
         """Gather the block, prefetch the neighbour behind it, and put the wholes into the slots."""
         self.schedule.open_block(self, neighbour)
         for buffer in self.buffers:
@@ -174,9 +174,9 @@ class BlockState:
                 buffer.gather()
         for buffer in self.buffers:
             buffer.wait()
-        for parameters, name, whole, slice_ in self.slots:
+        for parameters, name, whole, local in self.slots:
             shown = parameters[name] if name in parameters else None
-            if shown is not slice_ and shown is not whole:
+            if shown is not local and shown is not whole:
                 raise RuntimeError(
                     f"'{name}' of a block was replaced by a {type(shown).__name__} after it was sharded (by "
                     "torch.func.functional_call, or assigned), and the block would compute with its own. Use a copy "
@@ -186,15 +186,15 @@ class BlockState:
             parameters[name] = whole
         self._open = True
 
-    def _show_slices(self) -> None:
-        for parameters, name, _, slice_ in self.slots:
-            parameters[name] = slice_
+    def show_local(self) -> None:
+        for parameters, name, _, local in self.slots:
+            parameters[name] = local
         self._open = False
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Free the full buffers."""
         for buffer in self.buffers:
-            buffer.release()
+            buffer.reshard()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -209,32 +209,32 @@ class BlockState:
             )
         self._entered = True
         ahead = self.previous and self.previous()
-        self._show_wholes(ahead if ahead is not None and ahead.pending > 0 else None)
+        self.unshard(ahead if ahead is not None and ahead.pending > 0 else None)
         self.schedule.make_room()
 
     def after_backward(self) -> None:
         """Close the block after one call's backward; reduce and release it if no other call is pending."""
-        self._show_slices()
+        self.show_local()
         if self.pending > 0:
             self.pending -= 1
         if self.pending > 0:
-            self.schedule.leave_whole(self)
+            self.schedule.leave_unsharded(self)
             return
         self._reduce()
-        self.release()
+        self.reshard()
 
     def finish_backward(self) -> None:
         """End the backward of a block whose inputs needed no gradient, or of whose calls some had no backward."""
         if self._open:
-            self._show_slices()
+            self.show_local()
         self.pending = 0
         if self._entered:
             self._reduce()
-        self.release()
+        self.reshard()
         for buffer in self.buffers:
             if not buffer.gradient.trainable:
                 buffer.gradient.discard()  # frozen since the forward
-            for whole in buffer.wholes:
+            for whole in buffer.full_params:
                 if whole.grad is not None:
                     raise RuntimeError(
                         "A block's gradient arrived after its backward was over: one of its parameters is used outside "
@@ -244,8 +244,8 @@ class BlockState:
     def abandon_backward(self) -> None:
         """Close the block after a backward that raised, and forget its gradient."""
         self.pending, self._entered = 0, False
-        self._show_slices()
-        self.release()
+        self.show_local()
+        self.reshard()
         for buffer in self.buffers:
             buffer.gradient.discard()
 

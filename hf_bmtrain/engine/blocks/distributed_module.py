@@ -17,7 +17,7 @@ from ..runtime.world import current_world
 from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, find_slots
-from ..sharding.state_dict import slice_on_load
+from ..sharding.state_dict import shard_on_load
 from .autograd import uncached_autocast, watch_backward
 from .schedule import ForwardPass, Schedule
 from .sharded_module import ShardedModule, extend_class
@@ -85,13 +85,13 @@ class DistributedModule(ShardedModule):
                 forward_pass.check_unwritten()
             except BaseException as error:
                 schedule.explain_shortage(error)
-                forward_pass.release()
+                forward_pass.reshard()
                 raise
         if torch.is_grad_enabled():
             outputs, differentiable = watch_backward(forward_pass.before_backward, forward_pass.end(), outputs)
             if differentiable:
                 return outputs
-        forward_pass.release()
+        forward_pass.reshard()
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
@@ -112,7 +112,7 @@ class DistributedModule(ShardedModule):
         return find_slots([self])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        slicing = self.register_load_state_dict_pre_hook(slice_on_load)  # after the user's, which may rename keys
+        slicing = self.register_load_state_dict_pre_hook(shard_on_load)  # after the user's, which may rename keys
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         finally:
@@ -175,7 +175,7 @@ def init_parameters(model: torch.nn.Module) -> None:
     """
     world = current_world()
     expect_module("model", model)
-    world.schedule.quiesce()
+    world.schedule.wait_for_readers()
     for parameter in model.parameters():
         if isinstance(parameter, DistributedParameter) and parameter.init_method is not None:
             whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)

@@ -66,10 +66,10 @@ class ForwardPass:
         """Return whether `tensor` is a view of a parameter that the forward read, but for watched reads."""
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Release what was read; no backward will follow."""
         for reader in self.readers:
-            reader.release()
+            reader.reshard()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -118,9 +118,9 @@ class Schedule:
         self._calibrates = False
         self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by graph task
         self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, those that its backward runs through
-        self._left_whole: weakref.ref[BlockState] | None = None  # weak, so that a dropped model is freed
+        self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that a dropped model is freed
         self._prefetched: weakref.ref[BlockState] | None = None
-        self._in_flight: deque[list[GradientBuffer]] = deque()
+        self._pending: deque[list[GradientBuffer]] = deque()
         self._undecided: list[GradientBuffer] = []
 
     # -- observers ----------------------------------------------------------------------------------------------
@@ -171,9 +171,9 @@ class Schedule:
         if not self.shards.mapped_bytes:
             self.blocks.free()
 
-    def quiesce(self) -> None:
+    def wait_for_readers(self) -> None:
         """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
-        self.shards.quiesce()
+        self.shards.wait_for_readers()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Schedule:
             finally:
                 self._calibrates = False
                 for reader in own.readers.keys() - outer.keys():
-                    reader.release()
+                    reader.reshard()
 
     def add_reader(self, reader: OnDemandGather) -> None:
         """Note that the open forward pass reads a buffer outside blocks."""
@@ -228,19 +228,19 @@ class Schedule:
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
         """Release the blocks that are whole, except `block`, which begins, and the one that is gathered ahead."""
-        for reference in (self._left_whole, self._prefetched):
+        for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
             if kept is not None and kept is not block and kept is not prefetched:
-                kept.release()
-        self._left_whole, self._prefetched = None, None if prefetched is None else weakref.ref(prefetched)
+                kept.reshard()
+        self._left_unsharded, self._prefetched = None, None if prefetched is None else weakref.ref(prefetched)
 
-    def leave_whole(self, block: BlockState) -> None:
+    def leave_unsharded(self, block: BlockState) -> None:
         """Keep `block` whole until another block opens, because it may be needed next."""
-        if self._left_whole is not None:
-            kept = self._left_whole()
+        if self._left_unsharded is not None:
+            kept = self._left_unsharded()
             if kept is not None and kept is not block:
-                kept.release()
-        self._left_whole = weakref.ref(block)
+                kept.reshard()
+        self._left_unsharded = weakref.ref(block)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Schedule:
         except BaseException:
             self._members[task], self._passes[task] = members, passes  # for discard_failed_backward
             raise
-        self.quiesce()  # the optimizer may write
+        self.wait_for_readers()  # the optimizer may write
         self.backwards += 1
         for plan in self.frozen_plans:
             plan.end_backward()
@@ -308,10 +308,10 @@ class Schedule:
         self._members.clear()
         self._passes.clear()
         self.open_block(None, None)
-        for gradients in self._in_flight:
+        for gradients in self._pending:
             for gradient in gradients:
                 gradient.discard()
-        self._in_flight.clear()
+        self._pending.clear()
         self._undecided.clear()
         for member in members:
             member.abandon_backward()
@@ -333,22 +333,22 @@ class Schedule:
         """Start averaging `gradients` over the ranks. They are received together."""
         self._receive(self.blocks.ahead)
         for gradient in gradients:
-            if gradient.in_flight:
+            if gradient.is_pending:
                 self._receive(ahead=0)
             for observer in self.observers.before_reduce:
                 for index, values in gradient.own():
                     observer.before_reduce(gradient, index, values)
             gradient.send()
         if gradients:
-            self._in_flight.append(gradients)
+            self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
         """Receive all gradients except the last `ahead` groups."""
-        while len(self._in_flight) > ahead:
-            for gradient in self._in_flight[0]:
+        while len(self._pending) > ahead:
+            for gradient in self._pending[0]:
                 if gradient.receive():
                     self._undecided.append(gradient)
-            self._in_flight.popleft()
+            self._pending.popleft()
 
     def _decide(self) -> None:
         """Find out which parameters no rank used, where this rank did not use all."""

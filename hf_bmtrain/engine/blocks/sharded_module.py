@@ -11,7 +11,7 @@ import torch
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, hidden
-from ..sharding.state_dict import StateDict, agree_on_wholes, copy_wholes
+from ..sharding.state_dict import StateDict, agree_on_wholes, copy_full_params
 
 
 class RefuseDataParallel:
@@ -64,7 +64,7 @@ class ShardedModule(torch.nn.Module):
             current_world().assemble("state_dict")
             destination = StateDict()
         collect = functools.partial(super().state_dict, destination=destination, prefix=prefix, keep_vars=True)
-        copy_wholes(destination, self._slots(), collect)
+        copy_full_params(destination, self._slots(), collect)
         return destination.plain() if outermost else destination
 
     def load_state_dict(self, state_dict, *args, **kwargs):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .object_comm import Control
+from .object_comm import ObjectComm
 
 _SHOWN = 5
 """Differences that an error names."""
@@ -20,7 +20,7 @@ _SAMPLED = 64
 
 
 def agree(
-    control: Control, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
+    control: ObjectComm, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
 ) -> None:
     """Raise RuntimeError, the same on every rank, unless `facts` are equal on all of them, in one order. Collective.
 

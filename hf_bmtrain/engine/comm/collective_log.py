@@ -94,7 +94,7 @@ class Difference(NamedTuple):
     first: bool
 
 
-class Journal:
+class CollectiveLog:
     """The entries of one communicator, which are the same on every rank, since every rank issues the same operations.
 
     One thread at a time adds entries; any may read them.
@@ -108,7 +108,7 @@ class Journal:
         self.count = self.digest = 0
         self.problem: str | None = None
         self.told = False
-        self.explain: Callable[[Journal, int, Excerpt], str | None] = lambda journal, rank, theirs: None
+        self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
         # The count, and the digest after each entry, at its number modulo 2 * KEPT. torch.compile, which may trace
         # `note`, leaves arrays and memory views alone.
         self._memory: Any = array("Q", bytes(8 * WORDS))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .collective_log import Journal, code
+from .collective_log import CollectiveLog, code
 from .object_comm import PATIENCE, comes, end_group, keep_group, wait_for
 from .streams import DONE, Ticket
 
@@ -35,7 +35,7 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    journal: Journal
+    collective_log: CollectiveLog
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         """Fill `whole` (size * n,) with every rank's `shard` (n,), in rank order."""
@@ -67,7 +67,7 @@ class Communicator(Protocol):
 class Gather(Protocol):
     """Allocates shards and gathers them into whole buffers. communicator: orders all gathers and collectives.
 
-    By default `quiesce`, `announce` and `free_dropped` do nothing, and shards are in torch's memory.
+    By default `wait_for_readers`, `announce` and `free_dropped` do nothing, and shards are in torch's memory.
     """
 
     communicator: Communicator
@@ -97,7 +97,7 @@ class Gather(Protocol):
         """Return whether `gather` of this shard is a collective; True by default."""
         return True
 
-    def quiesce(self) -> None:
+    def wait_for_readers(self) -> None:
         """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
@@ -128,7 +128,7 @@ class SingleProcess:
     rank, size = 0, 1
 
     def __init__(self) -> None:
-        self.journal = Journal("single")
+        self.collective_log = CollectiveLog("single")
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         whole.copy_(shard)
@@ -157,18 +157,18 @@ class _GlooTicket:
         label: str,
         work: dist.Work,
         under_way: set[dist.Work],
-        journal: Journal,
+        collective_log: CollectiveLog,
         seconds: float,
         finish: Callable | None,
     ) -> None:
         self.label, self._seconds = label, seconds
-        self._work, self._under_way, self._journal, self._finish = work, under_way, journal, finish
+        self._work, self._under_way, self._collective_log, self._finish = work, under_way, collective_log, finish
 
     def wait(self) -> None:
         try:
-            wait_for(self._work, self._journal, self._seconds)
+            wait_for(self._work, self._collective_log, self._seconds)
         except RuntimeError as error:
-            self._journal.refuse()
+            self._collective_log.refuse()
             raise RuntimeError(
                 f"{self.label} failed: another rank ended, raised, or did not reach this operation "
                 f"within the timeout. Look for the first error among the ranks' logs. ({error})"
@@ -186,18 +186,18 @@ class GlooCommunicator:
     """
 
     def __init__(self, name: str, timeout: timedelta) -> None:
-        self._name, self.journal, self._seconds = name, Journal(name), timeout.total_seconds() + PATIENCE
+        self._name, self.collective_log, self._seconds = name, CollectiveLog(name), timeout.total_seconds() + PATIENCE
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER)
         self._under_way: set[dist.Work] = set()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        self.journal.note(code("all-gather", whole.numel()))
+        self.collective_log.note(code("all-gather", whole.numel()))
         work = _all_gather(as_bytes(whole), as_bytes(shard), group=self._group, async_op=True)
         return self._ticket("all_gather", shard, work)
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        self.journal.note(code("reduce-scatter", whole.numel()))
+        self.collective_log.note(code("reduce-scatter", whole.numel()))
         received = torch.empty_like(whole)
         work = dist.all_to_all_single(as_bytes(received), as_bytes(whole), group=self._group, async_op=True)
         wide = torch.promote_types(shard.dtype, torch.float32)
@@ -212,13 +212,13 @@ class GlooCommunicator:
         return self._ticket("reduce_scatter", shard, work, finish)
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        self.journal.note(code("all-reduce", tensor.numel()))
+        self.collective_log.note(code("all-reduce", tensor.numel()))
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         work = dist.all_reduce(tensor, op, group=self._group, async_op=True)
         return self._ticket("all_reduce", tensor, work)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        self.journal.note(code("broadcast", tensor.numel()))
+        self.collective_log.note(code("broadcast", tensor.numel()))
         work = dist.broadcast(as_bytes(tensor), root, group=self._group, async_op=True)
         return self._ticket("broadcast", tensor, work)
 
@@ -238,7 +238,7 @@ class GlooCommunicator:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
         self._under_way.add(work)  # until it has been waited for
         label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on communicator '{self._name}'"
-        return _GlooTicket(label, work, self._under_way, self.journal, self._seconds, finish)
+        return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

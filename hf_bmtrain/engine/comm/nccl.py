@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .collective_log import Journal, code
+from .collective_log import CollectiveLog, code
 from .communicator import Communicator
 from .object_comm import explained_by
 from .streams import Ticket
@@ -63,7 +63,7 @@ class NcclCommunicator:
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
         nccl = import_nccl()
-        self._name, self._device, self.journal = name, device, Journal(name)
+        self._name, self._device, self.collective_log = name, device, CollectiveLog(name)
         self.rank, self.size = rank, size
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
@@ -72,19 +72,19 @@ class NcclCommunicator:
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        self.journal.note(code("all-gather", whole.numel()))
+        self.collective_log.note(code("all-gather", whole.numel()))
         return self._issue(self._comm.allGather, shard, whole, _moved(shard))
 
     def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        self.journal.note(code("reduce-scatter", whole.numel()))
+        self.collective_log.note(code("reduce-scatter", whole.numel()))
         return self._issue(self._comm.reduceScatter, whole, shard, (*_reduced(shard), _AVG))
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        self.journal.note(code("all-reduce", tensor.numel()))
+        self.collective_log.note(code("all-reduce", tensor.numel()))
         return self._issue(self._comm.allReduce, tensor, tensor, (*_reduced(tensor), _MAX if maximum else _SUM))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        self.journal.note(code("broadcast", tensor.numel()))
+        self.collective_log.note(code("broadcast", tensor.numel()))
         return self._issue(self._comm.broadcast, tensor, tensor, (*_moved(tensor), root))
 
     def unfinished(self) -> bool:
@@ -103,7 +103,7 @@ class NcclCommunicator:
     def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
         assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with explained_by(self.journal):  # NCCL may find that a rank is gone before the watch has named it
+        with explained_by(self.collective_log):  # NCCL may find that a rank is gone before the watch has named it
             try:
                 call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
             except Exception as error:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.torch_internals import default_store
-from .collective_log import Journal, code
+from .collective_log import CollectiveLog, code
 
 _LATER = timedelta(seconds=60)  # for which gloo waits longer, so that the reason comes from here
 _SLICE_SECONDS = 1.0
@@ -23,7 +23,7 @@ PATIENCE = 5.0
 """Seconds beyond the timeout, so that the watch ends the wait, which knows more."""
 
 
-class Control:
+class ObjectComm:
     """Collectives over Python objects, and posts. With one process all methods return at once.
 
     `gather`, `broadcast_object`, `barrier` and `any` are collective. journal: of these. timeout: seconds that they wait
@@ -33,7 +33,7 @@ class Control:
     def __init__(self, size: int, timeout: timedelta) -> None:
         """Make a group of all ranks of torch's default process group, if there are several. Collective."""
         self.size, self.timeout = size, timeout.total_seconds()
-        self.journal = Journal("control")
+        self.collective_log = CollectiveLog("control")
         self.occasions: dict[int, str] = {}
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
@@ -45,7 +45,7 @@ class Control:
         if self._group is not None:
             self.barrier(occasion)
             values = [None] * self.size
-            with explained_by(self.journal):
+            with explained_by(self.collective_log):
                 dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -54,7 +54,7 @@ class Control:
         values = [value]
         if self._group is not None:
             self.barrier("a broadcast of rank 0's object")
-            with explained_by(self.journal):
+            with explained_by(self.collective_log):
                 dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
@@ -71,10 +71,10 @@ class Control:
             return flag
         number = zlib.crc32(occasion.encode())
         self.occasions[number] = occasion
-        self.journal.note(code("exchange", number))
+        self.collective_log.note(code("exchange", number))
         flags = torch.tensor([float(flag)], device="cpu")
         self._last = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        wait_for(self._last, self.journal, self.timeout + PATIENCE if seconds is None else seconds)
+        wait_for(self._last, self.collective_log, self.timeout + PATIENCE if seconds is None else seconds)
         return bool(flags.item())
 
     # -- posts, which are not collective ------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Control:
         self._group = None
 
 
-def wait_for(work: Any, journal: Journal, seconds: float) -> None:
+def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
     """Wait until an operation of gloo is complete, at most `seconds`.
 
     Raises RuntimeError if it fails, and the journal's problem as soon as there is one.
@@ -127,18 +127,18 @@ def wait_for(work: Any, journal: Journal, seconds: float) -> None:
             raise RuntimeError(f"Not all ranks came within {seconds:.0f} s.")
         if comes(work, min(left, _SLICE_SECONDS)):
             return
-        journal.check()
-    with explained_by(journal):
+        collective_log.check()
+    with explained_by(collective_log):
         work.wait()  # raises its error
 
 
 @contextlib.contextmanager
-def explained_by(journal: Journal) -> Iterator[None]:
+def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
     """Replace an error of gloo or NCCL by the journal's problem, if the watch finds one within seconds."""
     try:
         yield
     except RuntimeError:
-        journal.check(_DIAGNOSIS_SECONDS)
+        collective_log.check(_DIAGNOSIS_SECONDS)
         raise
 
 

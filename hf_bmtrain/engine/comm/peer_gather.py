@@ -21,7 +21,7 @@ class _Shared:
 
     sources: the mapped shards by rank, None for this one. alive: returns None once the shard's memory is no longer
     referenced. published: the version that the other ranks may read. meeting: a ticket behind which every rank's
-    announced update is done. read: True if this rank has gathered the shard since the last `quiesce`.
+    announced update is done. read: True if this rank has gathered the shard since the last `wait_for_readers`.
     """
 
     shard: weakref.ref[torch.Tensor]
@@ -48,13 +48,14 @@ class PeerGather(Gather):
       update alone and no other work, which the gathers of that shard wait for. All ranks announce in the optimizer's
       step, the same shards in the same order, so they meet in the same order however they gather afterwards; and a
       meeting waits for updates alone, which wait for no gather, so it comes to pass even where a rank gathers nothing.
-    * An update inside a backward (`update_in_backward`) writes a shard that is gathered since the last `quiesce`, and
-      may: its gradient has been reduced, to which every rank gave its part behind its own last gather of that shard
-      in this backward. It is not announced, but published by the next gather, as other writes are.
-    * `quiesce` is the same meeting in the other direction: behind it, all copies that were started before it on any
-      rank are done, and weights may be written. The end of a backward is one, the explicit collectives are others.
-    * Weights that were written although they were gathered since the last `quiesce` may have been read half written
-      by a slower rank. The next gather then raises.
+    * An update inside a backward (`update_in_backward`) writes a shard that is gathered since the last
+      `wait_for_readers`, and may: its gradient has been reduced, to which every rank gave its part behind its own last
+      gather of that shard in this backward. It is not announced, but published by the next gather, as other writes are.
+    * `wait_for_readers` is the same meeting in the other direction: behind it, all copies that were started before it
+      on any rank are done, and weights may be written. The end of a backward is one, the explicit collectives are
+      others.
+    * Weights that were written although they were gathered since the last `wait_for_readers` may have been read half
+      written by a slower rank. The next gather then raises.
     Ranks may gather different numbers of times between two changes.
     """
 
@@ -177,7 +178,7 @@ class PeerGather(Gather):
         self._update_stream.run(meet)
         shared.published = shard._version
 
-    def quiesce(self) -> None:
+    def wait_for_readers(self) -> None:
         self._memory.order()
         self.communicator.all_reduce(self._token).wait()
         for shared in self._shared.values():

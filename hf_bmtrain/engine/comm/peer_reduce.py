@@ -14,7 +14,7 @@ from ..ops.grad_norm import add_squares
 from ..ops.peer_sum import peer_mean, serves
 from .layout import Layout, Piece
 from .peer_memory import PeerMemory
-from .reduce import CollectingReducer, CollectiveReduction, Flight, Reducer, Reduction
+from .reduce import CollectingReducer, CollectiveReduction, PendingReduce, Reducer, Reduction
 from .streams import DONE, Ticket, work_stream
 
 MAILBOXES = 2
@@ -103,8 +103,8 @@ class PeerReduction(Reduction):
     * A mailbox is not filled while it is read: each rank enters meeting k+1 behind its own sum of gradient k, because
       one stream makes them in this order. So behind meeting k+1 no rank reads its mailbox k mod S, and the next pushes
       into it, of gradient k+S, wait for just that meeting. (With S = 1 they would wait for one that they come before.)
-    * The gradients that autograd made are kept until `land`; the shard and the running sum, made on the current
-      stream before `send`, are written behind it and read after `land`.
+    * The gradients that autograd made are kept until `wait`; the shard and the running sum, made on the current
+      stream before `send`, are written behind it and read after `wait`.
     * Nothing waits for the host, but for the mailboxes' making. Their memory is freed by all ranks together.
     """
 
@@ -181,7 +181,9 @@ class _PeerReducer(CollectingReducer):
         pieces = [(index, self._layout.piece(index, rank)) for index in range(len(self._layout.numels))]
         return [(index, piece) for index, piece in pieces if piece.length]
 
-    def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
+    def send(
+        self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
+    ) -> PendingReduce:
         gradients = self.with_collected(gradients)
         box = self._peers.take(self._others * shard.nbytes)
         sources = [self._source(gradient, numel, shard) for gradient, numel in zip(gradients, self._layout.numels)]
@@ -194,7 +196,7 @@ class _PeerReducer(CollectingReducer):
         ]
         squares = torch.empty(len(sources), dtype=torch.float64, device=shard.device)
         ticket = self._peers.carry(box, pushed, functools.partial(self._add, rows, sources, shard, total, squares))
-        return Flight(ticket, sources, squares=squares)
+        return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return the gradient as (numel,) in the buffer's dtype; zeros for None."""

@@ -3,7 +3,7 @@
 Packing runs on a stream of its own, alongside the backward of the next block. The order is kept by these waits:
 * the packing stream first waits for what the current stream has queued at `send`, hence for the gradients;
 * the collective follows the packing, as it follows the current stream elsewhere; the current stream waits for it
-  in `land`. The caller of `send` calls `land` or `cancel` before it sends the buffer again;
+  in `wait`. The caller of `send` calls `wait` or `cancel` before it sends the buffer again;
 * the gradients are kept until then, so that the allocator, which recycles memory in the order of the current stream,
   does not hand them out too early.
 Apart from what the buffers hold in any case, at most two blocks' gradients are there as autograd made them (`Schedule`
@@ -27,12 +27,12 @@ from .streams import DONE, Ticket, work_stream
 
 
 @dataclass(eq=False)
-class Flight:
+class PendingReduce:
     """A reduction that has been sent and not yet waited for.
 
     arrived: the ticket of the result. gradients: kept until then. memory: where they are packed, freed after it.
-    added: (mean, running sum, shard) if `land` has to add the mean to the sum and write that to the shard. squares: the
-    sum of squares of each gradient's part of the shard, (k,) float64, to be read after `land`; None where the reduction
+    added: (mean, running sum, shard) if `wait` has to add the mean to the sum and write that to the shard. squares: the
+    sum of squares of each gradient's part of the shard, (k,) float64, to be read after `wait`; None where the reduction
     does not measure what it writes.
     """
 
@@ -42,7 +42,7 @@ class Flight:
     added: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     squares: torch.Tensor | None = None
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Make the current stream wait until the shard, and the running sum if there is one, holds the result.
 
         Drops the gradients that autograd made.
@@ -60,7 +60,7 @@ class Flight:
     def cancel(self) -> None:
         """Make the current stream wait until nothing is in flight; the shard's contents are undefined."""
         self.added = None
-        self.land()
+        self.wait()
 
 
 Destination = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
@@ -73,7 +73,9 @@ class Reducer(Protocol):
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
         """Accept gradient `index` before `send`; several for one index are added up."""
 
-    def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
+    def send(
+        self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
+    ) -> PendingReduce:
         """Start to write the mean over ranks of `gradients`, in the order of the layout, into `shard` (n,). Collective.
 
         A gradient that is None and was not collected counts as zero. total: a running sum (n,), in float32 or wider,
@@ -194,7 +196,9 @@ class _CollectiveReducer(CollectingReducer):
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
-    def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
+    def send(
+        self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
+    ) -> PendingReduce:
         gradients = self.with_collected(gradients)
         arriving = shard if total is None else torch.empty_like(shard)
         if self._poison:
@@ -213,7 +217,7 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        return Flight(tickets[0], gradients, memory, None if total is None else (arriving, total, shard))
+        return PendingReduce(tickets[0], gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether the first gradient is the whole buffer, stored as it would be packed."""
@@ -246,10 +250,12 @@ class _LocalReducer:
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
         self._begin(*destination()).add(index, gradient)
 
-    def send(self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None) -> Flight:
+    def send(
+        self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
+    ) -> PendingReduce:
         packed = self._begin(shard, total).complete(gradients)
         self._open = None
-        return Flight(DONE, (), added=None if total is None else (packed, total, shard))
+        return PendingReduce(DONE, (), added=None if total is None else (packed, total, shard))
 
     def discard(self) -> None:
         self._open = None

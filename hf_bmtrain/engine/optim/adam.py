@@ -14,9 +14,9 @@ from ..base.torch_internals import WithoutTorchFunction
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..ops.residual import Master
 from ..runtime.world import current_world
-from ..tensors.tensor import Sliced
+from ..tensors.tensor import ShardBase
 from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
-from .state import check_state, load_state, own_part, save_state, whole_facts
+from .state import check_state, full_facts, load_state, own_part, save_state
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -356,11 +356,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         keys = [key for group in groups for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
         given = [(each, *item) for key, each in zip(keys, mine) for item in state_dict["state"].get(key, {}).items()]
-        self.loaded_facts = whole_facts(given)
+        self.loaded_facts = full_facts(given)
         for key, parameter in zip(keys, mine):
             for name, value in state_dict["state"].get(key, {}).items():
                 dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)
-                own = own.part if isinstance(own, Sliced) else own
+                own = own.part if isinstance(own, ShardBase) else own
                 self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copy)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []

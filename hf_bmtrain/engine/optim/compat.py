@@ -18,20 +18,20 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..base.torch_internals import FOREACH_TYPES
-from ..comm.collective_log import Journal, option_kind, value_code
+from ..comm.collective_log import CollectiveLog, option_kind, value_code
 from ..runtime.world import World, current_world
 from ..sharding.parameter import DistributedParameter
-from ..tensors.tensor import SliceTensor
+from ..tensors.tensor import ShardTensor
 from .adam import AdamOptimizer
 from .runs import same_members
-from .state import WholeState, whole_facts
+from .state import FullState, full_facts
 
 _log = logging.getLogger("hf_bmtrain")
 _ROWS, _COLUMNS, _CUT, _STEPS, _LR = 6, 8, 19, 3, 0.05
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
+def check(optimizer: torch.optim.Optimizer) -> FullState | None:
     """Check that `optimizer` can step over slices. Return its WholeState, or None if it holds no slice. Collective.
 
     Raises RuntimeError if it holds parameters from before wrapping, or ordinary ones that nobody averages, or if the
@@ -54,7 +54,7 @@ def check(optimizer: torch.optim.Optimizer) -> WholeState | None:
     if known is None and slices:
         if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # ours are element-wise
             _check_element_wise(optimizer, slices[0].device)
-        known = optimizer.whole_state = WholeState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+        known = optimizer.whole_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
 
 
@@ -81,7 +81,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if made != now or not same_members(groups, seen):
         noted = []
         if check(optimizer) is not None and (world := current_world()).size > 1:
-            noted = [_NotedOptions(group, world.reduce.journal) for group in optimizer.param_groups]
+            noted = [_NotedOptions(group, world.reduce.collective_log) for group in optimizer.param_groups]
         optimizer.checked = now, [[*group] for group in groups], noted
     whole_state = getattr(optimizer, "whole_state", None)
     if whole_state is not None:
@@ -90,13 +90,13 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         _finish_load(optimizer, whole_state)
 
 
-def _finish_load(optimizer: Any, whole_state: WholeState) -> None:
+def _finish_load(optimizer: Any, whole_state: FullState) -> None:
     """Compare the whole state that was loaded since the last step with the other ranks', and slice it. Collective."""
     facts = None
     if isinstance(optimizer, AdamOptimizer):  # it has sliced it
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
     elif whole_state.is_loaded(optimizer) and optimizer.state:
-        facts = whole_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())
+        facts = full_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())
     if facts is not None:
         current_world().agree("optimizer.step after load_state_dict", facts)
     if not isinstance(optimizer, AdamOptimizer) and whole_state.is_loaded(optimizer):
@@ -110,7 +110,7 @@ def install() -> Callable[[], None]:
         A function that undoes both.
     """
     handle = register_optimizer_step_pre_hook(_before_step)
-    ours = SliceTensor, DistributedParameter
+    ours = ShardTensor, DistributedParameter
     for types in FOREACH_TYPES:
         types += ours
 
@@ -167,8 +167,8 @@ class _NotedOptions:
     What is on another device, such as a learning rate in a tensor, is left out: reading it would wait for that.
     """
 
-    def __init__(self, group: dict[str, Any], journal: Journal) -> None:
-        self._note = journal.note
+    def __init__(self, group: dict[str, Any], collective_log: CollectiveLog) -> None:
+        self._note = collective_log.note
         self._names = [name for name, value in group.items() if name != "lr" and _is_plain(value)]
         self._values = [*map(group.get, self._names)]
 

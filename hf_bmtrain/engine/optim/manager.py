@@ -261,7 +261,7 @@ class OptimManager:
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
             if isinstance(value, (int, float)):  # a tensor may be on a device that has not computed it yet
-                self._reduce.journal.note(value_code(kind, value))
+                self._reduce.collective_log.note(value_code(kind, value))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
             norm = norm / self._scale

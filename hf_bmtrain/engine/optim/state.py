@@ -17,7 +17,7 @@ from ..runtime.launcher import accelerator_is_running
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
-from ..tensors.tensor import SliceTensor
+from ..tensors.tensor import ShardTensor
 from .runs import stored_numel
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
@@ -38,7 +38,7 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     0; other ranks get the parameter groups alone. Its "sliced" names the tensors that are laid out like the parameters;
     the others are whole on every rank. Collective with `gather`.
     """
-    whole_state: WholeState | None = getattr(optimizer, "whole_state", None)
+    whole_state: FullState | None = getattr(optimizer, "whole_state", None)
     with nullcontext() if whole_state is None else whole_state.local():
         state = optimizer.state_dict()
     check_keys(optimizer, state["state"])
@@ -88,14 +88,14 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
-            if isinstance(value, SliceTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:
+            if isinstance(value, ShardTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:
                 values[name] = value.clone()  # a view would keep the whole in memory
 
 
 # -- the optimizer's own state_dict -------------------------------------------------------------------------------
 
 
-class WholeState:
+class FullState:
     """Makes `optimizer.state_dict()` return whole tensors while an Accelerator runs, and allows loading whole tensors.
 
     An optimizer over slices has one as its attribute `whole_state`. Accelerate saves rank 0's state_dict and loads the
@@ -146,7 +146,7 @@ class WholeState:
         return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
 
 
-def whole_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
+def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
     """Return fingerprints of the whole tensors among (parameter, name, value) of a loaded state, for `World.agree`.
 
     Those of a parameter that one rank stores completely are left out: there its slice looks like the whole.
@@ -157,8 +157,8 @@ def whole_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
             continue
         layout, numel = parameter.buffer.layout, parameter.placement.numel
         first, last = (layout.offsets[parameter.index] + at for at in (0, numel - 1))
-        is_whole = value.numel() == numel and not isinstance(value, SliceTensor)
-        if numel and is_whole and first // layout.shard_numel != last // layout.shard_numel:
+        is_unsharded = value.numel() == numel and not isinstance(value, ShardTensor)
+        if numel and is_unsharded and first // layout.shard_numel != last // layout.shard_numel:
             shape = tuple(parameter.full_shape)
             facts[f"'{name}' of a parameter of shape {shape}, entry {number}"] = fingerprint(value)
     return facts
@@ -172,7 +172,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if _is_laid_out_like(value, parameter):
-        return SliceTensor.of(value.as_subclass(torch.Tensor), parameter.placement)
+        return ShardTensor.of(value.as_subclass(torch.Tensor), parameter.placement)
     if value.numel() == parameter.full_shape.numel():
         return parameter.take(value.reshape(parameter.full_shape))
     if value.numel() == 1 or name in _BLOCKWISE or _is_factor(value.shape, parameter.full_shape):
@@ -223,7 +223,7 @@ def _gather(
         places.setdefault(place, {})[parameters[key].index] = key
     for (name, buffer, _), keys in places.items():
         pieces = {index: state[key][name] for index, key in keys.items()}
-        for index, value in buffer.gather_like_slices(pieces).items():
+        for index, value in buffer.gather_like_local(pieces).items():
             if keep:
                 whole[keys[index]][name] = _copy(value)
     return whole if keep else {}, sorted({name for name, _ in sliced})
@@ -262,7 +262,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
 
 def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:
     """Return whether `value` is a slice tensor, or an ordinary one with the shape of this rank's part."""
-    part = value.part if isinstance(value, SliceTensor) else value
+    part = value.part if isinstance(value, ShardTensor) else value
     return isinstance(part, torch.Tensor) and part.shape == (stored_numel(parameter),)
 
 

@@ -21,7 +21,7 @@ import torch.distributed.nn.functional
 from ..comm.agreement import agree
 from ..comm.communicator import CollectiveGather, Communicator, Gather, GlooCommunicator, SingleProcess
 from ..comm.nccl import NcclCommunicator, abort_all, import_nccl
-from ..comm.object_comm import Control
+from ..comm.object_comm import ObjectComm
 from ..comm.peer_gather import PeerGather
 from ..comm.peer_memory import CudaMemory, HostMemory
 from ..comm.peer_reduce import PeerReduction
@@ -47,7 +47,7 @@ class Backend(NamedTuple):
     shards: Gather
     blocks: Reduction
     outside: Reduction
-    control: Control
+    control: ObjectComm
     opened: list[Communicator]
 
 
@@ -76,11 +76,11 @@ def open_backend(
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
-        return Backend(single, single, CollectiveGather(single), local, local, Control(1, timeout), [])
+        return Backend(single, single, CollectiveGather(single), local, local, ObjectComm(1, timeout), [])
     if device.type == "cuda":
         import_nccl()  # report a missing CuPy before anything waits for other ranks
     _join(rank, size, device, timeout, init_method, monitor)
-    control = Control(size, timeout)
+    control = ObjectComm(size, timeout)
     own = {"device": device.type, "gather": gather, "timeout": timeout.total_seconds()}
     _agree(control, {**_versions(device), **own, **facts})
     opened: list[Communicator] = []
@@ -137,7 +137,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     del met  # its server is the process group's now
 
 
-def _agree(control: Control, facts: Mapping[str, Any]) -> None:
+def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
     try:
         agree(control, "init_distributed", facts)
     except RuntimeError:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from ..comm.collective_log import Excerpt
 from ..comm.communicator import Communicator
-from ..comm.object_comm import Control
+from ..comm.object_comm import ObjectComm
 
 EXIT = "the end of the program"
 """The occasion for which ranks wait before they leave together."""
@@ -33,7 +33,7 @@ class Monitor:
         Raises RuntimeError, with the ranks that did not come, after the timeout.
         """
 
-    def open(self, control: Control, rank: int, interrupt: Callable[[], None]) -> None:
+    def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None]) -> None:
         """Begin to watch. Collective.
 
         Args:

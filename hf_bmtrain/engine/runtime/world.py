@@ -14,7 +14,7 @@ import torch
 from ..base.arguments import expect_number
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator, Gather
-from ..comm.object_comm import Control
+from ..comm.object_comm import ObjectComm
 from .monitor import Monitor
 
 if TYPE_CHECKING:  # the schedule is to the right of this folder
@@ -73,7 +73,7 @@ class World:
     gather: Communicator
     reduce: Communicator
     shards: Gather
-    control: Control
+    control: ObjectComm
     monitor: Monitor
     inside: ForwardDepth
     schedule: Schedule
@@ -233,7 +233,7 @@ def synchronize() -> None:
     Frees the shards of models that every rank has dropped.
     """
     world = current_world()
-    world.schedule.quiesce()
+    world.schedule.wait_for_readers()
     wait_loader()
     world.assemble("synchronize")
     world.schedule.free_dropped()

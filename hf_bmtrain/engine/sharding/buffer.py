@@ -39,9 +39,9 @@ class ShardedBuffer:
 
     storage: how the shard is kept and sent. shard: (n,) this rank's elements, never reallocated.
     wholes: a Parameter in its own shape for each, readable only while the buffer is unsharded (after `gather` and
-    `wait`, until `release`). number: among the buffers of this world, the same on every rank.
+    `wait`, until `reshard`). number: among the buffers of this world, the same on every rank.
     pieces: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
-    stays_whole: `release` does nothing while no parameter is trainable; the same on every rank. The next `gather`
+    resident: `reshard` does nothing while no parameter is trainable; the same on every rank. The next `gather`
     after a write to the shard fills the full buffer anew.
     """
 
@@ -73,16 +73,16 @@ class ShardedBuffer:
         self._state = State.SHARDED
         self.storage.allocate(world, dtype)
         self._alone = self.storage.full is None
-        self.wholes = [
+        self.full_params = [
             torch.nn.Parameter(self.storage.view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)
         ]
-        for whole in self.wholes:
-            whole.is_whole = True  # pyright: ignore[reportAttributeAccessIssue]
+        for whole in self.full_params:
+            whole.is_unsharded = True  # pyright: ignore[reportAttributeAccessIssue]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, world.poison)
         self.names: list[str | None] = [None] * len(parameters)
         unused = UnusedParameters(world.control, self.number)
-        self.gradient = GradientBuffer(self.placements, reducer, self.wholes, self.shard, unused)
-        self.stays_whole = False
+        self.gradient = GradientBuffer(self.placements, reducer, self.full_params, self.shard, unused)
+        self.resident = False
         self.storage.fill(parameters)
 
     # -- construction -------------------------------------------------------------------------------------------
@@ -98,10 +98,10 @@ class ShardedBuffer:
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
         # Peer copies are not collectives, so they are not recorded in the log.
-        self._journal = self.communicator.journal if self._gather.is_collective(source) else None
+        self._collective_log = self.communicator.collective_log if self._gather.is_collective(source) else None
         self._filled_version = -1
 
-    def make_slices(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
+    def make_local(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
         """Return this rank's slices of `parameters`, whose storage this buffer is, as instances of `cls`."""
         slices: list[Any] = []
         for index, (parameter, piece) in enumerate(zip(parameters, self.pieces)):
@@ -117,7 +117,7 @@ class ShardedBuffer:
     @property
     def slices(self) -> list[Any]:
         """This rank's slices, but for those that were dropped together with their modules."""
-        return [slice_ for reference in self.gradient.slices if (slice_ := reference()) is not None]
+        return [local for reference in self.gradient.slices if (local := reference()) is not None]
 
     # -- gather, use, release -----------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class ShardedBuffer:
         if self._state is not State.SHARDED:
             if self._filled_version == version:
                 return
-            self.release()
+            self.reshard()
         self._filled_version = version
         target = self._target
         if target is not None:
@@ -153,9 +153,9 @@ class ShardedBuffer:
 
     def _note_gather(self) -> None:
         """Note a gather for the comparison of the ranks, where an evaluation on one rank differs from training."""
-        if self._journal is not None:
+        if self._collective_log is not None:
             evaluates = self._inside.depth > 0 and not torch.is_grad_enabled()
-            self._journal.note(self._entries[evaluates])
+            self._collective_log.note(self._entries[evaluates])
 
     def wait(self) -> None:
         """Make the current stream wait until the buffer is whole."""
@@ -167,11 +167,11 @@ class ShardedBuffer:
             if self.storage.unpacks:
                 self.storage.after_gather()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Free what `gather` has filled, unless it is the shard or kept."""
         if self._state is State.SHARDED:
             return
-        if self.stays_whole and self.is_kept:
+        if self.resident and self.is_resident:
             self.wait()
             return
         self.drop()
@@ -185,9 +185,9 @@ class ShardedBuffer:
         self._state = State.SHARDED
 
     @property
-    def is_kept(self) -> bool:
+    def is_resident(self) -> bool:
         """True if it is frozen and stays whole from its next gather on."""
-        return self.stays_whole and not self.gradient.trainable
+        return self.resident and not self.gradient.trainable
 
     @property
     def sharded(self) -> bool:
@@ -195,12 +195,12 @@ class ShardedBuffer:
         return not self._alone
 
     @property
-    def is_whole(self) -> bool:
-        """True while what is gathered has memory: always with one rank, otherwise from `gather` to `release`."""
+    def is_unsharded(self) -> bool:
+        """True while what is gathered has memory: always with one rank, otherwise from `gather` to `reshard`."""
         return self._alone or self._state is not State.SHARDED
 
     @property
-    def whole_nbytes(self) -> int:
+    def full_nbytes(self) -> int:
         """Bytes of what `gather` fills; 0 if the full buffer is the shard."""
         return self.storage.memory().nbytes
 
@@ -209,19 +209,19 @@ class ShardedBuffer:
         return self.storage.holds(tensor)
 
     @contextmanager
-    def whole_now(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Make the wholes readable under `with`; then they are as before, and shards may be written. Collective."""
         try:
             with self.storage.full_values():
                 yield
         finally:
-            self._gather.quiesce()
+            self._gather.wait_for_readers()
 
     def prepare_write(self) -> None:
         """Wait until no rank reads the shard, before it is written outside an optimizer's step. Collective."""
-        self._gather.quiesce()
+        self._gather.wait_for_readers()
 
-    def gather_like_slices(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def gather_like_local(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Assemble whole tensors from every rank's `values`, laid out like the slices of their indices. Collective.
 
         The values have one dtype. One all-gather; the results are views of one new flat tensor on the shard's device.
@@ -234,7 +234,7 @@ class ShardedBuffer:
         full = flat.new_empty(self.layout.numel)
         self.communicator.all_gather(full, flat).wait()
         parts = full.split_with_sizes(self.layout.sizes)[1::2]
-        return {index: parts[index].view(self.wholes[index].shape) for index in values}
+        return {index: parts[index].view(self.full_params[index].shape) for index in values}
 
     # -- refused ------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class ShardedBuffer:
         copies: Parameters over the same memory that were written. Wholes that were cast are restored.
         """
         dtype, written = self.shard.dtype, [*copies]
-        for whole in self.wholes:
+        for whole in self.full_params:
             if whole.dtype is not dtype:
                 self._refuse_cast()
             if whole._version:
@@ -258,8 +258,8 @@ class ShardedBuffer:
             )
 
     def _refuse_cast(self) -> NoReturn:
-        kinds = {(whole.shape, whole.dtype) for whole in self.wholes if whole.dtype is not self.shard.dtype}
-        for index, whole in enumerate(self.wholes):
+        kinds = {(whole.shape, whole.dtype) for whole in self.full_params if whole.dtype is not self.shard.dtype}
+        for index, whole in enumerate(self.full_params):
             whole.data = self.storage.view(index, whole.shape)
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise RuntimeError(

@@ -57,26 +57,26 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     world.assemble(occasion)
     if isinstance(what, torch.nn.Module):
         slots = find_slots(what.modules())
-        wholes = _copies([slot.piece for slot in slots])
-        inside, result = _shown(what, slots, wholes), what
+        full_params = _copies([slot.piece for slot in slots])
+        inside, result = _shown(what, slots, full_params), what
     else:
-        wholes = _copies(pieces)
-        inside, result = nullcontext(), [wholes[piece] for piece in pieces]
+        full_params = _copies(pieces)
+        inside, result = nullcontext(), [full_params[piece] for piece in pieces]
     with torch.no_grad():
         with inside:
             yield result
         world.assemble(f"end of {occasion}")
-        fixed = {p: whole for p, whole in wholes.items() if not modify or p.buffer.storage.read_only}
+        fixed = {p: whole for p, whole in full_params.items() if not modify or p.buffer.storage.read_only}
         _check_unchanged(world, fixed, modify)
         if modify:
-            _write_back(world, {p: whole for p, whole in wholes.items() if p not in fixed})
+            _write_back(world, {p: whole for p, whole in full_params.items() if p not in fixed})
 
 
 def _by_buffer(pieces: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
     """Yield each slice once, while the wholes of its buffer are readable; one buffer is gathered at a time."""
     unique = dict.fromkeys(pieces)
     for buffer in dict.fromkeys(piece.buffer for piece in unique):
-        with buffer.whole_now():
+        with buffer.unsharded():
             yield from (piece for piece in unique if piece.buffer is buffer)
 
 
@@ -86,13 +86,13 @@ def _copies(pieces: Iterable[DistributedParameter]) -> Wholes:
 
 
 @contextmanager
-def _shown(model: torch.nn.Module, slots: Sequence[Slot], wholes: Wholes) -> Iterator[None]:
+def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
     """Put the wholes into the model's slots, and restore its slices and modules at the end in any case."""
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
     hooks += [module.register_state_dict_pre_hook(_refuse) for module in modules]
     for slot in slots:
-        slot.show(wholes[slot.piece])
+        slot.show(full_params[slot.piece])
     shown: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = []
     for module in modules:
         shown += [(module, own, dict(own)) for own in (module._parameters, module._modules)]
@@ -126,34 +126,34 @@ def _refuse(*args: Any) -> None:
     )
 
 
-def _write_back(world: World, wholes: Wholes) -> None:
+def _write_back(world: World, full_params: Wholes) -> None:
     """Store rank 0's values of the wholes. Collective. Raises RuntimeError if a shape or dtype was changed."""
     misfits = [
         f"{tuple(piece.full_shape)} {piece.dtype} became {tuple(whole.shape)} {whole.dtype}"
-        for piece, whole in wholes.items()
+        for piece, whole in full_params.items()
         if whole.dtype != piece.dtype or whole.shape != piece.full_shape
     ]
     problem = f"Shapes and dtypes are fixed by auto_wrap, change them before: {', '.join(misfits)}" if misfits else None
     world.raise_everywhere("gathered: nothing is changed", problem)
-    for piece, whole in wholes.items():
+    for piece, whole in full_params.items():
         values = whole.detach().to(piece.device, copy=True).contiguous()
         if values.numel():
             world.gather.broadcast(_bytes(values), 0).wait()
         piece.copy_(piece.take(values))
 
 
-def _check_unchanged(world: World, wholes: Wholes, modify: bool) -> None:
+def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
     """Raise RuntimeError on every rank if values were changed on one. Collective.
 
     modify: whether the context was opened for writing; only read-only parameters are checked then.
     """
-    if not wholes:
+    if not full_params:
         return
-    changed = [p for p in _by_buffer(wholes) if not torch.equal(_bytes(wholes[p]), _bytes(p.whole))]
+    changed = [p for p in _by_buffer(full_params) if not torch.equal(_bytes(full_params[p]), _bytes(p.whole))]
     problem = f"shapes {', '.join(str(tuple(piece.full_shape)) for piece in changed)}" if changed else None
     way_out = "write with bmt.gathered(..., modify=True)"
     if modify:
-        way_out = next(iter(wholes)).buffer.storage.read_only
+        way_out = next(iter(full_params)).buffer.storage.read_only
     world.raise_everywhere(f"gathered: parameters were changed inside, which has no effect: {way_out}", problem)
 
 

@@ -11,12 +11,12 @@ import torch
 
 from ..base.torch_internals import WithoutTorchFunction
 from ..comm.collective_log import code
-from ..comm.reduce import Flight, Reducer
+from ..comm.reduce import PendingReduce, Reducer
 from ..comm.streams import finish
 from ..ops.grad_norm import Segments, as_real
 from ..tensors.norms import SegmentNorms
 from ..tensors.placement import Placement
-from ..tensors.tensor import SET_GRAD, SliceTensor
+from ..tensors.tensor import SET_GRAD, ShardTensor
 from .unused import UnusedParameters
 
 
@@ -35,32 +35,32 @@ class GradientBuffer:
         self,
         placements: Sequence[Placement],
         reducer: Reducer,
-        wholes: list[torch.nn.Parameter],
+        full_params: list[torch.nn.Parameter],
         like: torch.Tensor,
         unused: UnusedParameters,
     ) -> None:
         """placements: of the wholes. like: the parameters' shard, whose shape, dtype and device the gradient's has."""
-        self._placements, self._reducer, self._wholes, self._like = placements, reducer, wholes, like
+        self._placements, self._reducer, self._full_params, self._like = placements, reducer, full_params, like
         self._communicator = placements[0].communicator
         self._unused, self._alone = unused, self._communicator.size == 1
         self.number = unused.number
         self._entry = code("reduction of the gradient of", self.number)
         self.slices: list[weakref.ref[Any]] = []
-        self._indices = range(len(wholes))
+        self._indices = range(len(full_params))
         self._pieces = [placement.piece for placement in placements]
-        self.requires_grad = [whole.requires_grad for whole in wholes]
-        self.trained = [False] * len(wholes)
+        self.requires_grad = [whole.requires_grad for whole in full_params]
+        self.trained = [False] * len(full_params)
         self._wholes_require_grad = list(self.requires_grad)
         self._noted_require_grad = list(self.requires_grad)
         self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
-        self._flight: Flight | None = None  # from `send` to `receive`
+        self._pending: PendingReduce | None = None  # from `send` to `receive`
         self._collected: set[int] = set()
         self._absent: list[int] = []  # from `send` to `decide`: not used by this rank, and without a `.grad`
         self._squares: torch.Tensor | None = None
         self._norms: SegmentNorms | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # the running sum
-        self._handed: list[torch.Tensor | None] = [None] * len(wholes)
+        self._handed: list[torch.Tensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
         present = [position for position, size in enumerate(sizes) if size or position % 2]  # gaps that are not empty
         self._sizes = [sizes[position] for position in present]
@@ -81,7 +81,7 @@ class GradientBuffer:
     def follow_requires_grad(self) -> None:
         """Make the wholes require gradients as their slices do, which may have changed since the last forward."""
         if self.requires_grad != self._wholes_require_grad:
-            for whole, required in zip(self._wholes, self.requires_grad):
+            for whole, required in zip(self._full_params, self.requires_grad):
                 whole.requires_grad_(required)
             self._wholes_require_grad = list(self.requires_grad)
 
@@ -94,38 +94,38 @@ class GradientBuffer:
     @property
     def _fresh(self) -> bool:
         for reference in self.slices:
-            slice_ = reference()
-            if slice_ is not None and slice_.grad_now is not None:
+            local = reference()
+            if local is not None and local.grad_now is not None:
                 return False
         return True
 
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
         """The `.grad` of every slice, None for one that was dropped."""
-        return [None if (slice_ := reference()) is None else slice_.grad_now for reference in self.slices]
+        return [None if (local := reference()) is None else local.grad_now for reference in self.slices]
 
     def set_aside(self) -> Callable[[], None]:
         """Leave the slices without `.grad` and hooks. Returns a function that puts all back as it is now.
 
         For a backward that is no part of training, such as a comparison's.
         """
-        slices = [slice_ for each in self.slices if (slice_ := each()) is not None]
-        gradients = [(slice_, slice_.grad, slice_._gradient_hooks.copy()) for slice_ in slices]
+        slices = [local for each in self.slices if (local := each()) is not None]
+        gradients = [(local, local.grad, local._gradient_hooks.copy()) for local in slices]
         names = ("shard", "_total", "_squares", "_norms", "_handed", "_version")
         values = {name: getattr(self, name) for name in names}
         self.shard = self._total = self._squares = self._norms = None
         self._handed = [None] * len(self._handed)
-        for slice_ in slices:
-            slice_.grad = None
-            slice_._gradient_hooks.clear()  # a handle refers to this dict
+        for local in slices:
+            local.grad = None
+            local._gradient_hooks.clear()  # a handle refers to this dict
 
-        def put_back() -> None:
-            for slice_, gradient, hooks in gradients:
-                slice_.grad = gradient
-                slice_._gradient_hooks.update(hooks)
+        def restore() -> None:
+            for local, gradient, hooks in gradients:
+                local.grad = gradient
+                local._gradient_hooks.update(hooks)
             vars(self).update(values)
 
-        return put_back
+        return restore
 
     # -- one backward -------------------------------------------------------------------------------------------
 
@@ -137,13 +137,13 @@ class GradientBuffer:
             self._reducer.collect(index, gradient, self._begin)
 
     @property
-    def in_flight(self) -> bool:
+    def is_pending(self) -> bool:
         """True if it was sent and not received."""
-        return self._flight is not None
+        return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield this rank's gradients that `send` will average, each with its index, but for what was collected."""
-        for index, whole in enumerate(self._wholes):
+        for index, whole in enumerate(self._full_params):
             if whole.grad is not None:
                 yield index, whole.grad
 
@@ -151,21 +151,21 @@ class GradientBuffer:
         """Start to average what was collected and the `.grad` of every whole over the ranks."""
         shard, total = self._begin()
         # Parameters that were frozen since the forward get no more gradient.
-        gradients = [whole.grad if required else None for whole, required in zip(self._wholes, self.requires_grad)]
-        for whole in self._wholes:
+        gradients = [whole.grad if required else None for whole, required in zip(self._full_params, self.requires_grad)]
+        for whole in self._full_params:
             whole.grad = None
         if self.requires_grad != self._noted_require_grad:  # a rank where it is another would give zeros to the mean
             self._noted_require_grad = list(self.requires_grad)
-            self._communicator.journal.note(code("change of requires_grad in", self.number))
+            self._communicator.collective_log.note(code("change of requires_grad in", self.number))
         self.trained = [*map(operator.or_, self.trained, self.requires_grad)]
-        self._communicator.journal.note(self._entry)
+        self._communicator.collective_log.note(self._entry)
         self._unused.sent += 1
         lacking = [index for index, gradient in enumerate(gradients) if gradient is None]
         if lacking:
             self._note_absent(lacking)
         if self._collected:
             self._collected.clear()
-        self._flight = self._reducer.send(gradients, shard, total)
+        self._pending = self._reducer.send(gradients, shard, total)
 
     def _note_absent(self, lacking: list[int]) -> None:
         """Note and post which parameters this rank did not use, but for those that have a `.grad` in any case."""
@@ -183,9 +183,9 @@ class GradientBuffer:
 
         The slices of parameters that this rank did not use are left to `decide`. Returns True if there are any.
         """
-        assert self._flight is not None and self.shard is not None
-        self._flight.land()
-        self._squares, self._flight, self._begun = self._flight.squares, None, False
+        assert self._pending is not None and self.shard is not None
+        self._pending.wait()
+        self._squares, self._pending, self._begun = self._pending.squares, None, False
         torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
         self._version = self.shard._version
         if self._segments is not None:
@@ -195,7 +195,7 @@ class GradientBuffer:
             self._hand_out(self._indices)
             return False
         # Hooks are called in the same order on every rank, which they may rely on.
-        hooked = any(slice_ is not None and slice_._gradient_hooks for slice_ in (each() for each in self.slices))
+        hooked = any(local is not None and local._gradient_hooks for local in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()
             self._hand_out(index for index in self._indices if index not in unused)
@@ -209,7 +209,7 @@ class GradientBuffer:
 
         Nothing happens if the gradient was sent again since, which decides as well.
         """
-        if self._flight is not None or not self._absent:
+        if self._pending is not None or not self._absent:
             return
         unused = self._find_unused()
         absent, self._absent = self._absent, []
@@ -222,19 +222,19 @@ class GradientBuffer:
 
     def discard(self) -> None:
         """Forget what autograd has computed, what was collected and what was sent."""
-        for whole in self._wholes:
+        for whole in self._full_params:
             whole.grad = None
         self._reducer.discard()
         self._collected.clear()
         self._absent = []
-        if self._flight is not None:
-            self._flight.cancel()  # it may have written the shard
-            self._flight = self._squares = None
+        if self._pending is not None:
+            self._pending.cancel()  # it may have written the shard
+            self._pending = self._squares = None
         self._begun = False
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the shard for this backward's mean, and the running sum if an accumulation has begun."""
-        assert self._flight is None, "the previous gradient was not received"
+        assert self._pending is None, "the previous gradient was not received"
         if not self._begun:
             if self._absent:
                 self.decide()
@@ -298,17 +298,17 @@ class GradientBuffer:
         required, handed, placements, hooked = self.requires_grad, self._handed, self._placements, []
         with WithoutTorchFunction():
             for index in indices:
-                slice_ = self.slices[index]()
-                if slice_ is None:
+                local = self.slices[index]()
+                if local is None:
                     continue
-                if required[index] and (handed[index] is None or slice_.grad_now is not handed[index]):
+                if required[index] and (handed[index] is None or local.grad_now is not handed[index]):
                     part: Any = parts[self._parts[index]]
-                    part.__class__ = SliceTensor  # `part` has no other reference, and `of` would make a second tensor
+                    part.__class__ = ShardTensor  # `part` has no other reference, and `of` would make a second tensor
                     part.placement, part.segment = placements[index], None if norms is None else (norms, index)
-                    SET_GRAD(slice_, part)
-                    handed[index] = slice_.grad_now = part
-                if slice_._gradient_hooks:
-                    hooked.append(slice_)
-        for slice_ in hooked:
-            for hook in list(slice_._gradient_hooks.values()):
-                hook(slice_)
+                    SET_GRAD(local, part)
+                    handed[index] = local.grad_now = part
+                if local._gradient_hooks:
+                    hooked.append(local)
+        for local in hooked:
+            for hook in list(local._gradient_hooks.values()):
+                hook(local)

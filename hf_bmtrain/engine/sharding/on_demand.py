@@ -44,8 +44,8 @@ class OnDemandGather:
         gather = piece.on_demand
         if gather is None:
             gather = cls(schedule, piece.buffer)
-            for slice_ in piece.buffer.slices:
-                slice_.on_demand = gather
+            for local in piece.buffer.slices:
+                local.on_demand = gather
         return gather
 
     @property
@@ -83,7 +83,7 @@ class OnDemandGather:
         return whole
 
     def _readable(self, index: int) -> torch.nn.Parameter:
-        weights = self._buffer.wholes[index].data
+        weights = self._buffer.full_params[index].data
         whole = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
         if not whole.requires_grad:
             return whole  # torch admits no hook
@@ -100,14 +100,14 @@ class OnDemandGather:
         whole.register_post_accumulate_grad_hook(collect)
         return whole
 
-    def wholes(self, index: int) -> list[torch.nn.Parameter]:
+    def full_params(self, index: int) -> list[torch.nn.Parameter]:
         """Return the Parameters by which modules have read parameter `index`."""
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Take over the gradient of parameter `index` in the running backward."""
         self._schedule.join_backward(self)
-        if self._buffer.gradient.in_flight:  # that of a block, whose parameter is read outside of it as well
+        if self._buffer.gradient.is_pending:  # that of a block, whose parameter is read outside of it as well
             self._schedule.receive_all()
         for observer in self._schedule.observers.before_reduce:
             observer.before_reduce(self._buffer.gradient, index, gradient)
@@ -120,12 +120,12 @@ class OnDemandGather:
 
     def _release_if_unneeded(self) -> None:
         if not self.unwatched and not self._saved:
-            self._buffer.release()
+            self._buffer.reshard()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Release the buffer at the end of the pass."""
         self.unwatched = False
-        self._buffer.release()
+        self._buffer.reshard()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -150,13 +150,13 @@ class OnDemandGather:
     def finish_backward(self) -> None:
         """Release the buffer, unless an enclosing backward needs it, and send its gradient."""
         if not self._schedule.is_member(self):
-            self.release()
+            self.reshard()
         if self._buffer.gradient.trainable:
             self._schedule.send([self._buffer.gradient])
 
     def abandon_backward(self) -> None:
         """Release the buffer and forget its gradient."""
-        self.release()
+        self.reshard()
         self._buffer.gradient.discard()
 
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base.arguments import expect_callable, expect_flag, expect_kind, expect_tensor
 from ..runtime.world import current_world
 from ..tensors.backward import double_backward
-from ..tensors.tensor import Sliced, SliceTensor
+from ..tensors.tensor import ShardBase, ShardTensor
 from .buffer import ShardedBuffer
 from .on_demand import OnDemandGather
 
@@ -30,7 +30,7 @@ class Origin(NamedTuple):
     name: str
 
 
-class DistributedParameter(Sliced, torch.nn.Parameter):
+class DistributedParameter(ShardBase, torch.nn.Parameter):
     """This rank's 1-D shard of a parameter. `model.parameters()` yields such shards, and optimizers update them.
 
     `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective.
@@ -86,14 +86,14 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
         whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         world = current_world()
         buffer = ShardedBuffer(world, [whole], world.schedule.outside)
-        (piece,) = buffer.make_slices(cls, [whole])
+        (piece,) = buffer.make_local(cls, [whole])
         piece.init_method, piece.group = init_method, group
         return piece
 
     @property
     def whole(self) -> torch.nn.Parameter:
         """The whole parameter, a view of the full buffer; its values are readable only while the buffer is whole."""
-        return self.buffer.wholes[self.index]
+        return self.buffer.full_params[self.index]
 
     @property
     def ds_shape(self) -> torch.Size:
@@ -130,15 +130,15 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
 
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
         """Return the tensors that autograd knows for this: the whole in a block, or those of its readers outside."""
-        return [self.whole] if self.on_demand is None else self.on_demand.wholes(self.index)
+        return [self.whole] if self.on_demand is None else self.on_demand.full_params(self.index)
 
-    def read_whole(self) -> torch.Tensor:
+    def read_full(self) -> torch.Tensor:
         if torch.is_grad_enabled() and self.requires_grad:
             schedule = current_world().schedule
             if schedule.in_forward and not schedule.in_backward:
                 schedule.add_reader(OnDemandGather.of(self, schedule))
             return _ReadWhole.apply(self)
-        with self.buffer.whole_now():
+        with self.buffer.unsharded():
             return self.whole.detach().clone()
 
     def gather(self) -> torch.Tensor:
@@ -146,13 +146,13 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
 
         Where autograd records, it is differentiable: its gradient is averaged over the ranks into `.grad`.
         """
-        return self.read_whole()
+        return self.read_full()
 
     def gather_gradient(self) -> torch.Tensor | None:
         """Return the full gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
-    def take(self, whole: torch.Tensor) -> SliceTensor:
+    def take(self, whole: torch.Tensor) -> ShardTensor:
         """Return this rank's part of a full tensor. Not collective.
 
         Args:
@@ -170,7 +170,7 @@ class DistributedParameter(Sliced, torch.nn.Parameter):
                 f"whole must be a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}"
             )
         self.buffer.update.wait()  # the part is about to be written
-        return SliceTensor.of(self.placement.cut(whole), self.placement)
+        return ShardTensor.of(self.placement.cut(whole), self.placement)
 
     def register_post_accumulate_grad_hook(self, hook):
         """Call a hook after the gradient, averaged over all ranks, was added to `.grad`.
@@ -229,7 +229,7 @@ class _ReadWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parameter: DistributedParameter) -> torch.Tensor:
         ctx.parameter = parameter
-        with parameter.buffer.whole_now():
+        with parameter.buffer.unsharded():
             return parameter.whole.detach().clone()
 
     @staticmethod

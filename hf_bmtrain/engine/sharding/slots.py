@@ -12,7 +12,7 @@ from ..comm.reduce import Reduction
 from ..runtime.world import World
 from .buffer import ShardedBuffer
 from .parameter import DistributedParameter
-from .sourced import ScatteredParameter
+from .sourced import SourcedParameter
 from .storage import PLAIN, StorageKind
 
 
@@ -65,7 +65,7 @@ def tensor_facts(model: torch.nn.Module) -> dict[str, str]:
             told.append(f"tied to '{first[id(parameter)]}'")
         if isinstance(parameter, DistributedParameter):
             told.append("sharded already")
-        if isinstance(parameter, ScatteredParameter):
+        if isinstance(parameter, SourcedParameter):
             told.append(parameter.fingerprint)
         facts[f"parameter '{name}'"] = " ".join(told)
     for name, buffer in model.named_buffers():
@@ -96,17 +96,17 @@ def shard_places(
     small = {key: _join_small(groups, key) for key in [*groups] if key.kind != PLAIN}
     slices: dict[int, DistributedParameter] = {}
     for key, parameters in groups.items():
-        wholes = [_whole(parameter) for parameter in parameters.values()]
-        buffer = ShardedBuffer(world, wholes, reduction, key.kind.make(wholes, small.get(key, 0)))
-        slices.update(zip(parameters, buffer.make_slices(key.kind.parameter_class or DistributedParameter, wholes)))
-        del wholes
+        full_params = [_whole(parameter) for parameter in parameters.values()]
+        buffer = ShardedBuffer(world, full_params, reduction, key.kind.make(full_params, small.get(key, 0)))
+        slices.update(zip(parameters, buffer.make_local(key.kind.parameter_class or DistributedParameter, full_params)))
+        del full_params
         for parameter in parameters.values():
             note: Any = parameter
             note.sharded_elsewhere = True
     slots = []
     for module, name, parameter in places:
         piece = module._parameters[name] = slices[id(parameter)]
-        slots.append(Slot(module._parameters, name, piece.buffer.wholes[piece.index], piece))
+        slots.append(Slot(module._parameters, name, piece.buffer.full_params[piece.index], piece))
     return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
 
 

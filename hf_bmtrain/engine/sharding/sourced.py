@@ -1,4 +1,4 @@
-"""ScatteredParameter: a loaded parameter that no rank holds whole until it is sharded."""
+"""SourcedParameter: a loaded parameter that no rank holds whole until it is sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GATHERED_NUMEL = 1 << 20
 """At most about so many elements are gathered at a time."""
 
 
-class ScatteredParameter(torch.nn.Parameter):
+class SourcedParameter(torch.nn.Parameter):
     """A whole parameter on the meta device, whose values are in a file, or divided equally among the ranks.
 
     It stands for a parameter in a model that auto_wrap will shard, from the time its values were read: which elements a
@@ -34,7 +34,7 @@ class ScatteredParameter(torch.nn.Parameter):
     fingerprint: str
 
     @classmethod
-    def scatter(cls, whole: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> ScatteredParameter:
+    def scatter(cls, whole: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> SourcedParameter:
         """Take the values of `whole`, a tensor on the CPU that has the same ones on all `size` ranks.
 
         dtype: that of the parameter, if it is not that of `whole`.
@@ -54,7 +54,7 @@ class ScatteredParameter(torch.nn.Parameter):
         self.values, self.mapped = _allocate(-(-len(self.values) // size), self.dtype), False
         self.values[: len(values)] = values
 
-    def has_share_of(self, other: ScatteredParameter, rank: int, size: int) -> bool:
+    def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
         """Return whether this rank's share of `other` has the same values, and `other` the same shape."""
         shares = [
             _share_of(each.values, rank, size) if each.mapped else each.values
@@ -90,7 +90,7 @@ class ScatteredParameter(torch.nn.Parameter):
                     part[low - start : high - start] = values[low - first : high - first]
 
 
-def divide_unless_mapped_everywhere(parameters: Mapping[str, ScatteredParameter], world: World) -> None:
+def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
     """Divide the values that are not in a mapped file on every rank. Collective, with the same names on all ranks."""
     mapped = world.gather_objects({name for name, parameter in parameters.items() if parameter.mapped})
     for name, parameter in parameters.items():

@@ -10,7 +10,7 @@ import torch
 
 from ..comm.agreement import fingerprint
 from ..runtime.world import current_world
-from ..tensors.tensor import Sliced
+from ..tensors.tensor import ShardBase
 from .slots import Slot, find_slots
 
 
@@ -47,22 +47,22 @@ class StateDict(OrderedDict):
         return result
 
 
-def copy_wholes(destination, slots: Sequence[Slot], collect) -> None:
+def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
     """Run `collect`, which fills `destination` from the slots' modules, with whole parameters; store CPU copies.
 
     Collective. destination: a StateDict, or a dict of torch's own when a plain module is the root.
     """
-    wholes = {slot.whole for slot in slots}
+    full_params = {slot.whole for slot in slots}
     with ExitStack() as stack:
         for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
-            stack.enter_context(buffer.whole_now())
+            stack.enter_context(buffer.unsharded())
         for slot in slots:
             stack.callback(slot.show, slot.piece)
             slot.show(slot.whole)
         collect()
         copies = destination if isinstance(destination, StateDict) else StateDict()
         for key, value in destination.items():
-            if isinstance(value, torch.nn.Parameter) and value in wholes:
+            if isinstance(value, torch.nn.Parameter) and value in full_params:
                 destination[key] = copies.copy_to_cpu(value, value)
 
 
@@ -88,12 +88,12 @@ def agree_on_wholes(model: torch.nn.Module, state: Mapping[str, object]) -> None
     facts = {
         f"'{name}'": f"{tuple(value.shape)} {value.dtype} {fingerprint(value)}"
         for name, value in sorted(state.items(), key=lambda item: str(item[0]))
-        if name in names and isinstance(value, torch.Tensor) and not isinstance(value, Sliced)
+        if name in names and isinstance(value, torch.Tensor) and not isinstance(value, ShardBase)
     }
     world.agree("load_state_dict", facts)
 
 
-def slice_on_load(
+def shard_on_load(
     module: torch.nn.Module,
     state_dict: dict,
     prefix: str,
@@ -113,7 +113,7 @@ def slice_on_load(
         buffer.prepare_write()
     for slot in slots:
         key = prefix + slot.name
-        if key not in state_dict or isinstance(state_dict[key], Sliced):
+        if key not in state_dict or isinstance(state_dict[key], ShardBase):
             continue
         if metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
@@ -132,7 +132,7 @@ def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
     filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
         if id(module._parameters) in filled:
-            module.register_load_state_dict_pre_hook(slice_on_load)
+            module.register_load_state_dict_pre_hook(shard_on_load)
             module.register_state_dict_post_hook(_gather_on_save)
 
 

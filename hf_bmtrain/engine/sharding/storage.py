@@ -17,7 +17,7 @@ import torch
 from ..comm.layout import ALIGNMENT_BYTES, Layout
 from ..comm.resizable import ResizableStorage, shares_storage
 from ..runtime.world import World
-from .sourced import ScatteredParameter
+from .sourced import SourcedParameter
 
 if TYPE_CHECKING:
     from .buffer import ShardedBuffer
@@ -90,11 +90,11 @@ class Storage:
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Store rank 0's values, so that ranks that drew different random weights agree. Collective."""
         buffer = self.buffer
-        if any(isinstance(parameter, ScatteredParameter) for parameter in parameters):
+        if any(isinstance(parameter, SourcedParameter) for parameter in parameters):
             self._fill_singly(parameters)
             return
         if self.full is None:
-            for whole, parameter in zip(buffer.wholes, parameters):
+            for whole, parameter in zip(buffer.full_params, parameters):
                 whole.copy_(parameter)
             return
         flat = self.full.allocate().zero_()
@@ -111,7 +111,7 @@ class Storage:
             self.full.free()
         for parameter, piece in zip(parameters, buffer.pieces):
             part = buffer.shard[piece.shard_start : piece.shard_stop]
-            if isinstance(parameter, ScatteredParameter):
+            if isinstance(parameter, SourcedParameter):
                 parameter.move(part, piece.tensor_start, buffer.communicator)
                 continue
             values = parameter.detach().to(part.device, copy=True).reshape(-1)
@@ -134,14 +134,14 @@ class Storage:
     def full_values(self) -> Iterator[None]:
         """Under `with`, the full parameters have the shards' values in their own dtype. Collective."""
         buffer = self.buffer
-        was_whole = buffer.is_whole
+        was_unsharded = buffer.is_unsharded
         buffer.gather()
         buffer.wait()
         try:
             yield
         finally:
-            if not was_whole:
-                buffer.release()
+            if not was_unsharded:
+                buffer.reshard()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a full parameter. The same on every rank."""
@@ -151,7 +151,7 @@ class Storage:
         """Return what the buffer takes."""
         buffer = self.buffer
         nbytes = 0 if self.full is None else buffer.layout.numel * buffer.shard.itemsize
-        return Memory([buffer.shard], [*buffer.wholes], nbytes)
+        return Memory([buffer.shard], [*buffer.full_params], nbytes)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..comm.object_comm import Control
+from ..comm.object_comm import ObjectComm
 
 
 class UnusedParameters:
@@ -18,7 +18,7 @@ class UnusedParameters:
     sent: the number of gradients that were sent, which the owner counts.
     """
 
-    def __init__(self, control: Control, number: int) -> None:
+    def __init__(self, control: ObjectComm, number: int) -> None:
         """number: of the buffer, the same on every rank."""
         self._control, self.number = control, number
         self.sent = 0

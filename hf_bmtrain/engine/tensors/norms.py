@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..comm.collective_log import Journal, value_code
+from ..comm.collective_log import CollectiveLog, value_code
 from ..comm.communicator import Communicator
 from ..ops.grad_norm import Segments, segmented_squared_norm
 
@@ -55,7 +55,7 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return
-    note_clipping(stale[0].communicator.journal)
+    note_clipping(stale[0].communicator.collective_log)
     parts = [each.local_squares() for each in stale]
     squares = torch.cat(parts)
     stale[0].communicator.all_reduce(squares).wait()
@@ -64,7 +64,7 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
         each._version = each._shard._version
 
 
-def note_clipping(journal: Journal) -> None:
+def note_clipping(collective_log: CollectiveLog) -> None:
     """Note what `torch.nn.utils.clip_grad_norm_` clips to, if it asks for a norm, so that the ranks compare it.
 
     It tells none of the functions that it calls, and the gradients are only multiplied by a factor on the device.
@@ -77,6 +77,6 @@ def note_clipping(journal: Journal) -> None:
             for kind, name in ("clipping by the norm of order", "norm_type"), ("clipping to the norm", "max_norm"):
                 value = frame.f_locals.get(name)
                 if isinstance(value, (int, float)):  # a tensor may be on a device that has not computed it yet
-                    journal.note(value_code(kind, value))
+                    collective_log.note(value_code(kind, value))
             return
         frame = frame.f_back

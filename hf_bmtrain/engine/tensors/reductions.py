@@ -38,7 +38,7 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
 def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
     if not pieces:
         return []
-    note_clipping(pieces[0].placement.communicator.journal)
+    note_clipping(pieces[0].placement.communicator.collective_log)
     real = [torch.promote_types(piece.dtype.to_real(), torch.float32) for piece in pieces]
     wide = torch.float64 if torch.float64 in real else torch.float32
     total = torch.zeros(len(pieces), dtype=wide, device=pieces[0].device)

@@ -41,7 +41,7 @@ from .placement import Placement
 from .reductions import REDUCTIONS
 
 
-class Sliced:
+class ShardBase:
     """The base of tensors that hold this rank's 1-D part of a whole tensor.
 
     Its shape, strides and number of elements are the whole's; the memory is that of `part`.
@@ -69,7 +69,7 @@ class Sliced:
             return self.detach().as_subclass(torch.Tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
-    def data(self) -> SliceTensor:
+    def data(self) -> ShardTensor:
         """The slice without its history. Writes to it count as writes to this tensor."""
         return self.detach()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -101,7 +101,7 @@ class Sliced:
         me: Any = self
         with WithoutTorchFunction():
             if gradient is not None and me.shape != gradient.shape == self.full_shape:
-                gradient = SliceTensor.of(self.placement.cut(gradient), self.placement)
+                gradient = ShardTensor.of(self.placement.cut(gradient), self.placement)
             SET_GRAD(self, gradient)
             self.grad_now = gradient
 
@@ -112,7 +112,7 @@ class Sliced:
     def settle(self) -> None:
         """Make the current stream wait until the values are there."""
 
-    def read_whole(self) -> torch.Tensor:
+    def read_full(self) -> torch.Tensor:
         """Return the whole tensor in new memory, recorded by autograd if this is a parameter. Collective."""
         raise NotImplementedError
 
@@ -157,10 +157,10 @@ class Sliced:
         return func not in METADATA and name_of(func) not in SHAPES
 
 
-class SliceTensor(Sliced, torch.Tensor):
+class ShardTensor(ShardBase, torch.Tensor):
     """This rank's 1-D part of a gradient, of optimizer state, or of what arithmetic makes of slices.
 
-    In element-wise operations it behaves as a plain tensor does, and the result is a SliceTensor again; see the module
+    In element-wise operations it behaves as a plain tensor does, and the result is a ShardTensor again; see the module
     for any other. Its norm is that of the whole and its found-inf flag that of any rank, so
     `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and what Trainer and Accelerate build on them are right
     without changes. It is pickled as a plain tensor, its `part`.
@@ -171,7 +171,7 @@ class SliceTensor(Sliced, torch.Tensor):
     segment: tuple[SegmentNorms, int] | None = None
 
     @classmethod
-    def of(cls, part: torch.Tensor, placement: Placement) -> SliceTensor:
+    def of(cls, part: torch.Tensor, placement: Placement) -> ShardTensor:
         """Return a plain tensor as this rank's part of a larger one.
 
         Args:
@@ -182,7 +182,7 @@ class SliceTensor(Sliced, torch.Tensor):
         made.placement = placement
         return made
 
-    def read_whole(self) -> torch.Tensor:
+    def read_full(self) -> torch.Tensor:
         """Return the full tensor. Collective.
 
         Raises:
@@ -196,10 +196,10 @@ class SliceTensor(Sliced, torch.Tensor):
                 )
             return self.placement.gather(self.as_subclass(torch.Tensor))
 
-    def detach_(self) -> SliceTensor:
+    def detach_(self) -> ShardTensor:
         return self  # it has no history
 
-    def __deepcopy__(self, memo) -> SliceTensor:
+    def __deepcopy__(self, memo) -> ShardTensor:
         return memo.setdefault(id(self), self.detach().clone())
 
     def __reduce_ex__(self, protocol):
@@ -207,7 +207,7 @@ class SliceTensor(Sliced, torch.Tensor):
 
     def __repr__(self, *, tensor_contents=None) -> str:
         part = repr(self.as_subclass(torch.Tensor))
-        return f"SliceTensor(full_shape={tuple(self.full_shape)}, rank={self.placement.communicator.rank}, {part})"
+        return f"ShardTensor(full_shape={tuple(self.full_shape)}, rank={self.placement.communicator.rank}, {part})"
 
 
 class WholeCopy(torch.Tensor):
@@ -215,7 +215,7 @@ class WholeCopy(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, Sliced) for kind in types):
+        if any(issubclass(kind, ShardBase) for kind in types):
             return NotImplemented  # theirs treats this one as a plain tensor
         kwargs = kwargs or {}
         with WithoutTorchFunction():
@@ -250,7 +250,7 @@ class _Call:
         self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
         with WithoutTorchFunction():
             self.tensors = list(find_tensors((args, kwargs)))
-            self.slices: list[Any] = [each for each in self.tensors if isinstance(each, Sliced)]
+            self.slices: list[Any] = [each for each in self.tensors if isinstance(each, ShardBase)]
             recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
             initializes = getattr(func, "__module__", "") == "torch.nn.init"  # whose functions write under no_grad
             self.whole = recorded and torch.is_grad_enabled() and not initializes
@@ -268,7 +268,7 @@ class _Call:
             if result is not NotImplemented:
                 return result
         first = self.args[0] if self.args else None
-        mine = isinstance(first, Sliced)
+        mine = isinstance(first, ShardBase)
         if "out" in self.kwargs:
             return self._on_wholes()
         if self.name in LIKE and mine:
@@ -280,7 +280,7 @@ class _Call:
             return self._draw(first)
         if self.name == "view_as_real" and mine and not self.whole:
             with WithoutTorchFunction():
-                return SliceTensor.of(torch.view_as_real(self.args[0].detach()).view(-1), first.placement.as_real())
+                return ShardTensor.of(torch.view_as_real(self.args[0].detach()).view(-1), first.placement.as_real())
         if self.many:
             return self._on_many()
         if self.base in ELEMENT_WISE and (not self.whole or (self.in_place and mine)):
@@ -298,13 +298,13 @@ class _Call:
         first.settle()
         with WithoutTorchFunction():
             result = self.func(*self.args, **self.kwargs)
-            return result if result is first else SliceTensor.of(result.detach(), first.placement)
+            return result if result is first else ShardTensor.of(result.detach(), first.placement)
 
     def _view(self, first: Any) -> Any:
         with WithoutTorchFunction():
             shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
             first.settle()
-            return SliceTensor.of(first.detach(), first.placement.with_shape(shape))
+            return ShardTensor.of(first.detach(), first.placement.with_shape(shape))
 
     def _draw(self, first: Any) -> Any:
         """Draw the whole tensor's random elements, as one process would, and keep this rank's."""
@@ -314,7 +314,7 @@ class _Call:
             whole = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
             part = first.placement.cut(self.func(whole, *self.args[1:], **self.kwargs))
             if not self.in_place:
-                return SliceTensor.of(part.clone(), first.placement)
+                return ShardTensor.of(part.clone(), first.placement)
             first.settle()
             with torch.no_grad():
                 first.copy_(part)
@@ -327,7 +327,7 @@ class _Call:
             if any(each is None for each in operands.values()):
                 return self._on_wholes()
             written = self.args[0]
-            if self.in_place and not isinstance(written, Sliced):
+            if self.in_place and not isinstance(written, ShardBase):
                 return self._write_ordinary(written, like, operands)
             for each in self.slices:
                 each.settle()
@@ -336,10 +336,10 @@ class _Call:
             if self.in_place:
                 return self._write(written, args, kwargs)
             result = self.func(*args, **kwargs)
-            single = [each.shape for each in self.tensors if not isinstance(each, Sliced) and each.numel() == 1]
+            single = [each.shape for each in self.tensors if not isinstance(each, ShardBase) and each.numel() == 1]
             shape = torch.broadcast_shapes(like.full_shape, *single) if single else like.full_shape
             placement = like.placement if shape == like.full_shape else like.placement.with_shape(shape)
-            return SliceTensor.of(result, placement)
+            return ShardTensor.of(result, placement)
 
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Apply an in-place function to slices: writes have no history, but torch refuses to write to a leaf."""
@@ -358,7 +358,7 @@ class _Call:
         if len(like.full_shape) < 2:
             assemble_outside(f"{self.name} of a sharded tensor")
             for key, each in {id(each): each for each in self.slices}.items():
-                operands[key] = each.placement.cut(each.read_whole())
+                operands[key] = each.placement.cut(each.read_full())
         replace = lambda each: operands.get(id(each), each)  # noqa: E731
         return self._write(target, replace_tensors(replace, self.args), replace_tensors(replace, self.kwargs))
 
@@ -383,13 +383,13 @@ class _Call:
 
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
         """Return the operands at one position of the lists, None if they need whole tensors."""
-        like: Any = next((each for each in members if isinstance(each, Sliced)), None)
+        like: Any = next((each for each in members if isinstance(each, ShardBase)), None)
         if like is None:
             return members
         operands = [
             each if each is like or not isinstance(each, torch.Tensor) else _operand(each, like) for each in members
         ]
-        if self.in_place and not isinstance(members[0], Sliced) and members[0].shape != like.shape:
+        if self.in_place and not isinstance(members[0], ShardBase) and members[0].shape != like.shape:
             _refuse_whole_target(self.name, members[0], like)
         return None if any(each is None for each in operands) else operands
 
@@ -398,13 +398,13 @@ class _Call:
             return result
         if self.in_place:
             return lists[0]
-        likes = [next((each for each in members if isinstance(each, Sliced)), None) for members in zip(*lists)]
-        return [part if like is None else SliceTensor.of(part, like.placement) for part, like in zip(result, likes)]
+        likes = [next((each for each in members if isinstance(each, ShardBase)), None) for members in zip(*lists)]
+        return [part if like is None else ShardTensor.of(part, like.placement) for part, like in zip(result, likes)]
 
     def _communicate(self) -> Any:
         """Run a collective of torch.distributed on the whole tensors; with one rank on the slices' memory."""
         if current_world().size == 1:  # the parts are whole
-            own = lambda each: each.part.view(each.full_shape) if isinstance(each, Sliced) else each  # noqa: E731
+            own = lambda each: each.part.view(each.full_shape) if isinstance(each, ShardBase) else each  # noqa: E731
             return self.func(*replace_tensors(own, self.args), **replace_tensors(own, self.kwargs))
         given = inspect.signature(self.func).bind(*self.args, **self.kwargs).arguments
         some = given.get("group") not in (None, torch.distributed.group.WORLD)
@@ -426,9 +426,9 @@ class _Call:
         unique = {id(each): each for each in self.slices}
         assemble_outside(f"{self.name} of a sharded tensor")
         with torch.inference_mode(False), torch.set_grad_enabled(self.whole):
-            wholes = {key: each.read_whole() for key, each in unique.items()}
-        versions = {key: whole._version if counted else whole.clone() for key, whole in wholes.items()}
-        replace = lambda each: wholes.get(id(each), each)  # noqa: E731
+            full_params = {key: each.read_full() for key, each in unique.items()}
+        versions = {key: whole._version if counted else whole.clone() for key, whole in full_params.items()}
+        replace = lambda each: full_params.get(id(each), each)  # noqa: E731
         try:
             result = self.func(*replace_tensors(replace, self.args), **replace_tensors(replace, self.kwargs))
         except RuntimeError as error:
@@ -438,13 +438,13 @@ class _Call:
         declared = self._declared_writes()
         written = {
             id(whole): unique[key]
-            for key, whole in wholes.items()
+            for key, whole in full_params.items()
             if (not same(whole, versions[key]) if declared is None else key in declared)
         }
-        for key, whole in wholes.items():
+        for key, whole in full_params.items():
             if id(whole) in written:
                 self._write_back(unique[key], whole)
-        copies = [*wholes.values()]
+        copies = [*full_params.values()]
         return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies)), result)
 
     def _declared_writes(self) -> set[int] | None:
@@ -464,7 +464,7 @@ class _Call:
         with WithoutTorchFunction():
             for piece in self.slices:
                 for each in self.tensors:
-                    if not isinstance(each, Sliced) and each.dim() == 1 and each.shape == piece.shape:
+                    if not isinstance(each, ShardBase) and each.dim() == 1 and each.shape == piece.shape:
                         raise RuntimeError(
                             f"{self.name}: a tensor of this rank's {len(each)} elements meets a parameter of shape "
                             f"{tuple(piece.full_shape)}, whole here. Make it of parameter.full_shape. ({error})"
@@ -534,7 +534,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
                     return NotImplemented
             except AttributeError:  # an ordinary tensor
                 return NotImplemented
-            if {*map(type, value)} != {SliceTensor}:
+            if {*map(type, value)} != {ShardTensor}:
                 unsettled += value
     ordinary = [each for each in single if isinstance(each, torch.Tensor)]
     if not placements or not all(type(each) is torch.Tensor and each.numel() == 1 for each in ordinary):
@@ -548,7 +548,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         if name.endswith("_"):
             return args[0]
         for each, placement in zip(result, placements):
-            each.__class__ = SliceTensor  # nothing else refers to it, and `of` would make a second tensor
+            each.__class__ = ShardTensor  # nothing else refers to it, and `of` would make a second tensor
             each.placement = placement
         return result
 
@@ -572,7 +572,7 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     A tensor that broadcasts with the whole shape is whole, otherwise one with as many elements as the slice is laid out
     like it. Raises ValueError if it may be either.
     """
-    if isinstance(value, Sliced):
+    if isinstance(value, ShardBase):
         alike = value.placement is like.placement or value.placement.matches(like.placement)
         return value if alike else None
     if value.numel() == 1:

@@ -83,7 +83,7 @@ class ModelHook:
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 # A wrapped model that became a part of a block is shown with wholes in the block's forward.
-                known = _is_sharded(type(parameter)) or hasattr(parameter, "is_whole")
+                known = _is_sharded(type(parameter)) or hasattr(parameter, "is_unsharded")
                 if parameter is not None and not known:
                     raise RuntimeError(
                         f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came "

@@ -10,7 +10,7 @@ from ..blocks.block import CheckpointBlock
 from ..blocks.distributed_module import DistributedModule
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
-from ..sharding.sourced import ScatteredParameter
+from ..sharding.sourced import SourcedParameter
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -69,7 +69,7 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
     for name, parameter in model.named_parameters():
         if isinstance(parameter, torch.nn.UninitializedParameter):
             raise ValueError(f"auto_wrap: '{name}' has no shape yet (a lazy layer): run one forward before wrapping.")
-        if parameter.is_meta and not isinstance(parameter, ScatteredParameter) and not simulating:
+        if parameter.is_meta and not isinstance(parameter, SourcedParameter) and not simulating:
             raise ValueError(
                 f"auto_wrap: '{name}' is on the meta device and has no values: load or initialise the model on CPU "
                 "before wrapping. A model too large for that takes its values from files, by auto_wrap(model, "
@@ -87,7 +87,7 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
                 f"auto_wrap: '{name}' holds a {type(parameter.data).__name__}, whose elements cannot be cut into flat "
                 "shards (DTensor, quantized weights): load the model in an ordinary dtype, not parallelised."
             )
-        if type(parameter) not in (torch.nn.Parameter, ScatteredParameter):
+        if type(parameter) not in (torch.nn.Parameter, SourcedParameter):
             raise ValueError(
                 f"auto_wrap: '{name}' is a {type(parameter).__name__}, a Parameter with a behaviour of its own that "
                 "would be lost (quantized weights, say): load the model in an ordinary dtype."

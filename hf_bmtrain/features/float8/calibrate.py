@@ -162,7 +162,7 @@ class CalibrationAhead(Calibration):
         finally:
             for state in self.states.values():
                 state.measures = False
-            before.put_back()
+            before.restore()
 
 
 Decision = dict[str, tuple[bool, str | None]]

@@ -89,7 +89,7 @@ class Float8State:
         if storage is None or not storage.in_float8:
             return None
         # Compiled blocks are called with their wholes alone; a compiler would have to compare tensors in its graph.
-        shown = torch.compiler.is_compiling() or weight is storage.buffer.wholes[self.index]
+        shown = torch.compiler.is_compiling() or weight is storage.buffer.full_params[self.index]
         return storage.factors[self.index] if shown else None
 
 

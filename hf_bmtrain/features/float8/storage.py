@@ -70,7 +70,7 @@ class Float8Requantizer:
         bits = torch.zeros(sum(counts), dtype=torch.int32, device=gathered.buffer.shard.device)
         parts = bits.split(counts)
         for storage, part in zip(changed, parts):
-            self._communicator.journal.note(code("rounding to float8 of", storage.buffer.number))
+            self._communicator.collective_log.note(code("rounding to float8 of", storage.buffer.number))
             storage.measure(part)
         self._communicator.all_reduce(bits, maximum=True).wait()
         for storage, part, scales in zip(changed, parts, scales_of(bits)[:, None].split(counts)):
@@ -153,7 +153,7 @@ class Float8Storage(Storage):
         collective. Raises RuntimeError if what is gathered is not the full parameters, weights rounded.
         """
         buffer, layout = self.buffer, self.buffer.layout
-        device, was_kept = buffer.shard.device, buffer.is_whole and buffer.is_kept
+        device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
         buffer.drop()
         self._rounded = self._shards.allocate(layout.shard_numel, torch.uint8, device, buffer.update.wait)
         self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
@@ -173,22 +173,22 @@ class Float8Storage(Storage):
         buffer.wait()
         if not buffer.shard.is_meta:
             self._check()
-        if not was_kept:
-            buffer.release()
+        if not was_resident:
+            buffer.reshard()
 
     def _check(self) -> None:
-        wholes = self.buffer.wholes
+        full_params = self.buffer.full_params
         shown = [small.clone() for small in self._shown]
-        with self.buffer.whole_now():
+        with self.buffer.unsharded():
             same = [
                 torch.equal(whole.detach().reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8))
-                for whole, found in zip(wholes, shown)
+                for whole, found in zip(full_params, shown)
             ]
-            for whole, found in zip(wholes[self._small :], self._weights):
+            for whole, found in zip(full_params[self._small :], self._weights):
                 values, scales = quantize_whole(whole.detach())
                 known = torch.equal(scales.nan_to_num(-1.0), found.row_scales.nan_to_num(-1.0))
                 same.append(known and torch.equal(_bits(values), _bits(found.values)))
-        for whole, is_same in zip(wholes, same):
+        for whole, is_same in zip(full_params, same):
             if not is_same:
                 raise RuntimeError(
                     f"rank {self.buffer.rank}: a parameter of shape {tuple(whole.shape)} that was gathered in float8 "
@@ -196,14 +196,14 @@ class Float8Storage(Storage):
                 )
 
     def _make_factors(self) -> None:
-        first, wholes, device = self._small, self.buffer.wholes, self.buffer.shard.device
-        shapes = [whole.shape for whole in wholes[first:]]
+        first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
+        shapes = [whole.shape for whole in full_params[first:]]
         sides = [max(shape) for shape in shapes]
         self._scales = torch.empty(sum(sides), 1, dtype=torch.float32, device=device)
         weights, repeats = torch.arange(len(sides), device=device), torch.tensor(sides, device=device)
         self._weight_of_scale = weights.repeat_interleave(repeats, output_size=sum(sides))
         scales = [part.data for part in self._scales.split(sides)]
-        codes = [self._codes(index).view(torch.float8_e4m3fn) for index in range(first, len(wholes))]
+        codes = [self._codes(index).view(torch.float8_e4m3fn) for index in range(first, len(full_params))]
         factors = [
             GatheredFactor(values.data, one[: shape[0]].data, one[: shape[1]].data)
             for values, shape, one in zip(codes, shapes, scales)
@@ -212,7 +212,7 @@ class Float8Storage(Storage):
 
     def _codes(self, index: int) -> torch.Tensor:
         """Return the rounded weight: in what is gathered, or in this rank's shard, if that has all of it."""
-        piece, shape = self.buffer.pieces[index], self.buffer.wholes[index].shape
+        piece, shape = self.buffer.pieces[index], self.buffer.full_params[index].shape
         if piece.length < shape.numel():
             return self._arrived.view(self.buffer.layout.offsets[index], shape)
         return self._rounded.data[piece.shard_start : piece.shard_stop].view(shape)
@@ -220,7 +220,7 @@ class Float8Storage(Storage):
     def _show_small(self, index: int) -> torch.Tensor:
         """Return a small parameter as it is gathered; where it is stored, as it is stored."""
         buffer = self.buffer
-        whole, dtype, offset = buffer.wholes[index], buffer.shard.dtype, buffer.layout.offsets[index]
+        whole, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
         if buffer.rank == 0:
             return super().view(index, whole.shape)
         nbytes = torch.Size([whole.numel() * dtype.itemsize])
@@ -228,7 +228,7 @@ class Float8Storage(Storage):
 
     def _show(self) -> None:
         """Make the full parameters views of the memory that there is."""
-        for index, whole in enumerate(self.buffer.wholes):
+        for index, whole in enumerate(self.buffer.full_params):
             whole.data = self.view(index, whole.shape)
 
     # -- the all-gather -----------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Float8Storage(Storage):
     @property
     def count(self) -> int:
         """The number of weights."""
-        return len(self.buffer.wholes) - self._small
+        return len(self.buffer.full_params) - self._small
 
     @property
     def is_stale(self) -> bool:

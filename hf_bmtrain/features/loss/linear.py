@@ -202,8 +202,8 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 def _whole(parameter: Tensor | None) -> Iterator[Any]:
     """Yield the whole parameter. A slice is gathered, and released at the end unless it was whole before."""
     if isinstance(parameter, DistributedParameter):
-        with parameter.buffer.whole_now():
-            yield parameter.buffer.wholes[parameter.index].detach()
+        with parameter.buffer.unsharded():
+            yield parameter.buffer.full_params[parameter.index].detach()
     else:
         yield parameter
 

@@ -68,9 +68,9 @@ class AutoCheckpoint(Recompute):
         """
         if self.block.zero_level == 2:
             return 0
-        released = [b for b in self.block.buffers if not b.is_kept]
-        trained = sum(b.whole_nbytes for b in released if b.gradient.trainable)
-        total = sum(b.whole_nbytes for b in released)
+        released = [b for b in self.block.buffers if not b.is_resident]
+        trained = sum(b.full_nbytes for b in released if b.gradient.trainable)
+        total = sum(b.full_nbytes for b in released)
         return 0 if self.planner.keeps_frozen and total > 2 * trained else total
 
     @property

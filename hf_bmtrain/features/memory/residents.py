@@ -1,6 +1,6 @@
 """keep_frozen: frozen parameters that stay whole from step to step, all of them or as many as memory allows.
 
-Frozen weights do not change, so a buffer that is gathered once may stay whole (`ShardedBuffer.stays_whole`): nothing is
+Frozen weights do not change, so a buffer that is gathered once may stay whole (`ShardedBuffer.resident`): nothing is
 gathered, waited for or launched for it afterwards. After a write to its shard it is gathered anew, and while one of its
 parameters is trainable it is released as others are. What stays whole must be the same on every rank, because a gather
 may be a collective.
@@ -57,7 +57,7 @@ def extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
     """Treat parameters that were added to `model`, and those frozen since, like those before. Collective."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     if not any(isinstance(hook, FrozenPlanner) for hook in hooks):
-        if any(buffer.stays_whole for buffer in buffers_of(model)):
+        if any(buffer.resident for buffer in buffers_of(model)):
             _keep_all(model, world)
 
 
@@ -65,12 +65,12 @@ def _keep_all(model: torch.nn.Module, world: World) -> None:
     """Gather every frozen buffer; those that are frozen later stay whole from their next gather on."""
     buffers = buffers_of(model)
     for buffer in buffers:
-        buffer.stays_whole = True
-        if buffer.is_kept:
+        buffer.resident = True
+        if buffer.is_resident:
             buffer.gather()
     for buffer in buffers:
         buffer.wait()
-    world.schedule.quiesce()  # weights may be written before the first step
+    world.schedule.wait_for_readers()  # weights may be written before the first step
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class FrozenPlanner:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers that stay whole now."""
-        return sum(buffer.whole_nbytes for buffer in self._buffers_kept())
+        return sum(buffer.full_nbytes for buffer in self._buffers_kept())
 
     @property
     def held(self) -> int:
         """Bytes of those that have been gathered."""
-        return sum(buffer.whole_nbytes for buffer in self._buffers_kept() if buffer.is_whole)
+        return sum(buffer.full_nbytes for buffer in self._buffers_kept() if buffer.is_unsharded)
 
     def _buffers_kept(self) -> list[ShardedBuffer]:
         if not self._keeping:
@@ -278,14 +278,14 @@ class FrozenPlanner:
         if not self._keeping:
             self._keeping = True
             for buffer in self._buffers_kept():
-                buffer.stays_whole = True
+                buffer.resident = True
 
     def _give_back(self) -> None:
         """Release what is kept. Inside another model's forward, which may be reading it, leave that to its end."""
         for buffer in self._buffers_kept():
-            buffer.stays_whole = False
+            buffer.resident = False
             if self._schedule.inside.depth <= 1:
-                buffer.release()
+                buffer.reshard()
         self._keeping = False
 
 
@@ -295,7 +295,7 @@ def _frozen(units: Sequence[Sequence[ShardedBuffer]]) -> list[list[ShardedBuffer
 
 
 def _nbytes(units: Sequence[Sequence[ShardedBuffer]]) -> int:
-    return sum(buffer.whole_nbytes for unit in units for buffer in unit)
+    return sum(buffer.full_nbytes for unit in units for buffer in unit)
 
 
 def _versions(units: Sequence[Sequence[ShardedBuffer]]) -> list[int]:

@@ -46,11 +46,11 @@ class Shortage(Observer):
 
     def _table(self, model: torch.nn.Module) -> list[str]:
         buffers = buffers_of(model)
-        whole = [b for b in buffers if b.sharded and b.is_whole]
+        whole = [b for b in buffers if b.sharded and b.is_unsharded]
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
         rows = {
             "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.storage.memory().stored),
-            f"whole parameters ({len(whole)} buffers)": sum(b.whole_nbytes for b in whole),
+            f"whole parameters ({len(whole)} buffers)": sum(b.full_nbytes for b in whole),
             "shards of the gradients": sum(shard.nbytes for shard in gradients),
         }
         taken = self._world.schedule.mapped_bytes
@@ -63,7 +63,7 @@ class Shortage(Observer):
     def _advice(self, model: torch.nn.Module) -> list[str]:
         states: list[Any] = [block._bmt for block in model.modules() if isinstance(block, CheckpointBlock)]
         advice = []
-        if any(buffer.is_kept for buffer in buffers_of(model)):
+        if any(buffer.is_resident for buffer in buffers_of(model)):
             advice.append("auto_wrap(model, keep_frozen=False) gathers frozen parameters at each use, and keeps none")
         if any(state.recompute is not ALWAYS for state in states):
             advice.append("auto_wrap(model, use_checkpoint=True) keeps the inputs of each block alone")

@@ -13,10 +13,10 @@ from ...engine.comm.layout import Layout
 from ...engine.comm.resizable import ResizableStorage, shares_storage
 from ...engine.runtime.world import World
 from ...engine.sharding.parameter import DistributedParameter
-from ...engine.sharding.sourced import ScatteredParameter
+from ...engine.sharding.sourced import SourcedParameter
 from ...engine.sharding.storage import Memory, Storage, StorageKind
 from ...engine.tensors.functions import find_tensors, replace_tensors
-from ...engine.tensors.tensor import SliceTensor
+from ...engine.tensors.tensor import ShardTensor
 from .arithmetic import CELL, Format
 
 
@@ -120,7 +120,7 @@ class PackedStorage(Storage):
     def _values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return rank 0's values on this device. Collective."""
         device = self.stored.device
-        if isinstance(parameter, ScatteredParameter):
+        if isinstance(parameter, SourcedParameter):
             values = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)
             parameter.move(values, 0, self.buffer.communicator)
             return values
@@ -174,14 +174,14 @@ class QuantizedParameter(DistributedParameter):
         return storage.unpacked(self.index)
 
     @property
-    def data(self) -> SliceTensor:
+    def data(self) -> ShardTensor:
         return self.detach()
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         raise written(self)
 
-    def detach(self) -> SliceTensor:
+    def detach(self) -> ShardTensor:
         return _unpack(self)
 
     @property
@@ -203,7 +203,7 @@ class QuantizedParameter(DistributedParameter):
         raise written(self)
 
 
-class UnpackedSlice(SliceTensor):
+class UnpackedSlice(ShardTensor):
     """This rank's elements of a quantized parameter in new memory, or a view of them. A write raises RuntimeError."""
 
     @classmethod
@@ -215,12 +215,12 @@ class UnpackedSlice(SliceTensor):
         with WithoutTorchFunction():
             if versions != [each._version for each in copies]:
                 raise written(copies[0])
-            if isinstance(result, SliceTensor) and any(shares_storage(result, each) for each in copies):  # a view
+            if isinstance(result, ShardTensor) and any(shares_storage(result, each) for each in copies):  # a view
                 return cls.of(result, result.placement)
         return result
 
 
-def written(parameter: DistributedParameter | SliceTensor) -> RuntimeError:
+def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
     """Return the error of a write to a quantized parameter."""
     return RuntimeError(
         f"A quantized parameter of shape {tuple(parameter.full_shape)} was written, which would be lost: it is stored "
@@ -229,7 +229,7 @@ def written(parameter: DistributedParameter | SliceTensor) -> RuntimeError:
     )
 
 
-def _unpack(parameter: QuantizedParameter) -> SliceTensor:
+def _unpack(parameter: QuantizedParameter) -> ShardTensor:
     return UnpackedSlice.of(parameter.part, parameter.placement)
 
 

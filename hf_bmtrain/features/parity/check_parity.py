@@ -15,7 +15,7 @@ from ...engine.runtime.world import World, current_world
 from ...engine.sharding.parameter import DistributedParameter
 from .outputs import Outputs, recorded, watched_modules
 from .parity import Difference, Parity, largest_difference, largest_of, merge
-from .plain import Wholes, gather_wholes, shown_plain
+from .plain import Wholes, gather_full_params, shown_plain
 from .training_state import TrainingState
 
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -79,15 +79,15 @@ def check_parity(
         with recorded(watched, world.schedule) as sharded:
             mine = _run(model, batch, loss)
         state.rewind()
-        wholes = gather_wholes(model)
-        with recorded(watched, world.schedule) as plain, shown_plain(model, wholes):
+        full_params = gather_full_params(model)
+        with recorded(watched, world.schedule) as plain, shown_plain(model, full_params):
             expected = _run(model, batch, loss)
         comparison.of_outputs(sharded, plain, mine, expected)
-        comparison.of_gradients(wholes)
+        comparison.of_gradients(full_params)
         stepped = True
-        comparison.of_update(wholes, optimizer or partial(torch.optim.SGD, lr=0.1))
+        comparison.of_update(full_params, optimizer or partial(torch.optim.SGD, lr=0.1))
     finally:
-        state.put_back(weights=stepped)
+        state.restore(weights=stepped)
     mean = sum(world.gather_objects(float(expected))) / world.size
     parity = Parity(merge(world.gather_objects(comparison.differences)), mean)
     if verbose and world.rank == 0:
@@ -179,10 +179,10 @@ class _Comparison:
         self._add("output", "", "", mine, expected, self._allowed(expected) * largest_of(expected))
 
     @torch.no_grad()
-    def of_gradients(self, wholes: Wholes) -> None:
+    def of_gradients(self, full_params: Wholes) -> None:
         """Compare the averaged gradients, and leave the sharded ones in `.grad` of the wholes."""
         found = []
-        for piece, whole in reversed(wholes.items()):
+        for piece, whole in reversed(full_params.items()):
             got, wanted = piece.gather_gradient(), self._mean(whole)
             whole.grad = got
             if wanted is not None or got is not None:
@@ -207,18 +207,18 @@ class _Comparison:
         self._world.reduce.all_reduce(real.view(-1)).wait()
         return total / self._world.size
 
-    def of_update(self, wholes: Wholes, make: MakeOptimizer) -> None:
+    def of_update(self, full_params: Wholes, make: MakeOptimizer) -> None:
         """Compare the weights after one step of an optimizer over slices and of one over wholes."""
-        trained = [piece for piece in wholes if piece.requires_grad]
-        before = {piece: wholes[piece].detach().clone() for piece in trained}
+        trained = [piece for piece in full_params if piece.requires_grad]
+        before = {piece: full_params[piece].detach().clone() for piece in trained}
         if not trained:
             return
         make(list(trained)).step()
-        make([wholes[piece] for piece in trained]).step()
+        make([full_params[piece] for piece in trained]).step()
         with torch.no_grad():
             for piece in trained:
-                with piece.buffer.whole_now():
-                    got, wanted = piece.whole - before[piece], wholes[piece] - before[piece]
+                with piece.buffer.unsharded():
+                    got, wanted = piece.whole - before[piece], full_params[piece] - before[piece]
                 rounding = torch.finfo(piece.dtype).eps * largest_of(before.pop(piece))
                 allowed = self._allowed(wanted) * largest_of(wanted) + rounding
                 self._add("update", self._block(piece), self._names[piece], got, wanted, allowed)

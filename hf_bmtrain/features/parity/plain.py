@@ -17,23 +17,23 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 
 @torch.no_grad()
-def gather_wholes(model: torch.nn.Module) -> Wholes:
+def gather_full_params(model: torch.nn.Module) -> Wholes:
     """Return a whole Parameter in memory of its own for each slice of `model`. Collective.
 
     They are assembled from the slices, by other means than those of a forward, which are to be checked.
     """
-    wholes: Wholes = {}
+    full_params: Wholes = {}
     for piece in model.parameters():
         if isinstance(piece, DistributedParameter):
             whole: Any = torch.nn.Parameter(piece.placement.gather(piece.part), piece.requires_grad)
-            whole.is_whole = True  # or the guard of the model would refuse it
-            wholes[piece] = whole
-    return wholes
+            whole.is_unsharded = True  # or the guard of the model would refuse it
+            full_params[piece] = whole
+    return full_params
 
 
 @contextmanager
-def shown_plain(model: torch.nn.Module, wholes: Wholes) -> Iterator[None]:
-    """Under `with`, calling `model` runs its own code on `wholes`, without gathers, reductions or recomputation.
+def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
+    """Under `with`, calling `model` runs its own code on `full_params`, without gathers, reductions or recomputation.
 
     Compiled blocks run their own forward, not compiled.
     """
@@ -42,7 +42,7 @@ def shown_plain(model: torch.nn.Module, wholes: Wholes) -> Iterator[None]:
     replaced: list[dict[str, Any]] = []
     try:
         for slot in slots:
-            slot.show(wholes[slot.piece])
+            slot.show(full_params[slot.piece])
         for module, _ in extended:
             own = module._bmt.own_forward if isinstance(module, CheckpointBlock) and not module._bmt.compiled else None
             module.__class__ = _own_class(module)

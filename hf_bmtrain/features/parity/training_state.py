@@ -16,7 +16,7 @@ from ..replay.snapshot import ForwardState
 class TrainingState:
     """The weights, gradients, buffers and attributes of `model`, and the random generators, when this object was made.
 
-    The slices have no gradients and no hooks until `put_back`. Values are copied: 1/N of the weights, and the buffers.
+    The slices have no gradients and no hooks until `restore`. Values are copied: 1/N of the weights, and the buffers.
     Blocks with use_checkpoint="auto" recompute until then, so that their plan does not measure what is not training.
     """
 
@@ -34,18 +34,18 @@ class TrainingState:
 
     def rewind(self) -> None:
         """Put buffers, attributes and generators back, so that another forward begins as the first one did."""
-        self._forward.put_back()
+        self._forward.restore()
 
     @torch.no_grad()
-    def put_back(self, weights: bool) -> None:
+    def restore(self, weights: bool) -> None:
         """Put everything back. weights: they may have been written."""
         self._world.schedule.discard_failed_backward()
         self.rewind()
         if weights:
             for piece, value in self._weights:
                 piece.part.copy_(value)
-        for put_back in self._gradients:
-            put_back()
+        for restore in self._gradients:
+            restore()
         for parameter, gradient in self._others:
             parameter.grad = gradient
         for state, policy in zip(self._states, self._policies):

@@ -10,7 +10,7 @@ import torch
 
 from ...engine.blocks.schedule import ForwardDepth, Schedule
 from ...engine.comm.communicator import CollectiveGather, Gather, SingleProcess
-from ...engine.comm.object_comm import Control
+from ...engine.comm.object_comm import ObjectComm
 from ...engine.comm.peer_gather import PeerGather
 from ...engine.comm.peer_reduce import PeerReduction
 from ...engine.comm.reduce import CollectiveReduction, LocalReduction, Reduction
@@ -37,7 +37,7 @@ class _Quiet(SingleProcess):
         return DONE
 
 
-class _Echo(Control):
+class _Echo(ObjectComm):
     """Returns this rank's own values for all ranks."""
 
     def __init__(self, size: int) -> None:

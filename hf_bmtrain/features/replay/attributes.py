@@ -68,17 +68,17 @@ class Attributes:
         assert known is not None
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
-    def put_back(self) -> Callable[[], None]:
+    def restore(self) -> Callable[[], None]:
         """Make the attributes and containers as they were. Returns a function that undoes it."""
         present = []
         for attributes, own in self._modules:
             changed = vars(self._layer()) if attributes is None else attributes
             present.append((changed, _own(changed)))
             _replace(changed, own)
-        inside = self._inside.put_back()
+        inside = self._inside.restore()
 
         def undo() -> None:
-            inside.put_back()
+            inside.restore()
             for attributes, own in present:
                 _replace(attributes, own)
 

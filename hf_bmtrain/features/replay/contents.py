@@ -40,7 +40,7 @@ class Contents:
     def containers(self) -> list[Any]:
         return [container for container, _ in self._copies.values()]
 
-    def put_back(self) -> Contents:
+    def restore(self) -> Contents:
         """Give the containers their contents again. Returns what they held before."""
         present = Contents(())
         for key, (container, copy) in self._copies.items():

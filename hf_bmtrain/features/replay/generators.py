@@ -32,7 +32,7 @@ class Generators:
         """Return the generators that have drawn since."""
         return [generator for generator, state in self._states if not _equal(state, _read(generator))]
 
-    def put_back(self) -> Generators:
+    def restore(self) -> Generators:
         """Give the generators their states again. Returns their present ones."""
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:

@@ -92,9 +92,9 @@ class Replay:
         """
         keep_scripts()
         present, attributes = self._present(), self._present_attributes()
-        undo = None if snapshot.attributes is attributes else snapshot.attributes.put_back()
-        arguments = snapshot.arguments.put_back()
-        generators = None if snapshot.generators is None else snapshot.generators.put_back()
+        undo = None if snapshot.attributes is attributes else snapshot.attributes.restore()
+        arguments = snapshot.arguments.restore()
+        generators = None if snapshot.generators is None else snapshot.generators.restore()
         for n, value in snapshot.buffers.items():
             buffers, name = self._places[n]
             buffers[name] = value.clone()
@@ -107,13 +107,13 @@ class Replay:
             for n in snapshot.buffers:
                 buffers, name = self._places[n]
                 buffers[name] = present[n]
-            arguments.put_back()
+            arguments.restore()
             if generators is not None:
-                generators.put_back()
+                generators.restore()
             if undo is not None:
                 undo()
             elif not attributes.is_present():
-                attributes.put_back()
+                attributes.restore()
 
     def _present(self) -> list[torch.Tensor | None]:
         return [buffers.get(name) for buffers, name in self._places]

@@ -33,9 +33,9 @@ class ForwardState:
         ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Put everything back, so that another forward begins as the first one did."""
-        self._generators.put_back()
+        self._generators.restore()
         torch.set_rng_state(self._draws)
         if self._module is not None:
             self._module.set_rng_state(self._device_draws, self._device)
@@ -47,6 +47,6 @@ class ForwardState:
                 # Autograd may have saved a buffer for a backward that is to come: what did not change is not written.
                 if buffer is not None and value is not None and not torch.equal(buffer, value):
                     buffer.copy_(value)
-        self._arguments.put_back()
+        self._arguments.restore()
         if not self._attributes.is_present():
-            self._attributes.put_back()
+            self._attributes.restore()

@@ -103,7 +103,7 @@ def test_inputs(shape, by_keyword):
     found.sum().backward()
     assert owner.told == ["after"]
     if filled is not None:
-        filled.put_back()
+        filled.restore()
     assert all(a is b for (_, a), (_, b) in zip(old, tensors(before)))
 
 

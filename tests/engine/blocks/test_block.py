@@ -253,7 +253,7 @@ def nothing_whole_at_rest(options):
     buffers = {parameter.buffer for parameter in model.parameters()}
 
     def allocated():
-        return [buffer for buffer in buffers if buffer.layout.world_size > 1 and buffer.is_whole]
+        return [buffer for buffer in buffers if buffer.layout.world_size > 1 and buffer.is_unsharded]
 
     assert not allocated()
     loss = model(ids(0, bmt.rank()))

@@ -98,7 +98,7 @@ def options_of_each_block():
     def ours(x):
         x = blocks(x)
         buffers = [block.linear.weight.buffer for block in blocks]
-        whole = [not buffer.sharded or buffer.is_whole for buffer in buffers]
+        whole = [not buffer.sharded or buffer.is_unsharded for buffer in buffers]
         assert whole == ([True] * 4 if bmt.world_size() == 1 else [True, False, True, True])  # the last one lingers
         return (x,)
 

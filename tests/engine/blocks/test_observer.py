@@ -52,7 +52,7 @@ def sees(recompute):
     assert [each[0] for each in seen[:2]] == ["First", "Last"], "by position, once a forward"
     assert all(each[1] is model and each[2][0] is inputs for each in seen[:2])
     buffers = {p.buffer.number: p.buffer for p in model.parameters()}
-    expected = {(number, index) for number, buffer in buffers.items() for index in range(len(buffer.wholes))}
+    expected = {(number, index) for number, buffer in buffers.items() for index in range(len(buffer.full_params))}
     assert set(seen[2:-1]) == expected and seen[-1] == "end"
     handles[0].remove()
     seen.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from hf_bmtrain.engine.comm.collective_log import Journal
+from hf_bmtrain.engine.comm.collective_log import CollectiveLog
 from hf_bmtrain.engine.comm.nccl import NcclCommunicator, abort_all
 from ranks import on_ranks
 
@@ -35,7 +35,7 @@ class Lane(NcclCommunicator):
     """The lane without its stream, which needs a GPU."""
 
     def __init__(self) -> None:
-        self._comm, self.journal = Asked(), Journal("lane")
+        self._comm, self.collective_log = Asked(), CollectiveLog("lane")
 
     def _issue(self, call, send, receive, arguments):
         call(*arguments)
@@ -132,7 +132,7 @@ class Failing(NcclCommunicator):
     """A lane on which every operation fails, without a GPU."""
 
     def __init__(self):
-        self._comm, self.journal = mock.Mock(), Journal("lane")
+        self._comm, self.collective_log = mock.Mock(), CollectiveLog("lane")
         self._comm.allReduce.side_effect = OSError("remote process exited")
         self._comm.allReduce.__name__ = "allReduce"
         self._name, self.rank, self._device, self._stream = "lane", 0, torch.device("cpu"), mock.Mock()
@@ -142,9 +142,9 @@ def test_an_error_of_nccl_names_the_rank_that_is_gone(monkeypatch):
     """NCCL says at once that a process has exited, and not which; the watch says it within seconds."""
     monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
     lane = Failing()
-    threading.Timer(0.4, lambda: setattr(lane.journal, "problem", "rank 1 was killed")).start()
+    threading.Timer(0.4, lambda: setattr(lane.collective_log, "problem", "rank 1 was killed")).start()
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
         lane.all_reduce(tensor(torch.float32))
-    monkeypatch.setattr(Journal, "check", lambda journal, seconds: None)
+    monkeypatch.setattr(CollectiveLog, "check", lambda collective_log, seconds: None)
     with pytest.raises(RuntimeError, match="rank 0: allReduce of 12 × torch.float32 .* remote process exited"):
         Failing().all_reduce(tensor(torch.float32))

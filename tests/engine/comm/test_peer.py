@@ -57,14 +57,14 @@ def what_a_rank_owns_is_not_copied():
         return original(memory, pairs)
 
     for buffer in buffers:
-        for index, parameter in enumerate(buffer.wholes):
+        for index, parameter in enumerate(buffer.full_params):
             owned = buffer.pieces[index].length == parameter.numel()
             assert shares_storage(parameter, buffer.shard) == owned
             whole += owned
     assert sum(bmt.current_world().gather_objects(whole)) > 0
     with mock.patch.object(HostMemory, "copy", pull):
         for buffer in buffers:
-            with buffer.whole_now():
+            with buffer.unsharded():
                 pass
     sizes = [stop - start for b in buffers for start, stop in b.layout.cut_ranges(b.rank)]
     assert sum(pulled) == 4 * sum(sizes) < 4 * sum(buffer.shard.numel() for buffer in buffers)
@@ -187,10 +187,10 @@ def squares_come_with_the_mean():
     def check() -> int:
         with mock.patch.object(manager, "accumulate_squared_norm", wraps=manager.accumulate_squared_norm) as read:
             found = manager.global_norm(parameters, 2, world.reduce, world.device)
-        wholes = [parameter.gather_gradient().double() for parameter in parameters]
-        expected = torch.stack([whole.square().sum() for whole in wholes]).sum().sqrt()
+        full_params = [parameter.gather_gradient().double() for parameter in parameters]
+        expected = torch.stack([whole.square().sum() for whole in full_params]).sum().sqrt()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-        for parameter, whole in zip(parameters, wholes):
+        for parameter, whole in zip(parameters, full_params):
             torch.testing.assert_close(parameter.grad.norm().double(), whole.norm(), rtol=1e-6, atol=0)
         return read.call_count
 
@@ -287,13 +287,13 @@ def two_blocks_of_gradients_at_most():
     def make_room():
         original()
         kept = sum(not all(storage.expired() for storage in storages) for storages in sent)
-        seen.append((sum(gradient.in_flight for gradient in gradients), kept))
+        seen.append((sum(gradient.is_pending for gradient in gradients), kept))
 
     with mock.patch.object(schedule, "make_room", make_room):
         model(ids(0, bmt.rank())).backward()
     assert len(sent) == len(model.layers) == len(gradients)
     assert max(kept for _, kept in seen) == 1
-    assert max(in_flight for in_flight, _ in seen) == schedule.blocks.ahead == 1
+    assert max(is_pending for is_pending, _ in seen) == schedule.blocks.ahead == 1
 
 
 class Hollow(twins.Layer):

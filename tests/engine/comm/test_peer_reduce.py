@@ -213,7 +213,7 @@ class Rank(threading.Thread):
         assert [stream.error for stream in self._streams] == [None] * len(self._streams)
 
     def _land(self, layouts, number, kind, gradients, flight, shard, total) -> None:
-        flight.land()
+        flight.wait()
         for gradient in gradients:
             gradient.fill_(float("nan"))  # whoever still reads them adds this
         rows = [self._packed(layouts[kind], number, rank, kind) for rank in range(self._world.size)]

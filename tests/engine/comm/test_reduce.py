@@ -55,7 +55,7 @@ def reduce(make, accumulate: bool, like: torch.Tensor) -> bool:
     gradients = [make(rank) for rank in range(size)]
     mine = gradients[bmt.rank()]
     with mock.patch.object(world.reduce, "reduce_scatter_mean", wraps=world.reduce.reduce_scatter_mean) as reduced:
-        reducer.send([mine], shard, total).land()
+        reducer.send([mine], shard, total).wait()
     mean = sum(torch.zeros(SHAPE) if each is None else each.to(like.dtype).float() for each in gradients) / size
     expected = mean.reshape(size, -1)[bmt.rank()] + accumulate
     torch.testing.assert_close(shard, expected.to(like.dtype), rtol=1e-6, atol=1e-6)
@@ -94,7 +94,7 @@ def two_parameters() -> bool:
     shard = torch.empty_like(like)
     mine = [values(bmt.rank()), values(bmt.rank() + 10)]
     with mock.patch.object(world.reduce, "reduce_scatter_mean", wraps=world.reduce.reduce_scatter_mean) as reduced:
-        reducer.send(mine, shard, None).land()
+        reducer.send(mine, shard, None).wait()
     rows = torch.stack([torch.cat([values(r), values(r + 10)]).view(size, -1)[bmt.rank()] for r in range(size)])
     torch.testing.assert_close(shard, rows.mean(0), rtol=1e-6, atol=1e-6)
     return not any(shares_storage(each, reduced.call_args.args[1]) for each in mine)

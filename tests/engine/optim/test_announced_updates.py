@@ -76,11 +76,13 @@ def each_announced_update_meets_by_itself():
     def counts():
         """How often updates met on a communicator of their own, and weights were published on that of the gathers."""
         own = {id(peers.communicator), id(bmt.current_world().reduce)}
-        return sum(id(each) not in own for each in reduced), reduced.count(peers.communicator) - quiesce.call_count
+        return sum(id(each) not in own for each in reduced), reduced.count(
+            peers.communicator
+        ) - wait_for_readers.call_count
 
     with (
         mock.patch.object(GlooCommunicator, "all_reduce", noting),
-        mock.patch.object(peers, "quiesce", wraps=peers.quiesce) as quiesce,
+        mock.patch.object(peers, "wait_for_readers", wraps=peers.wait_for_readers) as wait_for_readers,
     ):
         trainee.optimizer.zero_grad()
         trainee.model(ids(1, 0)).backward()
@@ -92,7 +94,7 @@ def each_announced_update_meets_by_itself():
         assert [buffer.shard.shared.meeting is None for buffer in buffers] == [True] + [False] * (len(buffers) - 1)
         trainee.model(ids(2, 0)).backward()
         assert counts() == (len(buffers), 0)
-        assert quiesce.call_count > 0 and len(reduced) > len(buffers)
+        assert wait_for_readers.call_count > 0 and len(reduced) > len(buffers)
 
 
 def loaded_after_an_announcement():

@@ -76,9 +76,9 @@ def trained_as_in_plain_torch(make):
         for either in (optimizer, plain):
             either.step()
             either.zero_grad()
-        wholes = dict(twin.named_parameters())
+        full_params = dict(twin.named_parameters())
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.gather(), wholes[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(parameter.gather(), full_params[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("make", [NormalizedSGD, LayerwiseNormalized])

@@ -38,7 +38,7 @@ def loss(model, step, rank):
 
 
 def whole(piece) -> bool:
-    return piece.buffer.is_whole
+    return piece.buffer.is_unsharded
 
 
 class Trace:
@@ -195,7 +195,7 @@ def returned_views_of_parameters():
         if training:
             for either in (output, expected):
                 (either["loss"] + either["states"][0].sum()).backward()
-        assert not model.queries.weight.buffer.is_whole
+        assert not model.queries.weight.buffer.is_unsharded
         for got, wanted in zip(output["states"], expected["states"]):
             torch.testing.assert_close(got, wanted)
     check_gradients(model, twin)

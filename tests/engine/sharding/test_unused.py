@@ -83,9 +83,9 @@ def trained_as_in_plain_torch(make, plain, use_checkpoint, own_buffers):
         for either in (optimizer, expected):
             either.step()
             either.zero_grad()
-        wholes = dict(twin.named_parameters())
+        full_params = dict(twin.named_parameters())
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.gather(), wholes[name].detach(), rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(parameter.gather(), full_params[name].detach(), rtol=1e-5, atol=2e-6)
 
 
 def hooks_are_called_alike():

@@ -54,14 +54,14 @@ def test_norms_are_float32(dtype):
     model = bmt.auto_wrap(Tower().to(dtype))
     (model(ids(0, bmt.rank())) * 2.0**11).backward()
     gradients = [p.grad for p in model.parameters()]
-    wholes = [p.gather_gradient().double() for p in model.parameters()]
+    full_params = [p.gather_gradient().double() for p in model.parameters()]
     for order in (2.0, 3.0, float("inf")):
-        expected = torch.nn.utils.get_total_norm(wholes, order)
+        expected = torch.nn.utils.get_total_norm(full_params, order)
         norm = torch.nn.utils.get_total_norm(gradients, order)
         assert norm.dtype == torch.float32
         torch.testing.assert_close(norm.double(), expected, rtol=2e-6, atol=0)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for parameter, gradient, whole in zip(model.parameters(), gradients, wholes):
+    for parameter, gradient, whole in zip(model.parameters(), gradients, full_params):
         assert parameter.grad is gradient and gradient.dtype == dtype
         clipped = parameter.gather_gradient().double()
         torch.testing.assert_close(clipped, whole / norm, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)

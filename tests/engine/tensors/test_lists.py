@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from hf_bmtrain.engine.tensors.tensor import Sliced
+from hf_bmtrain.engine.tensors.tensor import ShardBase
 from ranks import on_ranks
 
 SHAPES = [(3, 5), (7,), (4, 2)]
@@ -33,28 +33,28 @@ def make():
 
 @torch.no_grad()
 def like_whole_tensors():
-    pieces, parts, wholes, others = make()
+    pieces, parts, full_params, others = make()
     for call in CALLS:
-        found, expected = call(pieces, parts), call(wholes, others)
+        found, expected = call(pieces, parts), call(full_params, others)
         assert (found is None) == (expected is None)
-        for mine, theirs in zip(found or pieces, expected or wholes, strict=True):
-            torch.testing.assert_close(mine.read_whole(), theirs.detach(), rtol=1e-6, atol=0)
+        for mine, theirs in zip(found or pieces, expected or full_params, strict=True):
+            torch.testing.assert_close(mine.read_full(), theirs.detach(), rtol=1e-6, atol=0)
 
 
 @torch.no_grad()
 def whole_operands_are_cut():
-    pieces, _, wholes, others = make()
+    pieces, _, full_params, others = make()
     torch._foreach_add_(pieces, others)
-    torch._foreach_add_(wholes, others)
-    for mine, theirs in zip(pieces, wholes, strict=True):
-        assert torch.equal(mine.read_whole(), theirs)
+    torch._foreach_add_(full_params, others)
+    for mine, theirs in zip(pieces, full_params, strict=True):
+        assert torch.equal(mine.read_full(), theirs)
 
 
 @torch.no_grad()
 def reductions_are_of_whole_tensors():
-    pieces, _, wholes, _ = make()
+    pieces, _, full_params, _ = make()
     for reduce in (torch._foreach_norm, torch._foreach_max):
-        for mine, theirs in zip(reduce(pieces), reduce(wholes), strict=True):
+        for mine, theirs in zip(reduce(pieces), reduce(full_params), strict=True):
             torch.testing.assert_close(mine, theirs)
 
 
@@ -71,7 +71,7 @@ def train(optimizer, model, gradients):
     for factor in (1.0, 3.0):
         for parameter, gradient in zip(model.parameters(), gradients):
             whole = gradient * factor
-            parameter.grad = parameter.take(whole).clone() if isinstance(parameter, Sliced) else whole
+            parameter.grad = parameter.take(whole).clone() if isinstance(parameter, ShardBase) else whole
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
@@ -82,8 +82,8 @@ def train(optimizer, model, gradients):
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 @on_ranks(1, 2, 3)
 def test_optimizers(name, options):
-    _, _, wholes, others = make()
-    plain = nn.ParameterList(wholes)
+    _, _, full_params, others = make()
+    plain = nn.ParameterList(full_params)
     model = bmt.auto_wrap(copy.deepcopy(plain))
     make_optimizer = getattr(torch.optim, name)
     mine = train(make_optimizer(model.parameters(), lr=0.1, **options), model, others)
@@ -95,14 +95,14 @@ def test_optimizers(name, options):
 
 def calls_of(function):
     """How many functions of torch are called on slices while `function` runs."""
-    inner, count = Sliced.__torch_function__.__func__, 0
+    inner, count = ShardBase.__torch_function__.__func__, 0
 
     def counted(cls, *args, **kwargs):
         nonlocal count
         count += 1
         return inner(cls, *args, **kwargs)
 
-    with mock.patch.object(Sliced, "__torch_function__", classmethod(counted)):
+    with mock.patch.object(ShardBase, "__torch_function__", classmethod(counted)):
         function()
     return count
 

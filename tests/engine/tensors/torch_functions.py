@@ -276,7 +276,7 @@ def _whole(result: Any) -> Any:
     """Return `result` with whole tensors for slices."""
     if isinstance(result, torch.Tensor):
         if hasattr(result, "placement"):
-            return result.detach().read_whole()
+            return result.detach().read_full()
         return result.detach().as_subclass(torch.Tensor)
     if isinstance(result, (list, tuple)):
         return [_whole(each) for each in result]

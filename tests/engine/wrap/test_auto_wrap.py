@@ -126,7 +126,7 @@ def no_list():
     assert blocks_of(model) == []
     assert len(messages) == 1
     assert "no nn.ModuleList" in messages[0]
-    assert not any(p.buffer.sharded and p.buffer.is_whole for p in model.parameters())
+    assert not any(p.buffer.sharded and p.buffer.is_unsharded for p in model.parameters())
 
 
 def named_blocks():

@@ -33,14 +33,14 @@ def make(dtype=torch.float32, requires_grad=True, companions=()):
     beside = [
         torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype), requires_grad) for shape in companions
     ]
-    wholes = [torch.randn(shape, generator=generator) * 10.0 ** (3 - i) for i, shape in enumerate(SHAPES)]
-    wholes[0][0, 0] = wholes[0][-1, -1] = 6e4  # the largest, on the first and on the last rank
-    wholes[4][0, 1], wholes[4][6, 32], wholes[6][3, 299] = torch.nan, torch.inf, -torch.inf
-    wholes[5].zero_()
-    parameters = [torch.nn.Parameter(whole.to(dtype), requires_grad) for whole in (*beside, *wholes)]
+    full_params = [torch.randn(shape, generator=generator) * 10.0 ** (3 - i) for i, shape in enumerate(SHAPES)]
+    full_params[0][0, 0] = full_params[0][-1, -1] = 6e4  # the largest, on the first and on the last rank
+    full_params[4][0, 1], full_params[4][6, 32], full_params[6][3, 299] = torch.nan, torch.inf, -torch.inf
+    full_params[5].zero_()
+    parameters = [torch.nn.Parameter(whole.to(dtype), requires_grad) for whole in (*beside, *full_params)]
     world = bmt.current_world()
     buffer = ShardedBuffer(world, parameters, world.schedule.blocks, Float8Storage(len(companions)))
-    return parameters, buffer, buffer.make_slices(DistributedParameter, parameters)
+    return parameters, buffer, buffer.make_local(DistributedParameter, parameters)
 
 
 COMPANIONS = [(5,), (), (2, 3), (0,), (7,)]
@@ -53,7 +53,7 @@ def bits(tensor):
 def check_factors(buffer, parameters):
     buffer.gather()
     buffer.wait()
-    for gathered, parameter, whole in zip(buffer.storage.factors, parameters, buffer.wholes, strict=True):
+    for gathered, parameter, whole in zip(buffer.storage.factors, parameters, buffer.full_params, strict=True):
         if gathered is None:
             assert torch.equal(bits(whole), bits(parameter))
             continue
@@ -73,11 +73,13 @@ def check_factors(buffer, parameters):
 
 
 def check_masters(buffer, parameters):
-    whole = buffer.is_whole
-    with buffer.whole_now(), buffer.whole_now():
-        assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters, strict=True))
-    assert buffer.is_whole == whole
-    for found, mine, other in zip(buffer.storage.factors, buffer.wholes, parameters, strict=True):
+    whole = buffer.is_unsharded
+    with buffer.unsharded(), buffer.unsharded():
+        assert all(
+            torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.full_params, parameters, strict=True)
+        )
+    assert buffer.is_unsharded == whole
+    for found, mine, other in zip(buffer.storage.factors, buffer.full_params, parameters, strict=True):
         assert mine.shape == other.shape and mine.dtype == other.dtype
         assert found is None or mine.isnan().all()
 
@@ -86,27 +88,27 @@ def rounds_and_gathers(dtype, companions=()):
     parameters, buffer, slices = make(dtype, companions=companions)
     buffer.gather()
     buffer.wait()
-    assert not buffer.storage.in_float8 and buffer.whole_nbytes == buffer.layout.numel * dtype.itemsize
-    assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.wholes, parameters))
+    assert not buffer.storage.in_float8 and buffer.full_nbytes == buffer.layout.numel * dtype.itemsize
+    assert all(torch.equal(bits(mine), bits(other)) for mine, other in zip(buffer.full_params, parameters))
     buffer.storage.switch(rounding(), [OWNER])
-    assert buffer.storage.in_float8 and not buffer.is_whole and buffer.whole_nbytes == buffer.layout.numel
+    assert buffer.storage.in_float8 and not buffer.is_unsharded and buffer.full_nbytes == buffer.layout.numel
     check_factors(buffer, parameters)
     check_masters(buffer, parameters)  # beside the float8 copy, which stays
     check_factors(buffer, parameters)
-    buffer.release()
-    assert not buffer.is_whole
+    buffer.reshard()
+    assert not buffer.is_unsharded
     check_masters(buffer, parameters)
     bmt.synchronize()
     with torch.no_grad():
-        for parameter, slice_ in zip(parameters, slices):
+        for parameter, local in zip(parameters, slices):
             parameter.mul_(-0.3)
-            slice_.mul_(-0.3)
+            local.mul_(-0.3)
     check_factors(buffer, parameters)
     check_masters(buffer, parameters)
-    assert all(torch.equal(bits(slice_.gather()), bits(other)) for slice_, other in zip(slices, parameters))
+    assert all(torch.equal(bits(local.gather()), bits(other)) for local, other in zip(slices, parameters))
     weights = [gathered for gathered in buffer.storage.factors if gathered is not None]
     before = [bits(gathered.values).clone() for gathered in weights]
-    buffer.release()
+    buffer.reshard()
     buffer.gather()
     buffer.wait()
     assert all(torch.equal(bits(gathered.values), one) for gathered, one in zip(weights, before))
@@ -136,23 +138,23 @@ def test_only_few_are_companions(dtype, most):
 @on_ranks(2)
 def test_frozen_weights_stay_whole():
     parameters, buffer, slices = make(requires_grad=False, companions=COMPANIONS)
-    buffer.stays_whole = True
+    buffer.resident = True
     buffer.gather()
     buffer.storage.switch(rounding(), [OWNER])
-    assert buffer.is_whole, "what was kept whole is gathered at the switch"
-    buffer.release()
-    assert buffer.is_whole
+    assert buffer.is_unsharded, "what was kept whole is gathered at the switch"
+    buffer.reshard()
+    assert buffer.is_unsharded
     check_factors(buffer, parameters)
     check_masters(buffer, parameters)
     bmt.synchronize()
     with torch.no_grad():
-        for parameter, slice_ in zip(parameters, slices):
+        for parameter, local in zip(parameters, slices):
             parameter.add_(1)
-            slice_.add_(1)
+            local.add_(1)
     check_factors(buffer, parameters)
     slices[0].requires_grad_(True)
-    buffer.release()
-    assert not buffer.is_whole
+    buffer.reshard()
+    assert not buffer.is_unsharded
 
 
 def rounds_together():
@@ -190,8 +192,8 @@ def without_owner():
     second.storage.switch(common, [owner])
     del owner, made
     with torch.no_grad():
-        for slice_ in (*mine, *others):
-            slice_.mul_(2)
+        for local in (*mine, *others):
+            local.mul_(2)
     if bmt.rank() == 0:
         del second, others
     first.gather()
@@ -211,13 +213,13 @@ def unread(companions):
     buffer.storage.switch(rounding(), [OWNER])
     buffer.gather()
     buffer.wait()
-    buffer.release()
+    buffer.reshard()
     with torch.no_grad():
         for tensor in (*parameters, *slices):
             tensor.mul_(2)
     with pytest.raises(RuntimeError, match=r"Call hf_bmtrain\.synchronize\(\)"):
         buffer.gather()
-    assert not buffer.is_whole
+    assert not buffer.is_unsharded
     bmt.synchronize()
     check_factors(buffer, parameters)
 

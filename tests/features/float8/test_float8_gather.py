@@ -15,7 +15,7 @@ from float8_training import float8_buffers, same_bits, seen, train
 from hf_bmtrain.engine.sharding.slots import buffers_of
 from hf_bmtrain.features.float8.linear import Float8Linear
 from hf_bmtrain.features.float8.storage import Float8Requantizer, Float8Storage
-from hf_bmtrain.features.parity.plain import gather_wholes, shown_plain
+from hf_bmtrain.features.parity.plain import gather_full_params, shown_plain
 from log_lines import log_lines
 from offloaded import as_on_a_gpu
 from ranks import on_ranks
@@ -191,10 +191,10 @@ def test_other_parameters_are_computed_with():
         model(**rows(step, bmt.rank())).loss.backward()
     assert all(buffer.storage.in_float8 for buffer in float8_buffers(model))
     bmt.synchronize()
-    wholes = gather_wholes(model)
+    full_params = gather_full_params(model)
     with torch.no_grad():
         expected = model(**rows(2, bmt.rank())).loss
-        with shown_plain(model, wholes):
+        with shown_plain(model, full_params):
             assert torch.equal(model(**rows(2, bmt.rank())).loss, expected)
     read = []
     layer = model.model.layers[0].mlp.up_proj

@@ -120,14 +120,14 @@ def look() -> list[bool]:
     with buffers(own=True):
         model = bmt.auto_wrap(Language())
     buffer = model.head.weight.buffer
-    seen = [buffer.is_whole]
-    model.layers[1].linear.register_full_backward_hook(lambda *_: seen.append(buffer.is_whole))
+    seen = [buffer.is_unsharded]
+    model.layers[1].linear.register_full_backward_hook(lambda *_: seen.append(buffer.is_unsharded))
     loss = outside(model, 0, 0)
-    seen.append(buffer.is_whole)
+    seen.append(buffer.is_unsharded)
     loss.backward()
     with torch.no_grad():
         outside(model, 0, 0)
-    return [*seen, buffer.is_whole]
+    return [*seen, buffer.is_unsharded]
 
 
 def test_the_head_is_whole_for_the_loss_alone(world):

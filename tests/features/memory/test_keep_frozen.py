@@ -61,12 +61,12 @@ def frozen_in(model):
 @contextlib.contextmanager
 def gathers():
     """Yields a list that has, afterwards, the numbers of the buffers that were gathered by collectives."""
-    journal = bmt.current_world().gather.journal
-    before, gathered = journal.count, []
+    collective_log = bmt.current_world().gather.collective_log
+    before, gathered = collective_log.count, []
     yield gathered
     kinds = ("gather of", "gather without gradients of")
     known = {code(kind, number): number for kind in kinds for number in range(1, 100_000)}
-    entries = [journal.entry(number) for number in range(before + 1, journal.count + 1)]
+    entries = [collective_log.entry(number) for number in range(before + 1, collective_log.count + 1)]
     gathered += [known[entry] for entry in entries if entry in known]
 
 
@@ -93,7 +93,7 @@ def test_kept_and_equal(zero_level, use_checkpoint):
     for keep_frozen in (True, False):
         model = check_twins(adapted, loss, keep_frozen=keep_frozen, **options)
         assert len(frozen_in(model)) == 7  # outside, and of each block by dtype
-        assert [b.is_whole for b in frozen_in(model)] == [keep_frozen or not several] * 7
+        assert [b.is_unsharded for b in frozen_in(model)] == [keep_frozen or not several] * 7
         times = gathered_in_steps(model)
         assert any(times) == (several and not keep_frozen), times
         with torch.no_grad(), gathers() as numbers:
@@ -160,9 +160,9 @@ def follows_writes():
             for each in (model, twin):
                 each.zero_grad()
         assert not any(gathered_in_steps_without_update(model)), change
-        wholes = model.state_dict()
+        full_params = model.state_dict()
         for name, value in twin.state_dict().items():
-            torch.testing.assert_close(wholes[name], value, msg=f"{change}: {name}")
+            torch.testing.assert_close(full_params[name], value, msg=f"{change}: {name}")
 
 
 def gathered_in_steps_without_update(model):
@@ -196,11 +196,11 @@ def test_follows_requires_grad(use_checkpoint):
     if bmt.world_size() == 1:
         return
     linear, up = model.layers[1].linear.weight.buffer, model.layers[0].up.weight.buffer
-    assert linear.is_whole, "frozen again"
-    assert not up.is_whole, "down is trained"
+    assert linear.is_unsharded, "frozen again"
+    assert not up.is_unsharded, "down is trained"
     model.layers[1].requires_grad_(True)
     loss(model, 0, bmt.rank()).backward()
-    assert not linear.is_whole
+    assert not linear.is_unsharded
     model.zero_grad()
 
 
@@ -218,7 +218,7 @@ def test_thawed_between():
     model.layers[1].requires_grad_(False)
     check.backward()
     assert model.layers[1].up.weight.grad is None
-    assert all(buffer.is_whole for buffer in frozen_in(model)[:2])
+    assert all(buffer.is_unsharded for buffer in frozen_in(model)[:2])
 
 
 @on_ranks(1, 2)
@@ -236,7 +236,7 @@ def test_added_later():
             layer.extra = nn.Parameter(torch.randn(WIDTH))
             layer.register_forward_hook(lambda module, args, output: output * module.extra)
     bmt.auto_wrap(model)
-    assert all(buffer.is_whole for buffer in frozen_in(model))
+    assert all(buffer.is_unsharded for buffer in frozen_in(model))
     for step in range(2):
         compare_backward(model, twin, loss, step)
     assert not any(gathered_in_steps(model))
@@ -262,7 +262,7 @@ class Given:
         self.base, self.step, self.room, self.buffers = 1000, step, room, weakref.WeakSet()
 
     def kept(self):
-        return sum(b.whole_nbytes for b in self.buffers if b.is_kept and b.is_whole)
+        return sum(b.full_nbytes for b in self.buffers if b.is_resident and b.is_unsharded)
 
     def allocated(self):
         return self.base + self.kept()
@@ -300,15 +300,15 @@ def kept(model):
     """Whether each unit is kept: what is outside blocks, then the blocks."""
     units = [[model.head.weight.buffer], *(state_of(layer).buffers for layer in model.layers)]
     frozen = [[buffer for buffer in unit if not buffer.gradient.trainable] for unit in units]
-    marks = ["".join("01"[buffer.is_kept and buffer.is_whole] for buffer in unit) for unit in frozen]
+    marks = ["".join("01"[buffer.is_resident and buffer.is_unsharded] for buffer in unit) for unit in frozen]
     assert all(len(set(mark)) <= 1 for mark in marks), "a block is kept in part"
     return "".join(mark[0] for mark in marks)
 
 
 def sizes():
     model = bmt.auto_wrap(adapted(), keep_frozen=True)
-    outside = model.head.weight.buffer.whole_nbytes
-    return outside, sum(b.whole_nbytes for b in state_of(model.layers[0]).buffers if not b.gradient.trainable)
+    outside = model.head.weight.buffer.full_nbytes
+    return outside, sum(b.full_nbytes for b in state_of(model.layers[0]).buffers if not b.gradient.trainable)
 
 
 def train(model, steps, rows=4):
@@ -461,14 +461,14 @@ def fully_trained():
             return model
 
         model = wrapped(memory, make)
-        optimizer, control = torch.optim.SGD(model.parameters(), lr=0.1), bmt.current_world().control.journal
+        optimizer, control = torch.optim.SGD(model.parameters(), lr=0.1), bmt.current_world().control.collective_log
         counts = []
         for step in range(4):
             loss(model, step, bmt.rank()).backward()
             optimizer.step()
             counts.append(control.count)
         assert counts[1] == counts[3]
-        assert not any(buffer.stays_whole for buffer in buffers_in(model))
+        assert not any(buffer.resident for buffer in buffers_in(model))
 
 
 def two_models():
@@ -489,7 +489,7 @@ def two_models():
 def told_on_the_cpu():
     with log_lines(logging.INFO) as lines:
         model = check_twins(adapted, loss)
-    assert not any(buffer.stays_whole for buffer in buffers_in(model))
+    assert not any(buffer.resident for buffer in buffers_in(model))
     assert sum("keeps no frozen parameters whole on the CPU" in line for line in lines) <= 1
 
 
@@ -526,7 +526,7 @@ def through_peft(choice):
 
     with contextlib.nullcontext() if choice is True else memory_of(1 << 40):
         model = check_twins(lora, rows_loss, keep_frozen=choice)
-        assert all(buffer.is_whole for buffer in frozen_in(model))
+        assert all(buffer.is_unsharded for buffer in frozen_in(model))
         with gathers() as numbers:
             rows_loss(model, 1, bmt.rank()).backward()
         model.zero_grad()

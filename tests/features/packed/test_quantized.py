@@ -72,7 +72,7 @@ def adapters(name, options, wrap):
     one, expected = parameters[names[0]], twin.get_parameter(names[0])
     assert one.shape == expected.shape and one.dtype == expected.dtype
     assert torch.equal(one.gather(), expected) and torch.equal(one[3], expected[3])
-    assert torch.equal((one.detach() * 2).read_whole(), expected * 2)
+    assert torch.equal((one.detach() * 2).read_full(), expected * 2)
     torch.testing.assert_close(one.norm(), expected.norm())
     stored = sum(b.storage.stored.numel() for b in {parameters[n].buffer for n in names})
     numel = sum(FORMATS[name].packed_bytes(twin.get_parameter(each).numel()) for each in names)

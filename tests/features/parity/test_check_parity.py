@@ -58,12 +58,12 @@ def clean_family(name, dtype, options, frozen):
 
 
 def read_state(model):
-    wholes = {name: value.clone() for name, value in model.state_dict().items()}
+    full_params = {name: value.clone() for name, value in model.state_dict().items()}
     gradients = {name: None if p.grad is None else p.grad.part.clone() for name, p in model.named_parameters()}
     draws = torch.get_rng_state(), random.getstate()
     attributes = [(layer.calls, list(layer.kept), id(layer.mean)) for layer in model.layers]
     modes = [module.training for module in model.modules()], [type(module) for module in model.modules()]
-    return wholes, gradients, draws, attributes, modes
+    return full_params, gradients, draws, attributes, modes
 
 
 def assert_same(before, after):

@@ -32,7 +32,7 @@ def engine_bytes(model, optimizer) -> dict[str, int]:
     state = [getattr(v, "part", v) for values in optimizer.state.values() for k, v in values.items() if k != "step"]
     return {
         "shards": sum(b.shard.nbytes for b in buffers),
-        "wholes": sum(b.layout.numel * b.shard.itemsize for b in buffers),
+        "full_params": sum(b.layout.numel * b.shard.itemsize for b in buffers),
         "gradients": sum(b.gradient.shard.nbytes for b in buffers if b.gradient.shard is not None),
         "state": sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state}.values()),
     }

@@ -67,7 +67,7 @@ def test_states(kind):
     assert before.moved() == []
     drawn = DRAWS[kind](layer)
     assert len(before.moved()) == 1
-    present = before.put_back()
+    present = before.restore()
     assert DRAWS[kind](layer) == drawn
-    present.put_back()
+    present.restore()
     assert DRAWS[kind](layer) != drawn

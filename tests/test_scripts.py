@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cases import full
+
 TESTS = Path(__file__).resolve().parent
 SCRIPTS = runpy.run_path(str(TESTS / "__main__.py"))
 NAMES = [
@@ -44,7 +46,7 @@ def test_the_search_path_is_that_of_pytest(pytestconfig):
 
 @pytest.mark.parametrize(
     "words",
-    [("parity", "--help"), pytest.param(("programs", "--ranks", "2", "--seeds", "0:1"), marks=pytest.mark.full)],
+    [("parity", "--help"), pytest.param(("programs", "--ranks", "2", "--seeds", "0:1"), marks=full)],
 )
 def test_a_script_runs_from_anywhere(tmp_path, words):
     done = run(*words, cwd=tmp_path)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from ranks import on_ranks
 
 ROWS = 4  # divisible by every world size here
@@ -78,13 +79,13 @@ NAMES = ["all_gather", "broadcast", *(f"{name}-{op}" for name in ("all_reduce", 
 
 
 @pytest.mark.parametrize("case", [values_and_adjoint, cotangents_of_each_rank], ids=lambda case: case.__name__)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", by_default(NAMES, "all_gather", "all_reduce-prod", "reduce_scatter-avg"))
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_collective(world, size, name, case):
     world(size)(case, name)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_other_dtypes():
     rank, size = bmt.rank(), bmt.world_size()
     assert bmt.distributed.all_gather(torch.tensor(rank)).tolist() == list(range(size))
@@ -96,7 +97,7 @@ def test_other_dtypes():
     assert bmt.distributed.all_gather(torch.arange(6).view(2, 3).t()).shape == (size, 3, 2)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_ties_share():
     """Equal maxima share the gradient evenly, zeros do not break the product's."""
     size = bmt.world_size()

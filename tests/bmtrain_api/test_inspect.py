@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from twins import WIDTH, Tower, ids
 
 
@@ -140,7 +141,11 @@ def refused():
 CASES = [(parameters,), (activations, True), (activations, False), (table,), (refused,)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    by_default(CASES, (parameters,), (activations, True), (table,), (refused,)),
+    ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_inspect(world, size, case):
     world(size)(*case)

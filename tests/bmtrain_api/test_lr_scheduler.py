@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from cases import by_default, in_full, rows_in_full
 from hf_bmtrain import lr_scheduler
 from hf_bmtrain.lr_scheduler import Cosine, Exponential, Linear, Noam, NoDecay
 
@@ -41,7 +42,7 @@ def test_every_step_follows_the_formula(schedule):
         scheduler.step()
 
 
-@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("schedule", by_default(ALL, Cosine))
 def test_no_warm_up_starts_at_the_peak(schedule):
     scheduler = schedule(make_optimizer(), S, 0, E)
     assert scheduler.current_lr == S
@@ -49,7 +50,7 @@ def test_no_warm_up_starts_at_the_peak(schedule):
     assert scheduler.current_lr == pytest.approx(expected(schedule, 1, w=0))
 
 
-@pytest.mark.parametrize("schedule", [NoDecay, Noam, Exponential])
+@pytest.mark.parametrize("schedule", [Exponential, *in_full(NoDecay, Noam)])
 def test_schedules_without_an_end_take_minus_one(schedule):
     endless, ending = schedule(make_optimizer(), S, W, -1), schedule(make_optimizer(), S, W, E)
     for t in (0, 5, W, 10 * E):
@@ -58,7 +59,7 @@ def test_schedules_without_an_end_take_minus_one(schedule):
         assert endless.current_lr == ending.current_lr == pytest.approx(expected(schedule, t))
 
 
-@pytest.mark.parametrize("schedule", [Linear, Cosine])
+@pytest.mark.parametrize("schedule", [Cosine, *in_full(Linear)])
 def test_decays_are_held_at_their_end(schedule):
     scheduler = schedule(make_optimizer(), S, W, E, num_iter=E)
     assert scheduler.current_lr == pytest.approx(0.0, abs=1e-18)
@@ -78,7 +79,7 @@ def test_gamma():
     assert scheduler.current_lr == pytest.approx(S / 8)
 
 
-@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("schedule", by_default(ALL, Noam))
 def test_starting_and_jumping_agree_with_stepping(schedule):
     walked = schedule(make_optimizer(), S, W, E)
     for _ in range(17):
@@ -88,7 +89,7 @@ def test_starting_and_jumping_agree_with_stepping(schedule):
     assert walked.current_lr == jumped.current_lr == schedule(make_optimizer(), S, W, E, 17).current_lr
 
 
-@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("schedule", by_default(ALL, Exponential))
 def test_a_saved_schedule_continues(schedule):
     first = schedule(make_optimizer(), S, W, E, num_iter=23)
     optimizer = make_optimizer()
@@ -107,7 +108,7 @@ def test_gamma_is_part_of_the_state():
     assert scheduler.current_lr == pytest.approx(S / 8)
 
 
-@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("schedule", by_default(ALL, Linear))
 def test_bmtrains_four_numbers_are_a_state(schedule):
     scheduler = schedule(make_optimizer(), 1.0, 0, 5)
     scheduler.load_state_dict({"start_lr": S, "warmup_iter": W, "end_iter": E, "num_iter": 20})
@@ -156,17 +157,21 @@ def test_groups_added_later_get_the_learning_rate_at_the_next_step():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: NoDecay(o, -1e-3, 0, -1), "start_lr .* -0.001"),
         (lambda o: NoDecay(o, math.nan, 0, -1), "start_lr .* nan"),
-        (lambda o: NoDecay(o, math.inf, 0, -1), "start_lr .* inf"),
-        (lambda o: NoDecay(o, S, -1, -1), "warmup_iter .* -1"),
-        (lambda o: NoDecay(o, S, 0, -1, -3), "num_iter .* -3"),
-        (lambda o: NoDecay(o, S, 0, -1).step(-3), "num_iter .* -3"),
-        (lambda o: Linear(o, S, W, -1), "warmup_iter 10, end_iter -1"),
-        (lambda o: Linear(o, S, W, W), "warmup_iter 10, end_iter 10"),
-        (lambda o: Cosine(o, S, W, -1), "warmup_iter 10, end_iter -1"),
-        (lambda o: Exponential(o, S, W, -1, gamma=0.0), "gamma .* 0.0"),
-        (lambda o: NoDecay([], S, W, -1), "param_groups, list has none"),
+        *rows_in_full(
+            [
+                (lambda o: NoDecay(o, -1e-3, 0, -1), "start_lr .* -0.001"),
+                (lambda o: NoDecay(o, math.inf, 0, -1), "start_lr .* inf"),
+                (lambda o: NoDecay(o, S, -1, -1), "warmup_iter .* -1"),
+                (lambda o: NoDecay(o, S, 0, -1, -3), "num_iter .* -3"),
+                (lambda o: NoDecay(o, S, 0, -1).step(-3), "num_iter .* -3"),
+                (lambda o: Linear(o, S, W, -1), "warmup_iter 10, end_iter -1"),
+                (lambda o: Linear(o, S, W, W), "warmup_iter 10, end_iter 10"),
+                (lambda o: Cosine(o, S, W, -1), "warmup_iter 10, end_iter -1"),
+                (lambda o: Exponential(o, S, W, -1, gamma=0.0), "gamma .* 0.0"),
+                (lambda o: NoDecay([], S, W, -1), "param_groups, list has none"),
+            ]
+        ),
     ],
 )
 def test_nonsense_is_refused(make, message):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import full, in_full
 from hf_bmtrain.checkpoint import folder as folders
 from hf_bmtrain.checkpoint import ranges
 from processes import environment
@@ -77,7 +78,7 @@ def fails(folder, faults, non_blocking):
     return all(torch.equal(value, values[name]) for name, value in resumed.whole().items())
 
 
-@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("non_blocking", [True, *in_full(False)])
 def test_faults_of_the_disk(world, tmp_path, non_blocking):
     """Full, read-only, faulty; on one rank or all; each names its cause, and the next save succeeds."""
     assert world(2)(fails, str(tmp_path), FAULTS, non_blocking) == [True, True]
@@ -132,6 +133,7 @@ def removed(folder):
     return names(folder)
 
 
+@full
 def test_a_folder_that_is_removed_during_the_save(world, tmp_path):
     assert world(2)(removed, str(tmp_path / "it")) == [[".lock", "checkpoint-7"]] * 2
 
@@ -143,6 +145,7 @@ def cannot_delete(folder):
     return training.load(folder).step
 
 
+@full
 def test_old_checkpoints_that_cannot_be_deleted(world, tmp_path):
     """The new one is saved all the same."""
     assert world(2)(cannot_delete, str(tmp_path)) == [7, 7]
@@ -168,7 +171,7 @@ def changed_meanwhile(folder):
     return all(torch.equal(value, values[name]) for name, value in loaded.items()) and resumed.train(9) != []
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_values_of_a_background_save_are_those_of_the_call(world, tmp_path, size):
     assert all(world(size)(changed_meanwhile, str(tmp_path)))
 
@@ -181,6 +184,7 @@ bmt.save_state(sys.argv[1], model, step=1, non_blocking=True)
 """
 
 
+@full
 def test_a_background_save_at_the_end_of_the_script(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LAST_LINE, str(tmp_path)], env=environment(), capture_output=True, text=True, check=False
@@ -247,6 +251,7 @@ def test_a_second_job(world, tmp_path):
         assert names(tmp_path) == [".lock", "checkpoint-1", "tmp-checkpoint-0", "tmp-checkpoint-5"]
 
 
+@full
 def test_workers_that_outlive_a_job_do_not_hold_its_lock(tmp_path):
     """A DataLoader's forked workers notice only after seconds that their job was killed."""
     locked = folders.lock(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import full
 from processes import environment
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -27,13 +28,14 @@ def test_some_points():
     assert killed("--ranks", "2", "--victim", "0", "--kinds", "first", "steady", "--every", "60") >= 4
 
 
+@full
 def test_some_points_of_hugging_faces_loops():
     """Files of torch.save and json are among them, and rank 1's random state."""
     through = ["--through", "accelerate", "trainer", "bmt_trainer"]
     assert killed(*through, "--ranks", "2", "--kinds", "steady", "--every", "30") >= 12
 
 
-@pytest.mark.full
+@full
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("through", ["accelerate", "trainer", "bmt_trainer"])
@@ -41,7 +43,7 @@ def test_many_points_of_hugging_faces_loops(ranks, through):
     assert killed("--through", through, "--ranks", str(ranks), "--every", "7") >= 60
 
 
-@pytest.mark.full
+@full
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["first", "steady", "replaced", "again"])

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from cases import rows_in_full
 from hf_bmtrain.checkpoint import __main__ as command
 from hf_bmtrain.checkpoint.header import read_header
 from resumable import Training, damage
@@ -48,7 +49,10 @@ def names(folder):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "tied", "size"),
-    [("llama", torch.float32, False, 1), ("t5", torch.bfloat16, True, 2), ("mixtral", torch.float32, True, 2)],
+    [
+        ("t5", torch.bfloat16, True, 2),
+        *rows_in_full([("llama", torch.float32, False, 1), ("mixtral", torch.float32, True, 2)]),
+    ],
 )
 def test_it_is_the_model(world, tmp_path, merge, family, dtype, tied, size):
     state = world(size)(save, str(tmp_path / "run"), {"family": family, "dtype": dtype, "tied": tied})[0]
@@ -176,8 +180,13 @@ def test_damage(world, tmp_path, merge):
 
 @pytest.mark.parametrize(
     ("function", "code", "after"),
-    [("ftruncate", errno.ENOSPC, 0), ("pwrite", errno.ENOSPC, 5), ("fsync", errno.EIO, 9),
-     ("rename", errno.EACCES, 0), ("mkdir", errno.EROFS, 0)],
+    [
+        ("fsync", errno.EIO, 9),
+        *rows_in_full([
+            ("ftruncate", errno.ENOSPC, 0), ("pwrite", errno.ENOSPC, 5), ("rename", errno.EACCES, 0),
+            ("mkdir", errno.EROFS, 0),
+        ]),
+    ],
 )  # fmt: skip
 def test_faults_of_the_disk(world, tmp_path, merge, function, code, after):
     world(1)(save, str(tmp_path), {"family": "llama"}, (1,))

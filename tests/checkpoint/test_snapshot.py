@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from hf_bmtrain.checkpoint import host_copy as snapshot
 from resumable import OPTIMIZERS, Training
 from state_dicts import check_equal
@@ -42,8 +43,8 @@ def trained_beside(folder, optimizer):
     return values, resumed.whole()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("optimizer", by_default(OPTIMIZERS, *[*OPTIMIZERS][:2]))
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_optimizers_wait_for_the_copies(world, tmp_path, size, optimizer):
     for values, loaded in world(size)(trained_beside, str(tmp_path), optimizer):
         check_equal(loaded, values)
@@ -74,7 +75,7 @@ def updated_beside(folder):
     return values, other.state_dict()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_updates_in_the_backward_wait_for_the_copies(world, tmp_path, size):
     for values, loaded in world(size)(updated_beside, str(tmp_path)):
         check_equal(loaded, values)
@@ -96,7 +97,7 @@ def written_beside(folder):
     return training.load(folder).step
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_other_writes_are_found(world, tmp_path, size):
     assert world(size)(written_beside, str(tmp_path)) == [2] * size
 
@@ -114,7 +115,7 @@ def normalized_beside(folder):
     return values, model.state_dict()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_buffers(world, tmp_path, size):
     for values, loaded in world(size)(normalized_beside, str(tmp_path)):
         check_equal(loaded, values)

@@ -18,6 +18,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 import state_memory
+from cases import full, in_full
 from hf_bmtrain.checkpoint import store
 from hf_bmtrain.engine.base.files import atomic_file
 from processes import environment
@@ -47,8 +48,8 @@ def shifted(model):
     return model
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".bin", ".safetensors"])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("suffix", [".safetensors", *in_full(".pt", ".bin")])
+@on_ranks(2, full=(1,))
 def test_round_trip(folder, suffix):
     """A sharded model's file opens in plain torch and the other way round, buffers included."""
     ours, plain = f"{folder}/ours{suffix}", f"{folder}/plain{suffix}"
@@ -73,8 +74,8 @@ def test_round_trip(folder, suffix):
     bmt.synchronize()
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("suffix", [".safetensors", *in_full(".pt")])
+@on_ranks(2, full=(1,))
 def test_ties(folder, suffix):
     path = f"{folder}/tied{suffix}"
     model, plain = bmt.auto_wrap(build("gpt2", tied=True)), build("gpt2", tied=True)
@@ -226,7 +227,7 @@ CASES = [plain_root, folders_of_hugging_face, other_hosts_formats, behind_the_pr
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_files(world, size, case, tmp_path):
     world(size)(case, str(tmp_path))
 
@@ -304,6 +305,7 @@ for number in range(10**6):
 """
 
 
+@full
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_kill_while_saving_leaves_a_whole_file(tmp_path, suffix):
     path = tmp_path / f"model{suffix}"
@@ -329,7 +331,7 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path, suffix):
     assert os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("suffix", [".safetensors", *in_full(".pt")])
 def test_only_what_was_abandoned_is_deleted(tmp_path, suffix):
     """Not the folder of a save that is under way, of another target, or what has another name."""
     path, other = tmp_path / f"model{suffix}", tmp_path / f"model{suffix}.best"

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full, rows_in_full
 from hf_bmtrain.checkpoint.torch_dcp import boxes
 from ranks import on_ranks
 from resumable import Training
@@ -19,7 +20,7 @@ LACKS = not hasattr(dcp, "CheckpointableTensor")
 needs_protocol = pytest.mark.skipif(LACKS, reason="torch.distributed.checkpoint.CheckpointableTensor needs torch 2.15")
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (5, 1), (1, 6), (2, 3, 4), (3, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 4), *in_full((), (1,), (7,), (3, 4), (5, 1), (1, 6), (3, 1, 2, 2))], ids=str)
 def test_boxes(shape):
     """Each range is covered, every element once, in order, by few boxes."""
     numbers = torch.arange(max(1, torch.Size(shape).numel())).view(shape)
@@ -134,9 +135,9 @@ def check(mine, theirs):
 
 
 @needs_protocol
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("sharded", [True, *in_full(False)])
+@pytest.mark.parametrize("kind", by_default(KINDS, "adam"))
+@on_ranks(2, full=(1, 3))
 def test_to_torch(folder, kind, sharded):
     model, optimizer = ours(kind, 2)
     dcp.save({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
@@ -150,9 +151,9 @@ def test_to_torch(folder, kind, sharded):
 
 
 @needs_protocol
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize(("kind", "steps"), [("adam", 0), ("adam", 1), ("adamw", 1), ("offload", 0)])
-@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("sharded", [True, *in_full(False)])
+@pytest.mark.parametrize(("kind", "steps"), [("adamw", 1), *rows_in_full([("adam", 0), ("adam", 1), ("offload", 0)])])
+@on_ranks(2, full=(1, 3))
 def test_from_torch(folder, kind, sharded, steps):
     model, optimizer = by_torch(sharded, 2)
     weights, state = get_state_dict(model, optimizer)

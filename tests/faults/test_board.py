@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full
 from hf_bmtrain.engine.comm.collective_log import WORDS, CollectiveLog, code
 from hf_bmtrain.faults import status
 from hf_bmtrain.faults.shared_status import SharedStatus
@@ -68,7 +69,7 @@ def seen_by_all() -> list[str | None]:
     return texts
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_texts_are_read_by_all_ranks_and_leave_no_file(world, size):
     expected = [f"é of rank {rank}" + "x" * 100 * rank for rank in range(size)]
     assert world(size)(seen_by_all) == [expected] * size

@@ -8,13 +8,18 @@ from fault_cases import CASES, JOBS
 from noisy import compare
 from warm_server import WarmServer
 
+from cases import by_default, full
 from faults import Outcome, Run, Settings, summarize, warm_server
 
 BY_LABEL = {case.label: case for case in CASES}
 EXITS = {
-    "raise_forward@1": [1, 1], "sigkill_step@1": [1, -9], "extra_forward@1": [1, 1], "save_alone@0": [1, 1],
+    "raise_forward@1": [1, 1],
+    "sigkill_step@1": [1, -9],
+    "extra_forward@1": [1, 1],
+    "save_alone@0": [1, 1],
     "exit3_step@1": [1, 3],
-}  # fmt: skip
+}
+DEFAULT = ["raise_forward@1", "extra_forward@1"]  # fmt: skip
 """Rank, cause and line of the script are named, and every process ends. The exit codes of the ranks."""
 FULL = [
     "raise_backward@1", "raise_optimizer@1", "raise_add@1", "sigint_step@0", "exit0_step@1", "fewer_steps@1",
@@ -24,7 +29,7 @@ FULL = [
 """Named as well."""
 RESUMED = {"sigkill_add@1": 4}
 """The training goes on from its last checkpoint afterwards. Its step."""
-FINE = ["slow_loader@1", pytest.param("slower_loader@1", marks=pytest.mark.full)]
+FINE = ["slow_loader@1", "slower_loader@1"]
 """Nothing is wrong."""
 
 
@@ -43,7 +48,7 @@ def run(server, tmp_path) -> Callable[..., Outcome]:
     return run
 
 
-@pytest.mark.parametrize("label", [*EXITS, *(pytest.param(label, marks=pytest.mark.full) for label in FULL)])
+@pytest.mark.parametrize("label", by_default([*EXITS, *FULL], *DEFAULT))
 def test_rank_cause_and_line_are_named(run, label):
     outcome = run(label)
     assert outcome.outcome == "named" and outcome.told, outcome.row()
@@ -60,23 +65,25 @@ def test_ranks_on_gpus_are_named_and_end(server, tmp_path, label, gather):
     assert outcome.outcome == "named" and not outcome.left, outcome.row()
 
 
+@full
 @pytest.mark.parametrize("label", RESUMED)
 def test_training_resumes(run, label):
     assert run(label, resumes=True).resumed == f"resumed {RESUMED[label]}"
 
 
+@full
 @pytest.mark.parametrize("label", FINE)
 def test_a_slow_rank_is_no_fault(run, label):
     assert run(label).outcome == "fine"
 
 
-@pytest.mark.full
+@full
 def test_torchrun_names_the_rank_that_raised(run):
     outcome = run("raise_forward@1", "torchrun")
     assert outcome.root == 1 and outcome.ended is not None
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("seed", range(4))
 def test_slow_ranks_train_the_same_weights(server, tmp_path, seed):
     options = Namespace(seconds=2.0, timeout=60, limit=200, delay=1, launcher="none")

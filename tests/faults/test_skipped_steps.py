@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full, rows_in_full
 from hf_bmtrain.engine.base.host_flag import HostFlag
 from ranks import on_ranks
 from twins import Layer, Tower, ids
@@ -195,19 +196,19 @@ def no_limit():
         bmt.optim.OptimManager(max_skipped_steps=0)
 
 
-@pytest.mark.parametrize(("size", "name"), [(1, "adam"), (1, "sgd"), (2, "adam"), (3, "sgd")])
+@pytest.mark.parametrize(("size", "name"), [(3, "sgd"), *rows_in_full([(1, "adam"), (1, "sgd"), (2, "adam")])])
 def test_a_skip_names_block_and_rank(world, size, name):
     assert world(size)(names_block_and_rank, name)[1:] == [[]] * (size - 1)  # one rank logs
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("function", [watching_ends, names_the_loss, scale_search_is_quiet, no_limit])
 def test_skipped_steps(world, size, function):
     world(size)(function)
 
 
-@pytest.mark.parametrize("loss_scale", [None, 8.0])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("loss_scale", [8.0, *in_full(None)])
+@on_ranks(2, full=(1,))
 def test_training_stops(loss_scale):
     """Only steps that a lower scale cannot have avoided count, and only in a row."""
     model, manager = make(loss_scale=loss_scale, max_skipped_steps=3)
@@ -240,6 +241,6 @@ def test_a_mean_that_overflows():
         assert "finite on every rank before the mean, which overflowed" in log.skips[1][1], log.skips
 
 
-@pytest.mark.parametrize(("size", "arrives_on"), [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("size", "arrives_on"), [(2, 1), *rows_in_full([(1, 0), (1, 1), (2, 0), (2, 2)])])
 def test_a_flag_that_is_late(world, size, arrives_on):
     world(size)(flag_is_late, arrives_on)

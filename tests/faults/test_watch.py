@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import rows_in_full
 from hf_bmtrain.engine.comm.collective_log import KEPT, SENT, CollectiveLog, code
 from hf_bmtrain.faults import watch
 from ranks import Ranks
@@ -86,11 +87,23 @@ def waiting_for_each_other():
     ("gather", "case", "words"),
     [
         ("collective", skipped_layer, ["rank 0: gather of 'layers.1.", "rank 1: gather of 'layers."]),
-        ("collective", evaluation_alone, ["rank 0: gather without gradients of 'e", "rank 1: gather of 'embedding."]),
-        ("collective", waiting_for_each_other, ["rank 0: all-reduce of", "rank 1: gather of 'embedding.weight' and"]),
         ("peer", image_on_one_rank, ["rank 0: reduction of the gradient of 'vision.1.weight' and 1 other", "rank 1: "]),
-        ("peer", skipped_layer, ["rank 0: reduction of the gradient of 'layers.1.", "rank 1: "]),
-        ("peer", other_order, ["rank 0: reduction of the gradient of 'layers.2.", "gradient of 'layers.1."]),
+        *rows_in_full(
+            [
+                (
+                    "collective",
+                    evaluation_alone,
+                    ["rank 0: gather without gradients of 'e", "rank 1: gather of 'embedding."],
+                ),
+                (
+                    "collective",
+                    waiting_for_each_other,
+                    ["rank 0: all-reduce of", "rank 1: gather of 'embedding.weight' and"],
+                ),
+                ("peer", skipped_layer, ["rank 0: reduction of the gradient of 'layers.1.", "rank 1: "]),
+                ("peer", other_order, ["rank 0: reduction of the gradient of 'layers.2.", "gradient of 'layers.1."]),
+            ]
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -14,6 +14,7 @@ from accelerate.utils import ProjectConfiguration
 
 import hf_bmtrain as bmt
 import jobs
+from cases import by_default, in_full
 from log_lines import log_lines
 from ranks import on_ranks
 from resumable import damage
@@ -114,9 +115,9 @@ def resumed(folder, options, own=None):
     return loop.epochs(4)
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("own", [False, *in_full(True)])
+@pytest.mark.parametrize("optimizer", by_default(OPTIMIZERS, "bmt"))
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_resume_is_exact(world, tmp_path, size, optimizer, own):
     """10 steps, new objects and 10 more are 20 steps, bit by bit: dropout, shuffled rows and a schedule."""
     options, place = {"optimizer": optimizer}, str(tmp_path / "own") if own else None
@@ -125,7 +126,7 @@ def test_resume_is_exact(world, tmp_path, size, optimizer, own):
     assert world(size)(resumed, str(tmp_path), options, place) == [losses[10:] for losses in whole]
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("sizes", [(3, 2), *in_full((2, 1), (1, 2), (2, 3))])
 def test_another_number_of_ranks(world, tmp_path, sizes):
     before, after = sizes
     options = {"dropout": 0.0}
@@ -142,7 +143,7 @@ def two_saved(folder, limit=None):
     return loop.checkpoints(), loop.epochs(3)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_total_limit(world, tmp_path, size):
     """kill_points.py shows that the older checkpoint is there until the newer one is whole."""
     assert world(size)(two_saved, str(tmp_path), 1)[0][0] == [".lock", "checkpoint_1"]
@@ -164,7 +165,7 @@ def passed_over(folder, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "scheduler.bin", "random_states_1.pkl", "custom_checkpoint_0.pkl"]
+    "name", ["random_states_1.pkl", *in_full("model.safetensors", "scheduler.bin", "custom_checkpoint_0.pkl")]
 )
 def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, name):
     ahead = [losses for _, losses in world(2)(two_saved, str(tmp_path))]
@@ -227,7 +228,7 @@ def test_a_failure_in_a_new_folder(world, tmp_path):
     assert world(2)(fails_in_a_new_folder, str(tmp_path)) == [[], []]
 
 
-@pytest.mark.parametrize("function", ["pwrite", "save"])
+@pytest.mark.parametrize("function", ["save", *in_full("pwrite")])
 def test_a_failure_on_one_rank_withdraws_it_on_all(world, tmp_path, function):
     world(2)(fails, str(tmp_path), 1, function)
 
@@ -252,7 +253,7 @@ def test_a_folder_is_saved_to_again(folder):
     assert loop.count.epochs == 2
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_several_models(folder):
     """Each with its optimizer; the first is loaded as well, and trained on."""
     loop = Loop(folder)
@@ -275,7 +276,7 @@ def test_several_models(folder):
     assert ([step() for _ in range(3)], loop.epochs(1)) == ahead
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_hooks_of_the_user(folder):
     """Hooks of the user's are called as Accelerate calls them; what they write is a part of the checkpoint."""
     loop, seen = Loop(folder), []

@@ -8,6 +8,7 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
+from cases import in_full
 from hf_bmtrain.hf.bad_numbers import BadNumbers
 from twins import Tower, ids
 
@@ -56,7 +57,7 @@ def trained(folder, spoilt_from):
     return lines
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_trainer_is_stopped(world, tmp_path, size):
     lines, *others = world(size)(trained, str(tmp_path), 2)
     assert lines[0].startswith("the gradient norm is nan at step 3, and without a loss scale Trainer applies")
@@ -89,7 +90,7 @@ def falling_scale():
     return lines
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_falling_scale(world, size):
     lines, *others = world(size)(falling_scale)
     assert lines[0].startswith("the loss scale has fallen to 0.5 at step 2")

@@ -12,10 +12,11 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
+from cases import in_full, rows_in_full
 from jobs import bmt_adam, losses, torch_adam
 from tiny_models import build
 
-SIZES = [1, 2]
+SIZES = [2, *in_full(1)]
 MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
 
 
@@ -41,7 +42,7 @@ def check_opens(folder, weights, family="llama"):
         assert torch.equal(value, weights[name]), name
 
 
-@pytest.mark.parametrize("make_optimizer", [bmt_adam, torch_adam, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make_optimizer", [bmt_adam, *in_full(torch_adam), pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_resume_is_exact(world, tmp_path, size, make_optimizer):
     """Dropout on, schedule running: the losses after a resume are those of the run that went on."""
@@ -96,7 +97,7 @@ def killed(folder, given, options):
         run(folder, given, options)
 
 
-@pytest.mark.parametrize(("cls", "left"), [(DiesOnceSaved, {2, 4}), (DiesInEvaluation, {2})])
+@pytest.mark.parametrize(("cls", "left"), [(DiesOnceSaved, {2, 4}), *rows_in_full([(DiesInEvaluation, {2})])])
 def test_one_checkpoint_is_whole_at_any_time(world, tmp_path, cls, left):
     """With save_total_limit=1: the older one goes when all of the newer one, every rank's file too, is there."""
     options = {"make_optimizer": bmt_adam, "eval_dataset": jobs.Rows(seed=3)}
@@ -181,7 +182,7 @@ def test_resume_that_cannot_be_right_raises(world, tmp_path):
     world(2)(resume_errors, str(folder), given, options, str(checkpoint), "checkpoint .* is missing")
 
 
-@pytest.mark.parametrize("how", ["flipped", "killed in Trainer's files"])
+@pytest.mark.parametrize("how", ["flipped", *in_full("killed in Trainer's files")])
 def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, how):
     given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
     whole = world(2)(run, str(tmp_path), given, OURS)[0]
@@ -197,7 +198,7 @@ def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, how):
     assert (tmp_path / "incomplete-checkpoint-4").is_dir() == (how != "flipped")
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("sizes", [(2, 3), *in_full((2, 1), (1, 2), (3, 1))])
 def test_another_number_of_ranks(world, tmp_path, sizes):
     """The optimizer's state is in the parameters' shapes, for any number of ranks."""
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
@@ -212,7 +213,7 @@ def test_another_number_of_ranks(world, tmp_path, sizes):
         shutil.rmtree(tmp_path / "run")
 
 
-@pytest.mark.parametrize("strategy", ["steps", "best"])
+@pytest.mark.parametrize("strategy", ["best", *in_full("steps")])
 @pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_best_model_and_limit(world, tmp_path, size, strategy):
     """The best checkpoint is kept and loaded, as a plain Trainer in one process finds it."""
@@ -239,7 +240,9 @@ def large_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=3.0)
 
 
-@pytest.mark.parametrize("family", ["mixtral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "t5"))])
+@pytest.mark.parametrize(
+    "family", [*in_full("mixtral"), *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "t5"))]
+)
 def test_resume_of_weights_that_the_hub_names_otherwise(world, tmp_path, family):
     """Checkpoints hold the model's own names, so that Trainer reads every tensor back; what is published, the hub's."""
     options = {"family": family, "tied": family != "mixtral", "make_optimizer": bmt_adam}
@@ -331,7 +334,7 @@ def saved_modules(folder, leaves_out):
     return peft.get_peft_model_state_dict(model), trainer.state.best_model_checkpoint
 
 
-@pytest.mark.parametrize("leaves_out", [False, True])
+@pytest.mark.parametrize("leaves_out", [True, *in_full(False)])
 @pytest.mark.parametrize("size", SIZES)
 def test_modules_to_save_of_adapters(world, tmp_path, size, leaves_out):
     """Rank 0 saves alone, and PEFT asks the modules themselves for the names of their weights."""

@@ -10,6 +10,7 @@ import transformers
 
 import hf_bmtrain as bmt
 import load_memory
+from cases import by_default, full, in_full, pairwise
 from hf_bmtrain.engine.sharding import sourced as scattered
 from tiny_models import FAMILIES, batch, build
 from zoo_families import FAMILIES as ZOO
@@ -74,9 +75,10 @@ def loads(cls, folder, inputs=None, wrap=None, **given):
     return sorted(dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("size", "tied", "family"),
+    pairwise([(2, True, "llama"), (3, False, "mixtral")], SIZES, [False, True], list(FAMILIES)),
+)
 def test_families(world, tmp_path, family, tied, size):
     model = build(family, tied=tied)
     model.save_pretrained(tmp_path)
@@ -86,12 +88,12 @@ def test_families(world, tmp_path, family, tied, size):
 @pytest.mark.parametrize(
     "given",
     [
-        {"dtype": torch.bfloat16}, {"dtype": torch.float16}, {"attn_implementation": "sdpa"}, {"use_safetensors": True},
-        {"wrap": {"zero_level": 2, "use_checkpoint": False}},
+        {"dtype": torch.bfloat16}, *in_full({"dtype": torch.float16}, {"attn_implementation": "sdpa"}),
+        *in_full({"use_safetensors": True}, {"wrap": {"zero_level": 2, "use_checkpoint": False}}),
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("family", ["llama", "t5", "mixtral"])
+@pytest.mark.parametrize("family", ["t5", *in_full("llama", "mixtral")])
 def test_arguments(world, tmp_path, family, given):
     model = build(family)
     model.save_pretrained(tmp_path)
@@ -102,7 +104,7 @@ def loads_with(cls, folder, inputs, given):
     return loads(cls, folder, inputs, **given)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_default(FAMILIES, "gpt2"))
 def test_several_files(world, tmp_path, family):
     model = build(family)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -110,8 +112,8 @@ def test_several_files(world, tmp_path, family):
     world(2)(loads, type(model).__name__, str(tmp_path), batch(family, 0))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("tied", [True, *in_full(False)])
 def test_bin_files(world, tmp_path, tied, size):
     """They hold tied weights under each name: those are tied if they are equal."""
     model = build("llama", tied=tied)
@@ -142,7 +144,7 @@ def reports(cls, folder, given):
     return {key: sorted(map(str, value)) for key, value in mine.items()}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", by_default(SIZES, 2))
 def test_missing_and_unexpected(world, tmp_path, size):
     """A new head is initialised as plain from_pretrained does, with rank 0's values; the old one is unexpected."""
     build("bert").save_pretrained(tmp_path)
@@ -187,7 +189,7 @@ CONVERTED = ("qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_moe", "wav2vec2_confo
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in CONVERTED else pytest.mark.zoo) for name in ZOO]
+    "name", [pytest.param(name, marks=full if name in CONVERTED else pytest.mark.zoo) for name in ZOO]
 )
 def test_zoo_families(world, tmp_path, name):
     if ZOO[name].missing:

@@ -9,11 +9,12 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
+from cases import by_default, in_full
 from hf_bmtrain.hf import arguments
 from tiny_models import batch, build
 from twins import Tower, ids
 
-SIZES = [1, 2]
+SIZES = [2, *in_full(1)]
 
 
 def step(model, *optimizers):
@@ -245,31 +246,37 @@ IN_A_FOLDER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    by_default(CASES, optimizer_from_before, replaced_parameter, retied_weights, cast),
+    ids=lambda case: case.__name__,
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_guards(world, size, case):
     world(size)(case)
 
 
-@pytest.mark.parametrize("case", IN_A_FOLDER, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", by_default(IN_A_FOLDER, refused_arguments, half_weights_without_masters), ids=lambda case: case.__name__
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_guards_of_trainer(world, size, case, tmp_path):
     world(size)(case, str(tmp_path))
 
 
-@pytest.mark.parametrize("case", [ddp, ddp_around_a_parent, fsdp2], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [ddp, *in_full(ddp_around_a_parent, fsdp2)], ids=lambda case: case.__name__)
 def test_other_wrappers(world, case):
     world(2)(case)
 
 
-@pytest.mark.parametrize("installed", ["1.13.0", "1.9.2", "0.34.0"])
+@pytest.mark.parametrize("installed", ["1.13.0", *in_full("1.9.2", "0.34.0")])
 def test_an_accelerate_that_would_add_ddp(monkeypatch, installed):
     monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
     with pytest.raises(RuntimeError, match=f"accelerate {installed} wraps every model in DistributedDataParallel"):
         arguments.check_versions()
 
 
-@pytest.mark.parametrize("installed", ["1.14.0", "1.15.0.dev0", "2.0"])
+@pytest.mark.parametrize("installed", ["1.15.0.dev0", *in_full("1.14.0", "2.0")])
 def test_a_new_accelerate(monkeypatch, installed):
     monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
     arguments.check_versions()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full
 from hf_bmtrain.hf.speed import ParameterCount, Speedometer
 from tiny_models import batch, build
 
@@ -46,7 +47,7 @@ def rates():
     return first
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_rates_are_of_all_ranks(world, size):
     plain = build("llama")
     rows = sum(range(1, size + 1))
@@ -67,7 +68,7 @@ def counts(family, tied):
     return count() - count(exclude_embeddings=True)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_parameters_are_counted_whole(world, size):
     assert set(world(size)(counts, "llama", False)) == {61 * 24}
     assert set(world(size)(counts, "gpt2", True)) == {32 * 24}  # positions; the tied table multiplies as the head
@@ -92,7 +93,7 @@ def rows_of_another_input():
     return report
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_rows_are_counted_whatever_the_input_is_called(world, size):
     for report in world(size)(rows_of_another_input):
         assert report["samples_per_second"] == pytest.approx(5 * size / 10, rel=1e-4)

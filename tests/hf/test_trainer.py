@@ -5,13 +5,16 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
+from cases import in_full, rows_in_full
 from jobs import check_same, losses, sgd, train, train_ddp, train_sharded
 
-SIZES = [1, 2]
+SIZES = [2, *in_full(1)]
 MOSTLY_TWO = [pytest.param(1, marks=pytest.mark.slow), 2]
 
 
-@pytest.mark.parametrize(("family", "tied"), [("gpt2", True), ("bert", False), ("t5", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("gpt2", True), *rows_in_full([("bert", False), ("t5", True), ("mixtral", False)])]
+)
 @pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_families(world, tmp_path, size, family, tied):
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}

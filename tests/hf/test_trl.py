@@ -6,6 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_bmtrain as bmt
+from cases import in_full, rows_in_full
 from jobs import CHECKPOINTING, check_same, losses, weights
 from ranks import on_ranks
 from tiny_models import VOCABULARY, build
@@ -177,7 +178,7 @@ def check(world, tmp_path, kind, how, truth, method="lora", **given):
         check_same(ours, expected, "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 
-@pytest.mark.parametrize("how", [before, after, inside, at_last])
+@pytest.mark.parametrize("how", [after, *in_full(before, inside, at_last)])
 def test_sft(world, tmp_path, how):
     """Adapters come before auto_wrap, after it, from the trainer; or all is wrapped when the trainer is made."""
     check(world, tmp_path, sft, how, plain)
@@ -185,7 +186,7 @@ def test_sft(world, tmp_path, how):
 
 @pytest.mark.parametrize(
     ("method", "rate"),
-    [("dora", 4), ("rslora", 4), ("saved", 0.5), ("ia3", 40), ("prompts", 200), ("prefix", 20)],
+    [("saved", 0.5), *rows_in_full([("dora", 4), ("rslora", 4), ("ia3", 40), ("prompts", 200), ("prefix", 20)])],
 )
 def test_sft_methods(world, tmp_path, method, rate):
     """PEFT's other methods; `modules_to_save` copies modules, and so comes before auto_wrap."""
@@ -202,13 +203,15 @@ def test_sft_methods(world, tmp_path, method, rate):
     )
 
 
-@pytest.mark.parametrize(("how", "truth"), [(inside, plain_inside), (at_last, plain), (reference, plain_reference)])
+@pytest.mark.parametrize(
+    ("how", "truth"), [(inside, plain_inside), *rows_in_full([(at_last, plain), (reference, plain_reference)])]
+)
 def test_dpo(world, tmp_path, how, truth):
     """The reference is the base without adapters, a second adapter that TRL copies from the first, a second model."""
     check(world, tmp_path, dpo, how, truth, learning_rate=0.1 if how is reference else 1.0)
 
 
-@pytest.mark.parametrize("how", [before, after])
+@pytest.mark.parametrize("how", [after, *in_full(before)])
 def test_dpo_on_a_sharded_adapter(world, tmp_path, how):
     """TRL copies an adapter into a second one, the reference, also where the first one is sharded."""
     check(world, tmp_path, dpo, how, plain, learning_rate=1.0)
@@ -216,9 +219,12 @@ def test_dpo_on_a_sharded_adapter(world, tmp_path, how):
 
 @pytest.mark.parametrize(
     ("kind", "how", "truth", "method"),
-    [(grpo, inside, plain_inside, "lora"), (grpo, before, plain, "lora"), (sft, inside, plain_inside, "experts")],
+    [
+        (grpo, inside, plain_inside, "lora"),
+        *rows_in_full([(grpo, before, plain, "lora"), (sft, inside, plain_inside, "experts")]),
+    ],
 )
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_like_as_many_processes(world, tmp_path, size, kind, how, truth, method):
     """The truth is TRL's job on as many ranks, by DistributedDataParallel.
 
@@ -231,7 +237,7 @@ def test_like_as_many_processes(world, tmp_path, size, kind, how, truth, method)
         check_same(ours, plainly, "grad_norm", *names)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_checkpoints(folder):
     """A checkpoint holds the adapters alone, PEFT loads them, and training goes on from them."""
     size, given = bmt.world_size(), {"save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}

@@ -3,6 +3,7 @@
 import pytest
 
 import hook_time
+from cases import in_full
 
 
 @pytest.fixture(autouse=True)
@@ -11,7 +12,7 @@ def _two_ranks():
         yield
 
 
-@pytest.mark.parametrize("make", [hook_time.Llama, hook_time.GPT2])
+@pytest.mark.parametrize("make", [hook_time.Llama, *in_full(hook_time.GPT2)])
 def test_calls_of_the_hooks(make):
     """What opens inputs leaf by leaf, or does one thing after another to every parameter, makes many times as many."""
     first, again = (hook_time.added_calls(make) for _ in range(2))

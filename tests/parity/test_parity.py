@@ -1,34 +1,34 @@
-"""Every cell of the parity table, by world size; `python tests parity` prints the errors."""
-
-from collections.abc import Iterator
+"""Cells of the parity table in which each pair of options occurs; `python tests parity` prints all, with errors."""
 
 import pytest
 
-from parity import Cell, Errors, cells, measure
+from cases import full, pairwise
+from parity import VARIANTS, Cell, Errors, measure
+from tiny_models import FAMILIES
 
-ALWAYS = {1: lambda cell: True, 2: lambda cell: True, 3: lambda cell: cell.zero_level == 3}
-"""Three ranks on ZeRO-2 run with the full table only."""
-
-
-def _parameters() -> Iterator[object]:
-    for size in (1, 2, 3):
-        for cell in cells(size):
-            marks = () if ALWAYS[size](cell) else (pytest.mark.full,)
-            yield pytest.param(size, cell, id=f"{size}-{cell.label()}", marks=marks)
-
-
-@pytest.mark.parametrize(("size", "cell"), [*_parameters()])
-def test_parity(world, size: int, cell: Cell):
-    check(world(size)(measure, cell)[0])
+NAMES = ("size", "family", "zero_level", "recompute", "accumulation", "variant")
+OPTIONS = ([1, 2, 3], FAMILIES, (2, 3), (False, True), (1, 3), VARIANTS)
+DEFAULT = [
+    (2, "llama", 3, True, 3, "frozen first block"), (3, "gpt2", 3, False, 1, "tied"), (2, "bert", 2, True, 1, "bf16"),
+    (2, "t5", 3, True, 3, "tied"), (3, "mixtral", 3, True, 1, "plain"), (1, "llama", 2, False, 1, "frozen embeddings"),
+]  # fmt: skip
 
 
-CELLS_BY_COPIES = [c for c in cells(2) if c.family in ("llama", "t5") and c.accumulation == 1]
-CELLS_BY_COPIES += [c for c in cells(2) if c.family == "llama" and c.zero_level == 3 and c.accumulation > 1]
+@pytest.mark.parametrize(NAMES, pairwise(DEFAULT, *OPTIONS))
+def test_parity(world, size: int, family, zero_level, recompute, accumulation, variant):
+    check(world(size)(measure, Cell(family, zero_level, recompute, accumulation, variant))[0])
 
 
-@pytest.mark.parametrize("cell", CELLS_BY_COPIES, ids=lambda cell: cell.label())
-def test_parity_by_copies(peers, cell: Cell):
-    check(peers(2)(measure, cell)[0])
+@full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout(world, family: str):
+    """Compared where there is one rank, and so one random stream."""
+    check(world(1)(measure, Cell(family, 3, True, 3, "dropout"))[0])
+
+
+@pytest.mark.parametrize(NAMES[1:], pairwise([("t5", 3, True, 3, "tied")], ("llama", "t5"), *OPTIONS[2:]))
+def test_parity_by_copies(peers, family, zero_level, recompute, accumulation, variant):
+    check(peers(2)(measure, Cell(family, zero_level, recompute, accumulation, variant))[0])
 
 
 def check(errors: Errors) -> None:

@@ -11,6 +11,7 @@ from bench.engines.registry import check, why_missing
 from bench.models import IGNORED, layers_of, make_batch, make_config, make_model
 from bench.options import parse
 from bench.table import read_reports, table
+from cases import full, rows_in_full
 
 BENCHMARK = ROOT / "recipes" / "benchmark.py"
 TINY = ("--model", "tiny", "--batch", 2, "--seq", 16, "--warmup", 1, "--steps", 3, "--lr", 0.01)
@@ -36,7 +37,7 @@ def several(tmp_path_factory):
     return run(TWO_RANKS, BENCHMARK, *TINY, *options), folder
 
 
-@pytest.mark.full
+@full
 def test_engines_learn_alike(several):
     """All in one process group. An optimizer without effect would be off by 0.05, float8 is by 0.008."""
     done, folder = several
@@ -53,6 +54,7 @@ def test_engines_learn_alike(several):
     assert (folder / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
+@full
 def test_a_cell_that_fails_is_told_and_the_next_runs(several):
     done, folder = several
     assert done.returncode == 1
@@ -66,10 +68,14 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
     ("options", "told"),
     [
         (("--engine", "fsdp2", "--recompute", "auto"), "--engine fsdp2 has no --recompute auto"),
-        (("--engine", "ddp", "--offload"), "--engine ddp has no --offload"),
-        (("--engine", "ddp", "--float8", "rows"), "--engine ddp has no --float8 rows"),
-        (("--float8", "tensor"), "--engine ours has no --float8 tensor; it has: recompute none"),
-        (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
+        *rows_in_full(
+            [
+                (("--engine", "ddp", "--offload"), "--engine ddp has no --offload"),
+                (("--engine", "ddp", "--float8", "rows"), "--engine ddp has no --float8 rows"),
+                (("--float8", "tensor"), "--engine ours has no --float8 tensor; it has: recompute none"),
+                (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
+            ]
+        ),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(options, told):
@@ -78,6 +84,7 @@ def test_what_an_engine_cannot_do_is_refused(options, told):
         check(cell)
 
 
+@full
 def test_lines_of_a_file_are_cells(tmp_path, capsys):
     file = tmp_path / "cells"
     file.write_text("# nothing\n--engine ddp --batch 4\n--compile --recompute full --gather auto\n")

@@ -15,14 +15,15 @@ from bench.models import make_config
 from bench.options import parse
 from bench.ranks import RanksApart, attempt, free_memory, mapped_bytes, meet
 from bench.search import largest_batch, search
+from cases import in_full
 from ranks import Ranks
 
 TINY = ("--model", "tiny", "--seq", "8", "--batch", "2", "--largest-batch")
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("first", [1, 2, 8, 32])
-@pytest.mark.parametrize("limit", range(0, 70, 3))
+@pytest.mark.parametrize("first", [8, *in_full(1, 32)])
+@pytest.mark.parametrize("limit", [0, 27, *in_full(3, 9, 33, 66)])
 def test_largest_batch_is_found(first, limit):
     asked = []
 
@@ -97,7 +98,7 @@ def absent(late: int) -> str:
     return "met"
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [1, *in_full(0)])
 def test_a_rank_that_does_not_come_is_told(own, late):
     assert own(absent, late)[1 - late] == "not every rank came within 1 s; this one has: here"
 
@@ -153,8 +154,8 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("fail", [False, True], ids=["after steps", "after a failure"])
-@pytest.mark.parametrize("engine", ["ours", "fsdp2", "ddp"])
+@pytest.mark.parametrize("fail", [True, *in_full(False)], ids=["after a failure", "after steps"])
+@pytest.mark.parametrize("engine", ["ours", *in_full("fsdp2", "ddp")])
 def test_memory_comes_back(world, engine, fail):
     for peak, left, _ in world(2)(bytes_left, engine, fail):
         assert peak > 1e6

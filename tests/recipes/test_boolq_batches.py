@@ -6,6 +6,7 @@ import torch
 from boolq.batches import Rows, encode, in_order, training_batches, validation_batches
 from boolq.data import Example
 from boolq.small_bert import train_tokenizer
+from cases import in_full, rows_in_full
 
 QUESTION, PASSAGE = (
     "is the red kite in the barn",
@@ -48,8 +49,8 @@ def test_a_question_that_leaves_no_room_is_named_with_the_length_it_needs(tokeni
         encode(rows, tokenizer, needed - 1)
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 4), (3, 2), (4, 1)])
-@pytest.mark.parametrize("rows", [23, 24, 25])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(3, 2), *rows_in_full([(2, 4), (4, 1)])])
+@pytest.mark.parametrize("rows", [25, *in_full(23, 24)])
 def test_ranks_see_together_the_steps_of_one_process(tokenizer, world_size, batch_size, rows):
     def steps(world: int, size: int, epoch: int) -> list[set[int]]:
         ranks = [
@@ -69,8 +70,8 @@ def test_ranks_see_together_the_steps_of_one_process(tokenizer, world_size, batc
     assert steps(1, world_size * batch_size, 1) != steps(1, world_size * batch_size, 2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("rows", [8, 9, 10, 11])
+@pytest.mark.parametrize("world_size", [3, *in_full(1, 4)])
+@pytest.mark.parametrize("rows", [10, *in_full(8, 11)])
 def test_every_validation_row_counts_once_and_in_order(tokenizer, world_size, rows):
     ranks = []
     for rank in range(world_size):

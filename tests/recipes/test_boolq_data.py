@@ -8,6 +8,7 @@ from huggingface_hub import constants
 from small_job import ROOT
 
 from boolq.data import Example, from_hub_splits, read_questions
+from cases import in_full, rows_in_full
 
 ROW = {"question": "is it so", "passage": "It is so.", "label": True, "idx": 7}
 GOOGLE_ROW = {"question": "is it so", "passage": "It is so.", "answer": False, "title": "So"}
@@ -45,19 +46,23 @@ def test_byte_order_mark_and_other_alphabets(write_lines, tmp_path):
     [
         ('{"question": "q", "passage"', r"train.jsonl, line 3: not valid JSON \(.* at column \d+\)"),
         (b'{"question": "\xff"}', r"train.jsonl, line 3: not UTF-8 at byte 14"),
-        ("[1, 2]", "train.jsonl, line 3: a JSON object is needed, found list"),
-        (
-            {"question": "q", "passage": "p"},
-            r"train.jsonl, line 3: no key 'label' \(found 'question', 'passage'\)",
+        *rows_in_full(
+            [
+                ("[1, 2]", "train.jsonl, line 3: a JSON object is needed, found list"),
+                (
+                    {"question": "q", "passage": "p"},
+                    r"train.jsonl, line 3: no key 'label' \(found 'question', 'passage'\)",
+                ),
+                (GOOGLE_ROW, "line 3: no key 'label'.* 'answer' beside dev.jsonl"),
+                ({"question": "q", "label": True}, "line 3: no key 'passage'"),
+                (ROW | {"question": None}, "line 3: 'question' must be a text, found null"),
+                (ROW | {"passage": "  "}, "line 3: 'passage' must be a text, found \"  \""),
+                (ROW | {"label": 1}, "line 3: 'label' must be true or false, found 1"),
+                (ROW | {"label": "true"}, "line 3: 'label' must be true or false, found \"true\""),
+                (ROW | {"label": None}, "line 3: 'label' must be true or false, found null"),
+                (ROW | {"label": "x" * 99}, r"line 3: 'label' must be true or false, found \"x{36}\.\.\."),
+            ]
         ),
-        (GOOGLE_ROW, "line 3: no key 'label'.* 'answer' beside dev.jsonl"),
-        ({"question": "q", "label": True}, "line 3: no key 'passage'"),
-        (ROW | {"question": None}, "line 3: 'question' must be a text, found null"),
-        (ROW | {"passage": "  "}, "line 3: 'passage' must be a text, found \"  \""),
-        (ROW | {"label": 1}, "line 3: 'label' must be true or false, found 1"),
-        (ROW | {"label": "true"}, "line 3: 'label' must be true or false, found \"true\""),
-        (ROW | {"label": None}, "line 3: 'label' must be true or false, found null"),
-        (ROW | {"label": "x" * 99}, r"line 3: 'label' must be true or false, found \"x{36}\.\.\."),
     ],
 )
 def test_a_broken_line_is_named(write_lines, tmp_path, line, message):
@@ -74,7 +79,7 @@ def test_the_validation_file_is_read_too(write_lines, tmp_path):
         read_questions(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [(), ("", "  ")])
+@pytest.mark.parametrize("content", [("", "  "), *in_full(())])
 def test_an_empty_file(write_lines, tmp_path, content):
     write_lines("train.jsonl", *content)
     write_lines("val.jsonl", ROW)
@@ -85,9 +90,13 @@ def test_an_empty_file(write_lines, tmp_path, content):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([], "has no train.jsonl and no val.jsonl or dev.jsonl"),
-        (["train.jsonl"], "has no val.jsonl or dev.jsonl"),
         (["dev.jsonl"], "has no train.jsonl: "),
+        *rows_in_full(
+            [
+                ([], "has no train.jsonl and no val.jsonl or dev.jsonl"),
+                (["train.jsonl"], "has no val.jsonl or dev.jsonl"),
+            ]
+        ),
     ],
 )
 def test_missing_files(write_lines, tmp_path, files, message):
@@ -104,7 +113,7 @@ def test_two_validation_files_are_one_too_many(write_lines, tmp_path):
         read_questions(str(tmp_path))
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "~/nowhere", "a/b/c"])
+@pytest.mark.parametrize("path", ["~/nowhere", *in_full("/no/such/folder", "./nowhere", "a/b/c")])
 def test_a_path_that_does_not_exist(path):
     with pytest.raises(FileNotFoundError, match="no such folder; give a folder with train.jsonl"):
         read_questions(path)

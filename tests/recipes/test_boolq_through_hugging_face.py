@@ -7,6 +7,7 @@ import torch
 from small_job import PYTHON, ROOT, TWO_RANKS, check_same_curves, run, train
 from transformers import AutoModelForSequenceClassification
 
+from cases import full, rows_in_full
 from ranks import free_port
 
 RECIPES = {name: ROOT / "recipes" / f"{name}_boolq.py" for name in ("trainer", "accelerate")}
@@ -47,7 +48,7 @@ def check(ours: dict, plain: dict, world_size: int) -> None:
     assert losses[-1] < 0.7 * losses[0]  # it has moved, so agreeing says something
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_process_follows_plain_torch(small, plain, name):
     ours = train(small, f"{name}_one", PYTHON, RECIPES[name], "--dropout", 0, "--batch-size", 16)
@@ -56,7 +57,7 @@ def test_one_process_follows_plain_torch(small, plain, name):
 
 
 LAUNCHED = [
-    ("trainer", "torchrun"), ("accelerate", "accelerate launch"),
+    *rows_in_full([("trainer", "torchrun"), ("accelerate", "accelerate launch")]),
     *[
         pytest.param(name, launched, marks=pytest.mark.slow)
         for name, launched in [
@@ -78,6 +79,7 @@ def test_two_processes_follow_one(small, plain, tmp_path, name, launched):
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
+@full
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_mistake_is_one_line_and_status_2(small, name, tmp_path):
     data = small / "nowhere"
@@ -96,6 +98,7 @@ model(torch.ones(1, 2)).sum().backward()
 """
 
 
+@full
 def test_an_accelerator_that_does_not_see_the_other_ranks(tmp_path):
     """torchrun on a machine without GPUs, and nobody told Accelerate to use the CPU."""
     script = tmp_path / "unaware.py"

@@ -8,6 +8,8 @@ import torch
 from small_job import PYTHON, ROOT, STEPS_AN_EPOCH, TWO_RANKS, check_same_curves, run, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from cases import full
+
 RECIPE = ROOT / "recipes" / "finetune_bert_boolq.py"
 
 
@@ -16,6 +18,7 @@ def two_ranks(small) -> dict:
     return train(small, "two", TWO_RANKS, RECIPE, "--dropout", 0, "--batch-size", 8)
 
 
+@full
 def test_one_process_follows_plain_torch(small, plain):
     ours = train(small, "one", PYTHON, RECIPE, "--dropout", 0, "--batch-size", 16)
     check_same_curves(ours, plain)
@@ -36,7 +39,7 @@ def test_zero_2_without_recomputation_is_the_same_too(small, plain):
     check_same_curves(train(small, "zero2", TWO_RANKS, RECIPE, *options), plain)
 
 
-@pytest.mark.full
+@full
 def test_float8_learns_the_same(small, plain):
     ours = train(small, "float8", TWO_RANKS, RECIPE, "--dropout", 0, "--batch-size", 8, "--float8")
     losses, expected = ([step["loss"] for step in run["steps"]] for run in (ours, plain))
@@ -55,6 +58,7 @@ def test_metrics_hold_the_whole_run(two_ranks, small):
     assert (small / "two" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@full
 def test_the_folder_opens_and_answers_as_measured(small, two_ranks):
     """Accuracy of the saved model, computed here without the recipe's code, is that of metrics.json."""
     model = AutoModelForSequenceClassification.from_pretrained(small / "two").eval()
@@ -70,7 +74,7 @@ def test_the_folder_opens_and_answers_as_measured(small, two_ranks):
 
 
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(PYTHON, id="1"), pytest.param(TWO_RANKS, id="2", marks=pytest.mark.slow)]
+    "launcher", [pytest.param(PYTHON, id="1", marks=full), pytest.param(TWO_RANKS, id="2", marks=pytest.mark.slow)]
 )
 def test_a_mistake_is_one_line_and_status_2(small, launcher, tmp_path):
     done = run(launcher, RECIPE, "--model", small / "model", "--data", small / "nowhere", "--output", tmp_path)
@@ -83,7 +87,7 @@ def test_a_mistake_is_one_line_and_status_2(small, launcher, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.full
+@full
 def test_an_output_that_cannot_be_written_is_told_before_training(small, tmp_path):
     (tmp_path / "file").touch()
     model, data, output = small / "model", small / "data", tmp_path / "file" / "folder"
@@ -93,7 +97,7 @@ def test_an_output_that_cannot_be_written_is_told_before_training(small, tmp_pat
     assert done.stdout == ""
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_trains_and_is_saved_as_such(small, plain, dtype):
     ours = train(small, dtype, PYTHON, RECIPE, "--dropout", 0, "--batch-size", 16, f"--{dtype}")

@@ -8,6 +8,7 @@ import torch
 from small_job import PYTHON, ROOT, TWO_RANKS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cases import full, rows_in_full
 from gpt2.data import generate_text
 from sft.data import IGNORED, Example, Rows, ask, cut, read
 from sft.options import parse_options
@@ -48,7 +49,7 @@ def mean_loss(model, rows) -> float:
     return torch.stack(losses).mean().item()
 
 
-@pytest.mark.full
+@full
 def test_two_processes_follow_one(one, tmp_path):
     two = train(tmp_path, TWO_RANKS, *TINY)
     assert two["world_size"] == 2
@@ -57,14 +58,14 @@ def test_two_processes_follow_one(one, tmp_path):
         assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.full
+@full
 def test_the_default_learns_to_answer(tmp_path):
     metrics = train(tmp_path, PYTHON)
     assert metrics["right_before"] < 0.1
     assert metrics["right_after"] > 0.9
 
 
-@pytest.mark.full
+@full
 def test_a_model_and_rows_of_ones_own(one, tmp_path):
     rows = [{"prompt": f"After {number} comes", "completion": f" {number + 1}."} for number in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -79,8 +80,12 @@ def test_a_model_and_rows_of_ones_own(one, tmp_path):
     ("lines", "told"),
     [
         ('{"prompt": "a", "completion": "b"}\n{"prompt": 1, "completion": "b"}', "line 2"),
-        ('{"prompt": "a"}', "line 1: no JSON object with `prompt` and `completion`"),
-        ("no json", "line 1"),
+        *rows_in_full(
+            [
+                ('{"prompt": "a"}', "line 1: no JSON object with `prompt` and `completion`"),
+                ("no json", "line 1"),
+            ]
+        ),
     ],
 )
 def test_a_wrong_row_is_named(tmp_path, lines, told):
@@ -89,7 +94,7 @@ def test_a_wrong_row_is_named(tmp_path, lines, told):
         read(tmp_path / "rows.jsonl")
 
 
-@pytest.mark.full
+@full
 def test_a_mistake_is_one_line(tmp_path):
     done = run(PYTHON, RECIPE, "--output", tmp_path, "--data", "nowhere.jsonl")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -11,6 +11,7 @@ from small_job import ROOT
 from boolq.data import Example
 from boolq.questions import FAMILY_NAMES, FIRST_NAMES, THINGS, VERBS, reading_questions
 from boolq.small_bert import train_tokenizer
+from cases import full
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_the_passage_alone_tells_little(questions):
     assert accuracy_of_a_bag_of_words(lambda x: x.passage, questions) == pytest.approx(0.625, abs=0.05)
 
 
-@pytest.mark.full
+@full
 def test_equal_seeds_give_equal_questions_and_vocabularies_in_every_process(questions):
     code = (
         "import zlib; from boolq.questions import reading_questions; from boolq.small_bert import train_tokenizer; "

@@ -7,6 +7,7 @@ import pytest
 from small_job import PYTHON, ROOT, run
 
 from bench.recorded import DATA
+from cases import full
 
 GROUPS = json.loads(DATA.read_text("utf-8"))["groups"]
 
@@ -30,7 +31,7 @@ def test_each_number_stands_in_its_section(title, cell):
     assert f"| {name}" in rows[0] and f"| {cell['peak_GB']} |" in rows[0]
 
 
-@pytest.mark.full
+@full
 def test_the_chart_is_drawn(tmp_path):
     done = run(PYTHON, ROOT / "recipes" / "benchmark.py", "--plot-recorded", tmp_path / "results.svg")
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,7 @@ from small_job import PYTHON, ROOT, TWO_RANKS, run
 from tokenizers import Tokenizer
 
 import hf_bmtrain as bmt
+from cases import full
 from gpt2.data import IGNORED, cut, endless_batches, generate_text, read_text, train_tokenizer
 from ranks import on_ranks
 
@@ -37,6 +38,7 @@ def one(book: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Pat
     return train(folder, PYTHON, "--data", book, *TINY, "--batch-size", 8), folder
 
 
+@full
 def test_the_default_learns_the_stories(tmp_path):
     """From ln 512 = 6.2 nats per token to below 0.8, of which the random choice of words is about 0.2."""
     metrics = train(tmp_path, PYTHON)
@@ -62,12 +64,14 @@ def test_two_processes_follow_one(book, one, tmp_path):
     assert losses[-1] < 0.6 * losses[0]
 
 
+@full
 def test_it_goes_on_from_its_checkpoint(book, one, tmp_path):
     more = train(tmp_path, PYTHON, "--data", book, *TINY, "--batch-size", 8, "--load", one[1] / "model.pt")
     assert more["held_out"][0]["loss"] == pytest.approx(one[0]["held_out"][-1]["loss"], abs=1e-6)
     assert more["held_out"][-1]["loss"] < more["held_out"][0]["loss"]
 
 
+@full
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_precision(book, one, dtype, tmp_path):
     half = train(tmp_path, PYTHON, "--data", book, *TINY, "--batch-size", 8, f"--{dtype}")
@@ -76,6 +80,7 @@ def test_half_precision(book, one, dtype, tmp_path):
     assert {value.dtype for value in state.values()} == {{"fp16": torch.half, "bf16": torch.bfloat16}[dtype]}
 
 
+@full
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -122,7 +127,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
         read_text([tmp_path / "image.bin"])
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_the_model():
     """The sharded GPT equals its own layers computed from whole weights in plain torch, and attends as it should."""
     from gpt2.model import GPT

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from cases import in_full
+
 _SECONDS = 90
 
 
@@ -84,11 +86,14 @@ class Ranks:
         self._processes = []
 
 
-def on_ranks(*sizes: Any) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Make a test of a function that every rank of worlds of these sizes runs; its parameters are the test's."""
+def on_ranks(*sizes: int, full: tuple[int, ...] = ()) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Make a test of a function that every rank of worlds of these sizes runs; its parameters are the test's.
+
+    Worlds of the sizes in `full` are not among the default cases.
+    """
 
     def decorate(function: Callable[..., object]) -> Callable[..., None]:
-        @pytest.mark.parametrize("size", sizes)
+        @pytest.mark.parametrize("size", [*sizes, *in_full(*full)])
         @functools.wraps(function)
         def test(world: Any, size: int, **arguments: Any) -> None:
             world(size)(call_test, function.__module__, function.__name__, arguments)

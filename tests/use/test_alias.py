@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from cases import in_full
 from processes import environment
 
 SCRIPT = """
@@ -65,7 +66,7 @@ def launch(folder, size, *arguments, **variables):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_a_script_runs_unchanged(tmp_path, size):
     scripts = tmp_path / "scripts"
     scripts.mkdir()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import hf_bmtrain as bmt
 from bad_inputs import SECONDS, as_a_script, calls, outcomes
+from cases import by_default, rows_in_full
 
 CALLS = {each.name: each for each in calls()}
 
@@ -21,7 +22,7 @@ FREE = {
 """Arguments of which every value is legitimate, and why."""
 
 
-@pytest.mark.parametrize("name", [*CALLS, "by hand"])
+@pytest.mark.parametrize("name", by_default([*CALLS, "by hand"], "auto_wrap"))
 def test_bad_inputs(world, name, tmp_path):
     (found,) = world(1)(outcomes, name, str(tmp_path))
     assert [outcome for outcome in found if outcome.defect] == []
@@ -59,7 +60,9 @@ ON_ONE_RANK = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "argument", "word"), ON_ONE_RANK)
+@pytest.mark.parametrize(
+    ("name", "argument", "word"), [ON_ONE_RANK[3], *rows_in_full(ON_ONE_RANK[:3] + ON_ONE_RANK[4:])]
+)
 def test_on_one_rank(name, argument, word):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.modeling_utils", "accelerate", "hf_bmtrain"])

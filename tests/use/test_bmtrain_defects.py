@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from ranks import on_ranks
 from state_dicts import check_equal, same_storage
 from tiny_models import build
@@ -218,20 +219,24 @@ DEFECTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "defect",
+    by_default(DEFECTS, frozen_first_block, manager_state, used_twice, overflow_without_a_scale, hold_steps),
+    ids=lambda defect: defect.__name__,
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_defect(world, size, defect):
     world(size)(defect)
 
 
-@pytest.mark.parametrize("defect", [ties, persistent_buffers], ids=lambda defect: defect.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("defect", [ties, *in_full(persistent_buffers)], ids=lambda defect: defect.__name__)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_defect_of_files(world, size, defect, tmp_path):
     world(size)(defect, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["AdamOptimizer", "AdamOffloadOptimizer"])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["AdamOffloadOptimizer", *in_full("AdamOptimizer")])
+@on_ranks(2, full=(1,))
 def test_bf16_rounding(name):
     """Old: the offloaded update cut bf16 weights off, towards zero: they shrank; nearest even it is."""
     linear = nn.Linear(64, 64).to(torch.bfloat16)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full
 from processes import environment
 from ranks import on_ranks
 from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids
@@ -155,12 +156,12 @@ CASES = [mean_losses, collectives_of_all_ranks, cross_entropies, dict_outputs, p
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_calls(world, size, case):
     world(size)(case)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_state_dicts(folder):
     model = Outer()
     bmt.init_parameters(model)

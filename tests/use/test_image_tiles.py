@@ -5,6 +5,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from cases import in_full
 from ranks import on_ranks
 
 SIDE, PATCH, IMAGE = 8, 4, 60
@@ -60,8 +61,8 @@ def plain(family, size):
     return [loss.item() for loss in losses], {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
-@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("family", ["llava_next", *in_full("llava_onevision")])
+@on_ranks(2, full=(1, 3))
 def test_other_numbers_of_tiles(family):
     true_losses, gradients = plain(family, bmt.world_size())
     model = bmt.auto_wrap(build(family))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import full, rows_in_full
 from launched_job import plain_losses
 from processes import environment
 from ranks import free_port
@@ -109,9 +110,11 @@ def test_the_table_is_the_one_tested_here():
 
 
 ONE_HOST = [
-    ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2), ("Slurm", 2),
-    pytest.param("4 GPUs, the older launcher", 4, marks=pytest.mark.full),
-    pytest.param("2 processes on CPU, Accelerate", 2, marks=pytest.mark.full),
+    ("Slurm", 2),
+    *rows_in_full([
+        ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2), ("4 GPUs, the older launcher", 4),
+        ("2 processes on CPU, Accelerate", 2),
+    ]),
 ]  # fmt: skip
 
 
@@ -134,7 +137,7 @@ TorchTrainer(train, train_loop_config={"result": "FOLDER/result.json"}, scaling_
 """
 
 
-@pytest.mark.full
+@full
 def test_ray(folder):
     """The function given to Ray Train's TorchTrainer is the script; Ray has made the process group."""
     pytest.importorskip("ray")
@@ -194,11 +197,12 @@ def start_hosts(folder, hosts, options: str = "") -> list[subprocess.Popen[str]]
     ]
 
 
+@full
 def test_two_hosts(folder, hosts):
     check(folder, start_hosts(folder, hosts), [[0, 0], [1, 0]])
 
 
-@pytest.mark.full
+@full
 def test_two_hosts_cannot_pull(folder, hosts):
     for status, output in finish(start_hosts(folder, hosts, " --gather peer")):
         assert status != 0

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from ranks import Ranks
 from tiny_models import build
 from twins import Tower, ids
@@ -49,7 +50,7 @@ def test_before_init_distributed():
     assert "done" in in_fresh_process(code + "raise RuntimeError('done')")
 
 
-@pytest.mark.parametrize("case", LAUNCHES)
+@pytest.mark.parametrize("case", by_default(LAUNCHES, "MASTER_ADDR"))
 def test_launched_wrongly(case):
     environment, message = LAUNCHES[case]
     assert message in in_fresh_process("import hf_bmtrain as bmt; bmt.init_distributed()", **environment)
@@ -195,13 +196,13 @@ def misuse(name, folder):
     assert all(torch.isfinite(p.gather_gradient()).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", MISUSES)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", by_default(MISUSES, "meta model", "wrapped twice", "half after wrapping"))
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_misuse(world, size, name, tmp_path):
     world(size)(misuse, name, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", by_default(ON_TWO_RANKS, "a file for rank 0 only"))
 def test_misuse_of_two_ranks(world, name, tmp_path):
     world(2)(misuse, name, str(tmp_path))
 

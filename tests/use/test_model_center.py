@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import in_full
 from model_center_suite import FAMILIES, REASONS, examine
 
 
@@ -21,7 +22,7 @@ CHECKOUT = find_checkout()
 
 
 @pytest.mark.skipif(CHECKOUT is None, reason="no ModelCenter: name its checkout with HF_BMTRAIN_MODEL_CENTER")
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_families(size):
     assert CHECKOUT is not None
     results = examine(CHECKOUT, [name for name in FAMILIES if name not in REASONS], (size,))

@@ -15,6 +15,8 @@ import pytest
 import torch
 import transformers
 
+from cases import full
+
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_SECONDS = 1.0  # after torch, whose import takes two to three
 NOT_IMPORTED = ["transformers", "accelerate", "datasets", "peft", "cupy", "matplotlib"]
@@ -112,7 +114,7 @@ def test_the_import_leaves_out(imported, module):
     assert module not in imported[2]
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=full)])
 def test_the_readmes_program_runs(tmp_path, size):
     """As it is printed: its loss falls, and a plain Hugging Face model loads what it saves."""
     readme = (ROOT / "README.md").read_text("utf-8")

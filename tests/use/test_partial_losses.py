@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 
+from cases import in_full, rows_in_full
 from ranks import on_ranks
 from tiny_models import VOCABULARY
 from twins import check_twins
@@ -135,8 +136,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize(("make", "loss"), CASES, ids=lambda each: getattr(each, "__name__", None))
-@on_ranks(1, 2)
+@pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [*CASES[2:3], *CASES[5:6], *rows_in_full(CASES[:2] + CASES[3:5] + CASES[6:])],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+@on_ranks(2, full=(1,))
 def test_partial_losses(make, loss, use_checkpoint) -> None:
     check_twins(make, loss, use_checkpoint=use_checkpoint)

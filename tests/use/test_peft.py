@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hf_bmtrain as bmt
+from cases import in_full, rows_in_full
 from inner import state_of
 from ranks import on_ranks
 from twins import check_gradients
@@ -97,8 +98,17 @@ def train(name, model, twin, steps=2, prepare=None):
             either.zero_grad()
 
 
-@pytest.mark.parametrize(("name", "after"), [*((name, False) for name in CONFIGS), *((name, True) for name in AFTER)])
-@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("everywhere", True),
+        ("mixture", False),
+        ("dora", False),
+        *rows_in_full((name, False) for name in CONFIGS if name not in ("mixture", "dora")),
+        *rows_in_full((name, True) for name in AFTER if name != "everywhere"),
+    ],
+)
+@on_ranks(2, full=(1,))
 def test_adapters(name, after):
     """Trained like PEFT's; the frozen base is neither reduced nor given a gradient or an optimizer's state."""
     model, twin = sharded(name, after)
@@ -133,11 +143,12 @@ def sgd(model):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [True, *in_full(False)])
 @pytest.mark.parametrize(
-    ("name", "make_optimizer"), [("biases", lora_plus), ("everywhere", lora_plus), ("llama", lora_fa), ("adalora", sgd)]
+    ("name", "make_optimizer"),
+    [("llama", lora_fa), *rows_in_full([("biases", lora_plus), ("everywhere", lora_plus), ("adalora", sgd)])],
 )
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_optimizers(name, make_optimizer, after):
     """PEFT's own optimizers, and AdaLoRA's update between two steps, over slices as over whole parameters."""
     model, twin = sharded(name, after)
@@ -167,8 +178,8 @@ def test_optimizers(name, make_optimizer, after):
     )
 
 
-@pytest.mark.parametrize("after", [False, True])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("after", [True, *in_full(False)])
+@on_ranks(2, full=(1,))
 def test_switching(after):
     """Adapters are added, switched and deleted; one that came after wrapping is sharded by another auto_wrap."""
     model, twin = sharded("llama", after)
@@ -193,7 +204,7 @@ def test_switching(after):
         torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_inactive_when_wrapped():
     """An adapter that was inactive is trained by itself: the frozen base beside it gets no gradient."""
     model, twin = plain("llama"), plain("llama")
@@ -216,7 +227,7 @@ def test_saved_after_wrapping():
         peft.get_peft_model(model, CONFIGS["saved head"][1]())
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [True, *in_full(False)])
 @on_ranks(2)
 def test_in_their_block(after):
     """Adapters lie in a buffer of their block and are gathered with it; outside, in one outside."""
@@ -229,7 +240,12 @@ def test_in_their_block(after):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "everywhere", "dora", "rslora", "experts", "tokens", "ia3", "saved head", "prompts", "prefix"]
+    "name",
+    [
+        "experts",
+        "saved head",
+        *in_full("llama", "everywhere", "dora", "rslora", "tokens", "ia3", "prompts", "prefix"),
+    ],
 )
 @on_ranks(2)
 def test_checkpoint(name):
@@ -288,8 +304,8 @@ def trained_in_turn(folder, thawed):
             torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("thawed", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("thawed", [True, *in_full(False)])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_what_was_trained_before_is_saved(world, tmp_path, size, thawed):
     world(size)(trained_in_turn, str(tmp_path), thawed)
     names = set(safetensors.torch.load_file(tmp_path / "checkpoint-4" / "trained.safetensors"))
@@ -323,7 +339,7 @@ def rolled_back(folder):
     bmt.save_state(folder, model, step=2, trained_only=True)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_what_is_trained_later_stays(world, tmp_path, size):
     world(size)(rolled_back, str(tmp_path))
     first, second = (
@@ -343,7 +359,7 @@ def test_no_configuration_is_saved(world, tmp_path):
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_freezing():
     """Parts of the base are thawed and adapters frozen between epochs."""
 
@@ -359,7 +375,7 @@ def test_freezing():
     train("llama", *sharded("llama", False), steps=4, prepare=prepare)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_merging():
     """Adapters are merged into slices, as into whole weights, and taken out again. Or they are switched off."""
     model, twin = sharded("llama", False)
@@ -380,9 +396,10 @@ def test_merging():
 
 
 @pytest.mark.parametrize(
-    ("name", "after"), [("llama", False), ("llama", True), ("gpt2", False), ("dora", False), ("experts", False)]
+    ("name", "after"),
+    [("llama", True), *rows_in_full([("llama", False), ("gpt2", False), ("dora", False), ("experts", False)])],
 )
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_merged_whole(name, after):
     """On whole parameters adapters are merged, and taken out again; the model runs, trains and is saved as PEFT's."""
     family = FAMILIES[CONFIGS[name][0]]
@@ -410,8 +427,8 @@ def test_merged_whole(name, after):
         torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("name", ["llama", "dora", "experts", "ia3"])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["experts", *in_full("llama", "dora", "ia3")])
+@on_ranks(2, full=(1,))
 def test_merged_and_unloaded(name):
     """`merge_and_unload` of slices puts the adapters into the base; inside `gathered` it is refused."""
     refusing = bmt.auto_wrap(plain(name))
@@ -428,7 +445,7 @@ def test_merged_and_unloaded(name):
         torch.testing.assert_close(*(compute_loss(FAMILIES[CONFIGS[name][0]], each, 0) for each in (mine, theirs)))
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_unloading():
     """Adapters taken out again: the base is trained on as it was."""
     model, twin = sharded("llama", False)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import in_full
 from processes import environment
 from published import ROOT, programs, read_blocks
 
@@ -52,7 +53,7 @@ def run(command: list[str], **options) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize(("document", "number"), PROGRAMS, ids=lambda value: getattr(value, "name", value))
 def test_program(document, number, size):
     text = "".join(programs(document)[number])
@@ -66,7 +67,7 @@ def test_program(document, number, size):
     assert said.count(expected) == size
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_model_center(size):
     """The programs of the model zoo's with its own package, which is no part of BMTrain, in place of a stand-in."""
     if not HAS_MODEL_CENTER:

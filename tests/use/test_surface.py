@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full
 from twins import WIDTH, Tower
 
 
@@ -92,7 +93,7 @@ CASES = [config, groups, linear, whole_parameter, not_offered, waiting]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_surface(world, size, case):
     world(size)(case)
 
@@ -151,7 +152,7 @@ def seen_memory():
     return out.getvalue()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_see_memory(world, size):
     text = world(size)(seen_memory)[0]
     assert text.startswith("before: ")

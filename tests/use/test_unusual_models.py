@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from tiny_models import VOCABULARY
 from twins import WIDTH, Layer, Tower, check_twins, ids, tower_loss
 
@@ -296,7 +297,13 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    by_default(
+        CASES, tied_after_wrapping, registered_subclasses, integer_parameters, cache_by_position, functional_calls
+    ),
+    ids=lambda case: case.__name__,
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_unusual_models(world, size, case):
     world(size)(case)

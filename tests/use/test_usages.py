@@ -5,14 +5,34 @@
 
 import pytest
 
+from cases import full
 from usages import CONFIGURATIONS, judge, run, usages
 
 PEFT = ("reference_by_disabled_adapter", "two_adapters")
 
 
+DEFAULT = (
+    "simcse",
+    "r_drop",
+    "clip_by_torch",
+    "sam",
+    "gradual_unfreezing",
+    "recurrent_depth",
+    "gan_alternating",
+    "dpo",
+    "output_changed_in_place",
+    "accumulation",
+    "lengths_of_each_rank",
+    "autocast_with_a_scaler",
+    "lora_by_hand",
+)
+KEPT = ("freezing", "objectives", "transforms")
+"""The topics that are tried without recomputation as well. `python tests usages` tries all in every configuration."""
+
+
 def marks(usage, size, use_checkpoint):
-    if usage.slow or not use_checkpoint:
-        yield pytest.mark.full
+    if usage.name not in DEFAULT or not use_checkpoint:
+        yield full
     if usage.wrong and usage.holds(size, use_checkpoint):
         yield pytest.mark.xfail(strict=True, reason=usage.wrong)
 
@@ -24,6 +44,7 @@ CASES = [
     )
     for topic, usage in usages()
     for name, (size, use_checkpoint) in CONFIGURATIONS.items()
+    if size == 2 and (use_checkpoint or topic in KEPT)
 ]  # fmt: skip
 
 

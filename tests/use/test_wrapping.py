@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full
 from ranks import on_ranks
 from twins import WIDTH, compare_backward
 
@@ -85,7 +86,7 @@ def sharded_already():
 
 
 @pytest.mark.parametrize("case", [parts_of_blocks, the_rest_of_a_distributed_module, sharded_already])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_wrapping(world, size, case):
     world(size)(case)
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import full
 from ranks import on_ranks
 from zoo_check import gradient_errors, measure
 from zoo_families import FAMILIES, KINDS
 
+DEFAULT = ("deepseek_v3", "qwen2_vl")
 ALWAYS = (
     "llama", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "zamba2", "bert", "deberta_v2", "albert in groups",
     "t5", "whisper", "swin", "wav2vec2_conformer", "qwen2_vl",
@@ -15,7 +17,11 @@ ALWAYS = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.zoo) for name in FAMILIES]
+    "name",
+    [
+        pytest.param(name, marks=() if name in DEFAULT else full if name in ALWAYS else pytest.mark.zoo)
+        for name in FAMILIES
+    ],
 )
 def test_zoo(world, name: str):
     if FAMILIES[name].missing:

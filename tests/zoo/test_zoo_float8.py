@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import full
 from float8_training import float8_buffers, seen
 from hf_bmtrain.features.float8 import calibrate as float8_guard
 from hf_bmtrain.features.float8 import storage as sharding
@@ -13,6 +14,7 @@ from hf_bmtrain.features.float8.storage import Float8Storage
 from zoo_families import FAMILIES
 from zoo_twin import compute_loss
 
+DEFAULT = ("gpt_oss",)
 ALWAYS = ("gpt_oss", "deepseek_v3", "t5", "whisper", "qwen2_vl")
 WITHOUT = {
     "falcon", "xlnet", "deepseek_v4", "squeezebert", "fnet", "ibert", "poolformer", "resnet", "regnet",
@@ -61,7 +63,11 @@ def compare(name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.zoo) for name in FAMILIES]
+    "name",
+    [
+        pytest.param(name, marks=() if name in DEFAULT else full if name in ALWAYS else pytest.mark.zoo)
+        for name in FAMILIES
+    ],
 )
 def test_families_in_float8(world, name: str) -> None:
     if FAMILIES[name].missing:

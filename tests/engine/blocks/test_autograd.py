@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from cases import by_default, pairwise
 from hf_bmtrain.engine.blocks.autograd import enter_backward, leave_backward
 
 
@@ -74,8 +75,9 @@ def assert_replaced(before, old, after, x):
         assert (b is not a and torch.equal(a, b) and b.requires_grad) if a is x else b is a
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_outputs(shape):
+@pytest.mark.parametrize("name", by_default(SHAPES, "nested", "model output", "in a tuple"))
+def test_outputs(name):
+    shape = SHAPES[name]
     owner, x = Owner(), leaf()
     before = shape(x, torch.zeros(3))
     old = tensors(before)
@@ -87,9 +89,12 @@ def test_outputs(shape):
     assert torch.equal(x.grad, torch.ones(2))
 
 
-@pytest.mark.parametrize("by_keyword", [False, True])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_inputs(shape, by_keyword):
+@pytest.mark.parametrize(
+    ("name", "by_keyword"),
+    pairwise([("nested", False), ("named tuple", True), ("model output", True)], list(SHAPES), [False, True]),
+)
+def test_inputs(name, by_keyword):
+    shape = SHAPES[name]
     owner, x = Owner(), leaf()
     before, rest = shape(x, torch.zeros(3)), [torch.zeros(1)]
     old = tensors(before)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import pairwise, rows_in_full
 from twins import Layer, Tower, check_gradients, check_twins, compare_backward, ids, losses, tower_loss
 
-SIZES = [1, 2, 3]
 OPTIONS = [{"zero_level": z, "use_checkpoint": c} for z in (2, 3) for c in (False, True)]
+ZERO_2, KEEPING, ZERO_3 = OPTIONS[1:]
 
 
 def tower(options):
@@ -445,19 +446,54 @@ CASES = [
 WRITES = [weights_changed_before_backward, weights_changed_under_one_block, weights_written_between_forwards]
 """Refused where ranks copy each other's weights: write_after_a_forward in tests/engine/comm/test_peer.py."""
 
-each_option = pytest.mark.parametrize(
-    "options", OPTIONS, ids=lambda o: f"zero{o['zero_level']}-{'re' if o['use_checkpoint'] else 'keep'}"
+OTHERS = [case for case in CASES if case not in WRITES]
+
+
+def name(value):
+    if isinstance(value, dict):
+        return f"zero{value['zero_level']}-{'re' if value['use_checkpoint'] else 'keep'}"
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "options"),
+    pairwise(
+        [
+            (block_called_twice, 2, ZERO_3),
+            (last_block_skipped, 2, ZERO_3),
+            (frozen_block, 3, ZERO_3),
+            (block_without_parameters, 2, ZERO_2),
+            (unfreezing, 2, KEEPING),
+            (frozen_before_backward, 2, ZERO_3),
+            (exception_in_a_gradient_hook, 2, ZERO_3),
+            (forward_without_backward, 2, KEEPING),
+            (evaluation_between, 2, ZERO_3),
+            (two_graphs_two_backwards, 1, ZERO_3),
+            (weights_changed_before_backward, 2, KEEPING),
+            (gradient_on_one_rank_only, 3, ZERO_3),
+        ],
+        CASES,
+        [1, 2, 3],
+        OPTIONS,
+    ),
+    ids=name,
 )
-
-
-@each_option
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", SIZES)
 def test_block(world, size, case, options):
     world(size)(case, options)
 
 
-@each_option
-@pytest.mark.parametrize("case", [case for case in CASES if case not in WRITES], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (exception_in_backward, ZERO_3),
+        (input_modified_in_place, KEEPING),
+        (tied_over_blocks, ZERO_3),
+        (two_forwards_one_backward, KEEPING),
+        (kwargs_with_gradients, ZERO_3),
+        (unused_parameter, ZERO_3),
+        *rows_in_full((case, OPTIONS[number % 4]) for number, case in enumerate(OTHERS)),
+    ],
+    ids=name,
+)
 def test_block_by_copies(peers, case, options):
     peers(2)(case, options)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full
 from twins import WIDTH, Layer, check_gradients
 
 
@@ -122,6 +123,6 @@ CASES = [several_hidden_states, hidden_states, options_of_each_block, refused]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_block_list(world, size, case):
     world(size)(case)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full, pairwise
 from ranks import on_ranks
 from twins import Layer, Tower, check_twins, ids, tower_loss
 
@@ -128,10 +129,23 @@ def make_forward(name, by_keyword):
     return Reading
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("by_keyword", [True, False])
-@pytest.mark.parametrize("name", STATES)
-@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("name", "by_keyword", "options"),
+    pairwise(
+        [
+            ("list in a tuple", True, OPTIONS[0]),
+            ("deque", False, OPTIONS[1]),
+            ("default dict", True, OPTIONS[2]),
+            ("model output", False, OPTIONS[0]),
+            ("dataclass in a dataclass", True, OPTIONS[0]),
+        ],
+        list(STATES),
+        [True, False],
+        OPTIONS,
+    ),
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
+@on_ranks(2)
 def test_state_by_reference(name, by_keyword, options):
     check_twins(make_forward(name, by_keyword), lambda model, step, rank: model(step, rank), **options)
 
@@ -277,8 +291,10 @@ def two_forwards_at_once(options):
 CASES = [identities, returned, nested_outputs, after_an_exception, without_gradients, two_forwards_at_once]
 
 
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [OPTIONS[0], *in_full(*OPTIONS[1:3])], ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize(
+    "case", by_default(CASES, identities, after_an_exception, two_forwards_at_once), ids=lambda case: case.__name__
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_containers(world, size, case, options):
     world(size)(case, options)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full, rows_in_full
 from hf_bmtrain.engine.comm.agreement import fingerprint
 from ranks import Ranks, free_port
 from twins import WIDTH, Tower, ids
@@ -63,7 +64,9 @@ COMPARISONS = {
 }
 
 
-@pytest.mark.parametrize("case", COMPARISONS)
+@pytest.mark.parametrize(
+    "case", ["other names", "many", *in_full("one value", "a run of ranks", "a name that two lack", "another order")]
+)
 def test_the_error_groups_the_ranks_by_value(world, case):
     facts, text = COMPARISONS[case]
     told = everywhere(world(3), compare, facts)
@@ -210,7 +213,9 @@ WRAPPINGS = {
 }
 
 
-@pytest.mark.parametrize("case", WRAPPINGS, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", by_default(WRAPPINGS, other_dtype, tied, other_level, addition_on_one), ids=lambda case: case.__name__
+)
 def test_another_model_on_one_rank(world, case):
     assert WRAPPINGS[case] in everywhere(world(2), case)
 
@@ -311,7 +316,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", by_default(STEPS, by_rate, by_groups, by_order_of_parameters, by_scheduler), ids=lambda case: case.__name__
+)
 def test_another_optimizer_on_one_rank(world, case):
     told = everywhere(world(3), case)
     assert all(part in told for part in STEPS[case].split("*")), told
@@ -447,7 +454,11 @@ def later(case):
     return error_of(lambda: case(wrapped()))
 
 
-@pytest.mark.parametrize("case", LATER, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    by_default(LATER, another_schedule, clipped_on_one_rank, frozen_later, fewer_steps),
+    ids=lambda case: case.__name__,
+)
 def test_another_step_on_one_rank(case):
     ranks = Ranks(2)
     try:
@@ -477,8 +488,9 @@ def two_in_another_order(apart):
     return error_of(train_both)
 
 
-@pytest.mark.parametrize("gather", ["collective", "peer"])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("gather", "apart"), [("peer", False), *rows_in_full([("collective", False), ("collective", True), ("peer", True)])]
+)
 def test_two_models_in_another_order(gather, apart):
     ranks = Ranks(2, gather=gather)
     try:
@@ -577,7 +589,7 @@ def files(world, tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("case", LOADS, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", by_default(LOADS, loads_model, loads_whole_state), ids=lambda case: case.__name__)
 def test_other_files_on_one_rank(world, files, case):
     for told in world(2)(case, files):
         assert all(part in told for part in LOADS[case].split("*")), told
@@ -671,7 +683,7 @@ def different_but_right():
     return mean
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
 def test_legitimate_programs(world, size):
     told = world(size)(different_but_right)
     assert told == [[rank] * 3 for rank in range(size)]

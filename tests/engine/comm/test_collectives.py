@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from hf_bmtrain.engine.comm.collective_log import CollectiveLog
 from hf_bmtrain.engine.comm.nccl import NcclCommunicator, abort_all
 from ranks import on_ranks
@@ -48,7 +49,7 @@ def tensor(dtype):
     return torch.zeros(NUMEL, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [*NATIVE, *OTHERS])
+@pytest.mark.parametrize("dtype", by_default([*NATIVE, *OTHERS], torch.bfloat16, torch.bool, torch.float8_e4m3fn))
 def test_nccl_moves_all_bytes(dtype):
     lane, shard = Lane(), tensor(dtype)
     moves = [lambda: lane.all_gather(shard, shard), lambda: lane.broadcast(shard, 1)]
@@ -60,7 +61,7 @@ def test_nccl_moves_all_bytes(dtype):
         assert NATIVE[kind] == (dtype if dtype in NATIVE else torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", NATIVE)
+@pytest.mark.parametrize("dtype", by_default(NATIVE, torch.bfloat16, torch.int64))
 def test_nccl_reduces_its_own_types(dtype):
     lane, shard = Lane(), tensor(dtype)
     kind = NATIVE.index(dtype)
@@ -72,7 +73,7 @@ def test_nccl_reduces_its_own_types(dtype):
     assert lane.last() == ("reduceScatter", (NUMEL, kind, 4))
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in OTHERS if not dtype.is_complex])
+@pytest.mark.parametrize("dtype", [torch.bool, *in_full(torch.int16, torch.uint16, torch.float8_e4m3fn)])
 def test_nccl_does_not_add_bytes(dtype):
     lane, shard = Lane(), tensor(dtype)
     for reduce in (lambda: lane.all_reduce(shard), lambda: lane.reduce_scatter_mean(shard, shard)):

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_bmtrain as bmt
 import twins
+from cases import by_default, in_full
 from hf_bmtrain.engine.comm import peer_reduce as reducing
 from hf_bmtrain.engine.comm.peer_memory import HostMemory
 from hf_bmtrain.engine.comm.peer_reduce import MAILBOXES, PeerReduction
@@ -340,7 +341,13 @@ OWN += [
 OWN += [dropped_shards_are_given_back]
 
 
-@pytest.mark.parametrize("case", OWN, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "case",
+    by_default(
+        OWN, means_are_those_of_the_collective, slow_ranks, some_ranks_hold_nothing_of_an_update, write_after_a_forward
+    ),
+    ids=lambda case: case.__name__,
+)
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_peer(peers, size, case):
     peers(size)(case)

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from cases import pairwise
 from hf_bmtrain.engine.comm import peer_reduce as peer_reduction
 from hf_bmtrain.engine.comm import reduce as reduction
 from hf_bmtrain.engine.comm.layout import Layout
@@ -254,9 +255,11 @@ def stream_of_this_rank(device: torch.device, priority: int = 0) -> ThreadStream
     return rank.stream()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("slots", [2, 3])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "slots", "dtype"),
+    pairwise([(3, 2, torch.bfloat16), (2, 3, torch.float32)], [2, 3], [2, 3], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_any_timing_gives_the_mean(size, slots, dtype, monkeypatch):
     monkeypatch.setattr(peer_reduction, "MAILBOXES", slots)
     for module in (reduction, peer_reduction):

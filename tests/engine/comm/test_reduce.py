@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full, pairwise
 from hf_bmtrain.engine.comm.layout import Layout
 from hf_bmtrain.engine.comm.reduce import CollectiveReduction
 from hf_bmtrain.engine.comm.resizable import shares_storage
@@ -68,9 +69,22 @@ IN_PLACE = [plain, view_of_a_larger_one]
 PACKED = [transposed, of_another_dtype, negated_when_read]
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("make", [*IN_PLACE, *PACKED, missing_on_all_ranks_but_one])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "make", "accumulate"),
+    pairwise(
+        [
+            (2, plain, True),
+            (3, view_of_a_larger_one, False),
+            (3, transposed, True),
+            (2, of_another_dtype, True),
+            (3, negated_when_read, False),
+            (3, missing_on_all_ranks_but_one, True),
+        ],
+        [2, 3],
+        [*IN_PLACE, *PACKED, missing_on_all_ranks_but_one],
+        [False, True],
+    ),
+)
 def test_the_mean(world, size, make, accumulate):
     packed = world(size)(reduce, make, accumulate, torch.zeros(1))
     if make is missing_on_all_ranks_but_one:
@@ -79,7 +93,7 @@ def test_the_mean(world, size, make, accumulate):
         assert packed == [make in PACKED] * size
 
 
-@pytest.mark.parametrize("make", [plain, of_another_dtype])
+@pytest.mark.parametrize("make", [of_another_dtype, *in_full(plain)])
 def test_the_mean_in_bfloat16(world, make):
     """float32 gradients of a bfloat16 buffer are packed."""
     assert world(2)(reduce, make, False, torch.zeros(1, dtype=torch.bfloat16)) == [True] * 2

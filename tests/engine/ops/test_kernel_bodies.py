@@ -8,6 +8,7 @@ import torch
 
 import kernel_checks as checks
 import kernel_shim
+from cases import in_full, pairwise, rows_in_full
 from hf_bmtrain.engine.ops import adam, grad_norm, peer_sum
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.loss import cross_entropy
@@ -15,6 +16,7 @@ from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
 from hf_bmtrain.features.packed import arithmetic as quantize
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EACH_DTYPE = [torch.bfloat16, *in_full(torch.float32, torch.float16)]
 NAMES = str
 
 
@@ -25,7 +27,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> kernel_shim.Shim:
     return kernel_shim.Shim(tmp_path_factory.mktemp("shim"))
 
 
-@pytest.fixture(params=["reference", "shim"])
+@pytest.fixture(params=["shim", *in_full("reference")])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[checks.Place]:
     """Runs a test twice: with plain CPU tensors, and with tensors that take the CUDA path into the shim."""
     if request.param == "reference":
@@ -43,28 +45,29 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     assert len(shim.launches) > before, "the test did not reach a kernel"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
-@pytest.mark.parametrize(("n", "offset"), [(1, 0), (7, 1), (1000, 3), (4096, 0), (20011, 5)])
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
+@pytest.mark.parametrize(("n", "offset"), [(20011, 5), *rows_in_full([(1, 0), (7, 1), (1000, 3), (4096, 0)])])
 def test_squared_norm(place: checks.Place, dtype: torch.dtype, n: int, offset: int) -> None:
     checks.check_squared_norm(place, dtype, n, offset)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
-@pytest.mark.parametrize("offsets", [[0, 10], [3, 3, 4, 4, 900, 903, 903, 9001], [1, 70000, 70001, 140003]])
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
+@pytest.mark.parametrize("offsets", [[3, 3, 4, 4, 900, 903, 903, 9001], *in_full([0, 10], [1, 70000, 70001, 140003])])
 def test_segments(place: checks.Place, dtype: torch.dtype, offsets: list[int]) -> None:
     checks.check_segments(place, dtype, offsets)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
 @pytest.mark.parametrize(
-    ("n", "size", "offset"), [(1, 2, 0), (7, 3, 1), (1000, 4, 0), (1003, 2, 0), (4096, 5, 3), (4096, 3, 0)]
+    ("n", "size", "offset"),
+    [(4096, 5, 3), *rows_in_full([(1, 2, 0), (7, 3, 1), (1000, 4, 0), (1003, 2, 0), (4096, 3, 0)])],
 )
 def test_peer_mean(place: checks.Place, dtype: torch.dtype, n: int, size: int, offset: int) -> None:
     checks.check_peer_mean(place, dtype, n, size, offset)
 
 
-@pytest.mark.parametrize("name", list(quantize.FORMATS))
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("name", ["nf4", *in_full(*(name for name in quantize.FORMATS if name != "nf4"))])
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
 def test_unpack(place: checks.Place, dtype: torch.dtype, name: str) -> None:
     checks.check_unpack(place, dtype, name, numel=20011)
 
@@ -73,15 +76,18 @@ def test_unpack(place: checks.Place, dtype: torch.dtype, name: str) -> None:
 FLOAT8 = [((1, 1), 0), ((21, 48), 0), ((64, 160), 3), ((80, 272), 0), ((67, 131), 1), ((2, 8400), 0), ((2, 8201), 0)]
 
 
-@pytest.mark.parametrize(("shape", "offset"), FLOAT8, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
-@pytest.mark.parametrize("name", list(checks.FLOAT8))
+@pytest.mark.parametrize(
+    ("case", "dtype", "name"),
+    pairwise([(FLOAT8[4], torch.bfloat16, name) for name in checks.FLOAT8], FLOAT8, DTYPES, list(checks.FLOAT8)),
+    ids=NAMES,
+)
 @pytest.mark.parametrize("place", ["shim"], indirect=True)
-def test_float8(place: checks.Place, name: str, dtype: torch.dtype, shape: tuple[int, int], offset: int) -> None:
+def test_float8(place: checks.Place, name: str, dtype: torch.dtype, case: tuple[tuple[int, int], int]) -> None:
+    shape, offset = case
     checks.check_float8(place, name, dtype, shape, offset)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
 def test_float8_codes(place: checks.Place, dtype: torch.dtype) -> None:
     checks.check_float8_codes(place, dtype)
 
@@ -90,18 +96,18 @@ def test_float8_codes(place: checks.Place, dtype: torch.dtype) -> None:
 PIECES = [[(16, 48), (64, 64), (64, 16448), (16512, 16528)], [(3, 3), (3, 4), (9, 9000), (9001, 9001)], [(0, 9000)]]
 
 
-@pytest.mark.parametrize("ranges", PIECES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("ranges", [PIECES[1], *in_full(PIECES[0], PIECES[2])], ids=str)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
 def test_float8_pieces(place: checks.Place, dtype: torch.dtype, ranges: list[tuple[int, int]]) -> None:
     checks.check_float8_pieces(place, dtype, ranges)
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (64, 256), (80, 272), (144, 528)], ids=str)
+@pytest.mark.parametrize("shape", [(80, 272), *in_full((16, 16), (64, 256), (144, 528))], ids=str)
 def test_transpose(place: checks.Place, shape: tuple[int, int]) -> None:
     checks.check_transpose(place, shape)
 
 
-@pytest.mark.parametrize("flag", [0.0, 1.0])
+@pytest.mark.parametrize("flag", [1.0, *in_full(0.0)])
 def test_adam_prepare(place: checks.Place, flag: float) -> None:
     checks.check_prepare(place, flag)
 
@@ -115,18 +121,17 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("dtypes", COMBINATIONS, ids=NAMES)
+@pytest.mark.parametrize("dtypes", [COMBINATIONS[-1], *in_full(*COMBINATIONS[:-1])], ids=NAMES)
 @pytest.mark.parametrize(
-    ("n", "offsets"),
-    [(1, (0, 0, 0, 0, 0)), (1003, (0, 0, 0, 0, 0)), (1030, (3, 3, 3, 3, 3)), (517, (0, 1, 2, 3, 1))],
+    ("n", "offsets"), [(517, (0, 1, 2, 3, 1)), *rows_in_full([(1, (0, 0, 0, 0, 0)), (1030, (3, 3, 3, 3, 3))])]
 )
 def test_adam_update(place: checks.Place, dtypes, n: int, offsets) -> None:
     checks.check_adam(place, dtypes, n, offsets)
 
 
-@pytest.mark.parametrize("exp_avg", [torch.float32, torch.bfloat16], ids=NAMES)
-@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=NAMES)
-@pytest.mark.parametrize(("n", "offsets"), checks.LYING, ids=str)
+@pytest.mark.parametrize("exp_avg", [torch.bfloat16, *in_full(torch.float32)], ids=NAMES)
+@pytest.mark.parametrize("grad", [torch.bfloat16, *in_full(torch.float32)], ids=NAMES)
+@pytest.mark.parametrize(("n", "offsets"), [checks.LYING[-1], *rows_in_full(checks.LYING[:-1])], ids=str)
 def test_update_of_residuals(place: checks.Place, grad: torch.dtype, exp_avg: torch.dtype, n: int, offsets) -> None:
     checks.check_residual(place, grad, exp_avg, n, offsets)
 
@@ -153,8 +158,8 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("name", ["all", *in_full(*(name for name in LOSSES if name != "all"))])
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
 def test_cross_entropy(place: checks.Place, name: str, dtype: torch.dtype) -> None:
     loss, weighted = LOSSES[name]
     checks.check_cross_entropy(place, loss, dtype, (3, 1003), weighted, pad=5, offset=3)
@@ -163,17 +168,17 @@ def test_cross_entropy(place: checks.Place, name: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize(
     "chosen",
-    [Plan(1, 64, 0), Plan(1, 96, 3000), Plan(1, 64, 100), Plan(4, 64, 1000), Plan(8, 64, 7)],
+    [Plan(8, 64, 7), *in_full(Plan(1, 64, 0), Plan(1, 96, 3000), Plan(1, 64, 100), Plan(4, 64, 1000))],
     ids=str,
 )
-@pytest.mark.parametrize("classes", [2, 9, 4099])
+@pytest.mark.parametrize("classes", [4099, *in_full(2, 9)])
 @pytest.mark.parametrize("place", ["shim"], indirect=True)
 def test_every_way_to_share_a_row(place: checks.Place, monkeypatch, chosen: Plan, classes: int) -> None:
     monkeypatch.setattr(CrossEntropy, "plan", lambda self, logits: chosen)
     checks.check_cross_entropy(place, CrossEntropy(), torch.bfloat16, (2, classes), pad=1, offset=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
 def test_odd_rows(place: checks.Place, dtype: torch.dtype) -> None:
     checks.check_odd_rows(place, dtype, 300)
 
@@ -182,6 +187,6 @@ def test_confident_target(place: checks.Place) -> None:
     checks.check_confident_target(place)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
 def test_rescale(place: checks.Place, dtype: torch.dtype) -> None:
     checks.check_rescale(place, dtype)

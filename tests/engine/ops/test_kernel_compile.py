@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kernel_shim
+from cases import full, in_full, rows_in_full
 from hf_bmtrain.engine.base import launch
 from hf_bmtrain.engine.ops import adam, grad_norm, peer_sum
 from hf_bmtrain.features.float8 import arithmetic as float8
@@ -24,6 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MODULES = (grad_norm, adam, cross_entropy, peer_sum, quantize, float8)
 
 
+@full
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_variant_compiles(module, arch: int) -> None:
@@ -101,7 +103,7 @@ def attempt(function, *arguments, **options) -> None:
         function(*arguments, **options)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [90, *in_full(80)])
 def test_the_list_is_what_the_code_asks_for(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a dry launch: the arguments of every call are packed by the source's signature."""
     asked: set[launch.Variant] = set()
@@ -120,8 +122,10 @@ def test_the_list_is_what_the_code_asks_for(arch: int, monkeypatch: pytest.Monke
     assert asked == {variant for module in MODULES for variant in module.variants(arch)}
 
 
-@pytest.mark.parametrize(("clusters", "limit"), [(True, 227 << 10), (False, 163 << 10), (False, 64 << 10)])
-@pytest.mark.parametrize("row_bytes", [4, 2 * 50257, 64000, 256512, 512000, 1 << 20, 4 << 20])
+@pytest.mark.parametrize(
+    ("clusters", "limit"), [(True, 227 << 10), *rows_in_full([(False, 163 << 10), (False, 64 << 10)])]
+)
+@pytest.mark.parametrize("row_bytes", [2 * 50257, *in_full(4, 64000, 256512, 512000, 1 << 20, 4 << 20)])
 def test_plan_fits(row_bytes: int, clusters: bool, limit: int) -> None:
     plan = cross_entropy.plan(row_bytes, clusters, limit)
     assert plan.cluster in ((1, 2, 4, 8) if clusters else (1,))

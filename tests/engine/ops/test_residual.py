@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases import in_full
 from hf_bmtrain.engine.ops.residual import Master, join, split
 
 EXPONENTS = (0, 1, 2, 100, 127, 128, 200, 253, 254)
@@ -25,7 +26,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-@pytest.mark.parametrize("first", SIGNED, ids=hex)
+@pytest.mark.parametrize(
+    "first", [1 << 31 | 127 << 23, *in_full(*(first for first in SIGNED if first != 1 << 31 | 127 << 23))], ids=hex
+)
 def test_every_master_of_a_binade_comes_back(first: int) -> None:
     masters, squares = binade(first), torch.rand(1 << 23)
     squares[::3] = 0
@@ -37,7 +40,7 @@ def test_every_master_of_a_binade_comes_back(first: int) -> None:
     assert int((marked.view(torch.int32) < 0).sum()) == 1 << 6  # one a pair of bfloat16 neighbours
 
 
-@pytest.mark.parametrize("first", [100 << 23, 1 << 31 | 127 << 23], ids=hex)
+@pytest.mark.parametrize("first", [1 << 31 | 127 << 23, *in_full(100 << 23)], ids=hex)
 def test_even_weights_need_the_mark(first: int) -> None:
     """65,537 masters round to an even weight and 65,535 to an odd one: 16 bits alone do not tell them apart."""
     weight, residual, marked = halves(binade(first), torch.zeros(1 << 23))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from hf_bmtrain.engine.comm.communicator import GlooCommunicator
 from inner import peer_gather
 from offloaded import as_on_a_gpu
@@ -126,8 +127,8 @@ def an_update_after_a_forward_is_refused():
     bmt.synchronize()
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["after", "inside"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("early", [True, *in_full(False)], ids=["inside", "after"])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_updates_alongside_the_computation(peers, size, early):
     peers(size)(updates_are_announced, early)
 
@@ -140,6 +141,10 @@ def at_once(case):
         case()
 
 
-@pytest.mark.parametrize("case", OWN, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    by_default(OWN, each_announced_update_meets_by_itself, an_update_after_a_forward_is_refused),
+    ids=lambda case: case.__name__,
+)
 def test_announced(peers, case):
     peers(2)(at_once, case)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full, pairwise
 from hf_bmtrain.engine.ops import adam_step
 from offloaded import as_on_a_gpu, the_same
 from ranks import on_ranks
@@ -127,10 +128,23 @@ def streamed_bits(dtype, seed):
         the_same(dtype, hold_steps=4)
 
 
-@pytest.mark.parametrize("hold", [0, 1, HOLD])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("way", "dtype", "hold"),
+    pairwise(
+        [
+            ("torch", torch.float16, 1),
+            ("kernels", torch.bfloat16, HOLD),
+            ("short exp_avg", torch.float32, HOLD),
+            ("offload on cpu", torch.bfloat16, 0),
+            ("streamed", torch.float16, HOLD),
+        ],
+        list(WAYS),
+        [torch.float32, torch.float16, torch.bfloat16],
+        [0, 1, HOLD],
+    ),
+    ids=str,
+)
+@on_ranks(2, full=(1,))
 def test_holds(way, dtype, hold):
     """Eight steps: while held, weights and masters keep their bits; m, v and everything after it are the loop's."""
     patch, (cls, options) = WAYS[way]
@@ -156,9 +170,9 @@ def test_holds(way, dtype, hold):
         assert not torch.equal(now["head.weight"], start["head.weight"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float16, *in_full(torch.float32)], ids=str)
+@pytest.mark.parametrize("way", by_default(WAYS, "torch", "streamed"))
+@on_ranks(2)
 def test_skipped_steps_are_not_held(way, dtype):
     """The manager skips the second and the fourth of six steps: those held are the other three of the first five."""
     patch, (cls, options) = WAYS[way]
@@ -180,9 +194,9 @@ def test_skipped_steps_are_not_held(way, dtype):
         assert counts == [{1.0}, {1.0}, {2.0}, {2.0}, {3.0}, {4.0}]
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_ranks(1, 2)
+@pytest.mark.parametrize("whole", [True, *in_full(False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
+@on_ranks(2, full=(1,))
 def test_goes_on(dtype, whole):
     """Saved while held and loaded by an optimizer that was told another number: the saved one counts."""
     torch.manual_seed(0)
@@ -206,8 +220,8 @@ def test_goes_on(dtype, whole):
     assert not torch.equal(models[0].state_dict()["head.weight"], Tower().to(dtype).head.weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_streamed_is_the_same(world, size, dtype):
     world(size)(streamed_bits, dtype, 11)
 

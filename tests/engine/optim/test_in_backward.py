@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from float_masters import FloatMasters
 from hf_bmtrain.engine.sharding.parameter import DistributedParameter
 from inner import note_parts
@@ -287,8 +288,8 @@ def an_error_in_backward_leaves_no_hooks():
     assert not any(handle.id in handle.hooks_dict_ref() for handle in handles), "hooks are left"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", by_default(DTYPES, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_lagging_is_the_same(world, size, dtype):
     world(size)(lagging, dtype, 5)
 
@@ -301,7 +302,7 @@ def test_a_short_exp_avg_and_held_steps_are_the_same(world):
     world(2)(lagging, torch.bfloat16, 6, True)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("case", [two_optimizers, downloads_come_last], ids=lambda case: case.__name__)
 def test_lagging(world, size, case):
     world(size)(case, 2)
@@ -316,7 +317,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "case", by_default(CASES, *CASES[:4], an_error_in_backward_leaves_no_hooks), ids=lambda case: case.__name__
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_in_backward(world, size, case):
     world(size)(case)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import rows_in_full
 from twins import WIDTH
 
 BAD = {3, 4, 1030, 2060, 2061, 2062, 2063}
@@ -35,7 +36,9 @@ def default_rule(first):
     return scale
 
 
-@pytest.mark.parametrize(("size", "first", "last"), [(1, 1024.0, 32.0), (1, 2.0, 1.0), (2, 1024.0, 32.0)])
+@pytest.mark.parametrize(
+    ("size", "first", "last"), [(2, 1024.0, 32.0), *rows_in_full([(1, 1024.0, 32.0), (1, 2.0, 1.0)])]
+)
 def test_default_rule(world, size, first, last):
     """Doubled at steps 1028 and 2054, halved at the bad ones, and never below 1."""
     assert set(world(size)(default_rule, first)) == {last}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from ranks import on_ranks
 from twins import Tower, ids
 
@@ -193,6 +194,10 @@ CLIPPING = [
     for t in (2, 1, float("inf"))
     for n in ("sgd", "adam")
 ]
+DEFAULT = [
+    (clipped, 0.05, 64.0, 2, "adam"), (clipped, 1e9, None, 1, "sgd"), (clipped, 0.05, None, float("inf"), "sgd"),
+    (scripted_overflows, "adam"), (clipped_in_parts, 64.0), (two_optimizers,), (torch_clipping_and_scaler,),
+]  # fmt: skip
 CASES = [
     *CLIPPING, (scripted_overflows, "adam"), (scripted_overflows, "sgd"), (overflow_without_loss_scale,),
     (clipped_in_parts, None), (clipped_in_parts, 64.0), (overflow_outside_what_was_clipped,),
@@ -200,8 +205,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "case", by_default(CASES, *DEFAULT), ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case)
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_manager(world, size, case):
     world(size)(*case)
 

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full, rows_in_full
 from float_masters import FloatMasters
 from hf_bmtrain.engine.ops import adam_step
 from hf_bmtrain.engine.ops.residual import split
@@ -58,9 +59,11 @@ def numbers():
     return tied(torch.randn(3000)), torch.rand(3000)
 
 
-@pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize("before", ["master", "residual"])
-@pytest.mark.parametrize("after", ["master", "residual"])
+@pytest.mark.parametrize("loaded", [True, *in_full(False)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("master", "residual"), *rows_in_full([("residual", "master"), ("master", "master"), ("residual", "residual")])],
+)
 def test_state_moves_between_all_forms(numbers, before, after, loaded):
     masters, squares = numbers
     weights, residuals = kept(masters, squares)
@@ -70,8 +73,10 @@ def test_state_moves_between_all_forms(numbers, before, after, loaded):
     assert same(views, {"master": whole(masters, squares), "residual": kept(masters, squares)[1]}[after])
 
 
-@pytest.mark.parametrize("before", ["master", "residual"])
-@pytest.mark.parametrize("after", ["master", "residual"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("residual", "master"), *rows_in_full([("master", "residual"), ("master", "master"), ("residual", "residual")])],
+)
 def test_what_was_written_meanwhile_counts(numbers, before, after):
     """Weights that no step updated were masked and moved: both forms take their masters to the same places."""
     masters, squares = numbers
@@ -122,7 +127,7 @@ def parameters():
     return [torch.nn.Parameter(torch.randn(n).bfloat16()) for n in (1 << 16, 3001, 0, 1)]
 
 
-@pytest.mark.parametrize("exp_avg_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("exp_avg_dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
 def test_many_steps(exp_avg_dtype):
     """Ties, a skipped step, a scale, missing gradients, written weights, lr 0: equal weights and states after each."""
     groups = [parameters(), parameters()]
@@ -180,8 +185,10 @@ def trained_alike_with_a_short_exp_avg():
     trained_alike(exp_avg_dtype=torch.bfloat16, hold_steps=2)
 
 
-@pytest.mark.parametrize("case", [trained_alike, trained_alike_with_a_short_exp_avg], ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "case", [trained_alike_with_a_short_exp_avg, *in_full(trained_alike)], ids=lambda case: case.__name__
+)
+@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
 def test_slices(world, size, case):
     world(size)(case)
 
@@ -236,8 +243,12 @@ def through_accelerate():
 FILES = [(through_the_manager, False), (through_the_manager, True), (through_accelerate,)]
 
 
-@pytest.mark.parametrize("case", FILES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    by_default(FILES, FILES[1], FILES[2]),
+    ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_files(world, size, case):
     world(size)(*case)
 
@@ -265,7 +276,7 @@ def loaded_from_a_gpu():
     return expected, other.whole()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_residuals_are_masters_where_there_are_none(world, size):
     for expected, loaded in world(size)(loaded_from_a_gpu):
         check_equal(loaded, expected)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full
 from ranks import on_ranks
 from twins import Tower, compare_backward, tower_loss
 
@@ -81,14 +82,14 @@ def trained_as_in_plain_torch(make):
             torch.testing.assert_close(parameter.gather(), full_params[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("make", [NormalizedSGD, LayerwiseNormalized])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("make", [LayerwiseNormalized, *in_full(NormalizedSGD)])
+@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
 def test_global_reductions(world, size, make):
     world(size)(trained_as_in_plain_torch, make)
 
 
 @pytest.mark.parametrize("make", [Lamb, Prodigy])
-@on_ranks(1, 2, 3)
+@on_ranks(2, full=(1, 3))
 def test_reductions_of_weights(make):
     """A reduction that a slice does not make global is refused on every rank."""
     reason = None

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full, rows_in_full
 from ranks import on_ranks
 from twins import Tower, ids
 
@@ -25,9 +26,9 @@ STEPS = 6
 TOLERANCE = dict.fromkeys(("adam", "adamw", "adamw-loop", "nadam", "adamax", "adadelta", "rmsprop", "adagrad"), 2e-4)
 
 
-@pytest.mark.parametrize(("max_norm", "loss_scale"), [(None, None), (0.05, 1024.0)])
-@pytest.mark.parametrize("name", MAKERS)
-@on_ranks(1, 2)
+@pytest.mark.parametrize(("max_norm", "loss_scale"), [(0.05, 1024.0), *rows_in_full([(None, None)])])
+@pytest.mark.parametrize("name", by_default(MAKERS, "momentum", "adamw", "adagrad"))
+@on_ranks(2, full=(1,))
 def test_as_in_one_process(name, max_norm, loss_scale):
     rank, size = bmt.rank(), bmt.world_size()
     model, twin = bmt.auto_wrap(Tower()), Tower()
@@ -120,6 +121,6 @@ def bitsandbytes():
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_eight_bits(world, bitsandbytes, tmp_path, size, name):
     world(size)(eight_bits, name, str(tmp_path))

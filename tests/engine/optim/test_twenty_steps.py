@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full
 from hf_bmtrain.engine.ops import adam_step
 from ranks import on_ranks
 from twenty_steps import train
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@on_ranks(1, 2)
+@pytest.mark.parametrize("kernels", [True, *in_full(False)], ids=["kernels", "torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)], ids=str)
+@on_ranks(2, full=(1,))
 def test_twenty_steps(dtype, kernels):
     with mock.patch.object(adam_step, "kernels_serve", return_value=kernels) as asked:
         train(dtype, bmt.optim.AdamOptimizer)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import full, in_full, rows_in_full
 from ranks import Ranks, free_port
 
 INIT = "import hf_bmtrain as bmt; bmt.init_distributed(); print(bmt.rank(), bmt.world_size())"
@@ -30,11 +31,14 @@ def run(code, **variables):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
+@full
 def test_plain_python_is_a_world_of_one():
     assert run(INIT).stdout.strip() == "0 1"
 
 
-@pytest.mark.parametrize(("code", "variables", "message"), MISUSES)
+@pytest.mark.parametrize(
+    ("code", "variables", "message"), [MISUSES[1], *rows_in_full(MISUSES[:1]), *rows_in_full(MISUSES[2:])]
+)
 def test_misuse_is_one_clear_error(code, variables, message):
     result = run(code, **variables)
     assert result.returncode == 1
@@ -50,6 +54,7 @@ dist.destroy_process_group()
 """
 
 
+@full
 def test_joins_a_process_group_that_is_up():
     port = free_port()
     processes = [
@@ -119,6 +124,7 @@ def launch(code: str, size: int) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+@full
 @pytest.mark.parametrize(("end", "code", "left"), ENDS)
 def test_no_thread_of_a_lane_outlives_the_exit(end, code, left):
     """One that drops a tensor while the interpreter ends aborts the process: in one run of six it did."""
@@ -139,7 +145,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.full
+@full
 def test_a_rank_leaves_without_one_that_never_comes():
     stays = launch(STAYS, 2)
     stays[0].communicate(timeout=120)
@@ -165,6 +171,7 @@ os._exit(0)
 """
 
 
+@full
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_come_is_missed_on_all_others(absent):
     told = [process.communicate(timeout=120)[0] for process in launch(MISSING.format(absent=absent), 3)]
@@ -174,7 +181,7 @@ def test_a_rank_that_does_not_come_is_missed_on_all_others(absent):
         assert f"rank {absent} is at <string>" in told[rank]
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [1, *in_full(0)])
 def test_a_rank_that_does_not_come_to_the_start_is_named(absent):
     port, processes = free_port(), []
     for rank in {0, 1, 2} - {absent}:
@@ -216,7 +223,7 @@ def printed():
     return out.getvalue()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
 def test_results(world, size):
     world(size)(results)
     assert world(size)(printed) == ["here\n", "there\n", ""][:size]
@@ -228,7 +235,7 @@ def different_places():
         world.assemble("save" if bmt.rank() == 0 else "load")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_ranks_at_different_places_are_told_of_it(size):
     """They would take each other's arrival for their own, and go on."""
     ranks = Ranks(size)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full
 from hf_bmtrain.engine.sharding.slots import find_places, shard_places
 from hf_bmtrain.engine.sharding.state_dict import follow_state_dicts
 
-SIZES = pytest.mark.parametrize("size", [1, 2])
+SIZES = pytest.mark.parametrize("size", [2, *in_full(1)])
 
 
 class Scaled(nn.Module):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full
 from tiny_models import build
 from twins import Tower, check_gradients, ids
 
@@ -122,6 +123,6 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_gathered(world, size, case):
     world(size)(case)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from twins import WIDTH, Layer, check_gradients, check_twins, ids
 
 VOCABULARY = (1 << 20) // WIDTH + 1  # an embedding large enough for a buffer of its own
@@ -208,12 +209,14 @@ CASES += [(backward_twice,), (saved_activation_modified,), (returned_views_of_pa
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 
 each_case = pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case)
+    "case",
+    by_default(CASES, (equal_to_plain_torch, Language, True), (read_in_the_parent_stays_whole,)),
+    ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 
 
 @each_case
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_reads(world, size, case):
     world(size)(*case)
 

@@ -5,15 +5,18 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
+from cases import in_full, pairwise
 from ranks import on_ranks
 from state_dicts import check_equal, same_storage
 from tiny_models import FAMILIES, batch, build
 from twins import Tower, ids
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    pairwise([("llama", True), ("mixtral", False)], list(FAMILIES), [False, True]),
+)
+@on_ranks(2, full=(1, 3))
 def test_round_trip(family, tied, folder):
     """Equal keys, values and ties; another model's weights load; save_pretrained opens with from_pretrained."""
     plain, other = build(family, tied), build(family, tied, seed=1)
@@ -75,7 +78,7 @@ def parts():
 
 
 @pytest.mark.parametrize("case", [loading_between_steps, wrong_states, parts], ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_state(world, size, case):
     world(size)(case)
 
@@ -88,7 +91,7 @@ def test_one_rank_only(world):
     ranks.stop()
 
 
-@on_ranks(1, 3)
+@on_ranks(3, full=(1,))
 def test_memory():
     """Every rank holds 1/N of the weights."""
     model = bmt.auto_wrap(build("llama"))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from hf_bmtrain.engine.wrap import root_params as outside
 from twins import WIDTH, compare_backward, ids
 
@@ -155,12 +156,14 @@ CASES = [
     (gradients_of_inputs_alone,), (after_a_failed_backward,),
 ]  # fmt: skip
 each_case = pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case)
+    "case",
+    by_default(CASES, TRAINED[0], TRAINED[5], (hooks_are_called_alike,), (after_a_failed_backward,)),
+    ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 
 
 @each_case
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [3, *in_full(1, 2)])
 def test_unused(world, size, case):
     world(size)(*case)
 

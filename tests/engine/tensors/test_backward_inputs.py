@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import pairwise
 from ranks import on_ranks
 from twins import Tower, ids, losses
 
@@ -15,9 +16,11 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("name", NAMES)
-@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("name", "use_checkpoint"),
+    pairwise([("all", False), ("in a block", True), ("outside", True), ("some", True)], list(NAMES), [True, False]),
+)
+@on_ranks(2, full=(1,))
 def test_backward(name, use_checkpoint):
     model, twin = bmt.auto_wrap(Tower(), use_checkpoint=use_checkpoint), Tower()
     mine, twins = dict(model.named_parameters()), dict(twin.named_parameters())
@@ -41,7 +44,7 @@ def test_backward(name, use_checkpoint):
         torch.testing.assert_close(parameter.gather_gradient(), twins[each].grad, rtol=5e-6, atol=1e-7)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_grad():
     model = bmt.auto_wrap(Tower())
     for allow in (True, False):

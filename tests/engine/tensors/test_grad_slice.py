@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full
 from hf_bmtrain.engine.ops.grad_norm import Segments
 from hf_bmtrain.engine.runtime.world import current_world, simulated
 from hf_bmtrain.engine.tensors.norms import SegmentNorms
@@ -36,8 +37,8 @@ def _norms_follow_the_gradients(dtype):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
+@on_ranks(2, full=(1, 3))
 def test_norms_follow_the_gradients(dtype):
     """After a backward, a second one that adds, a write by the user, and a fresh backward into the same memory.
 
@@ -47,8 +48,8 @@ def test_norms_follow_the_gradients(dtype):
         _norms_follow_the_gradients(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float16, *in_full(torch.bfloat16)], ids=str)
+@on_ranks(2, full=(1,))
 def test_norms_are_float32(dtype):
     """A logged norm is not rounded to the gradients' dtype, and does not overflow in float16."""
     model = bmt.auto_wrap(Tower().to(dtype))
@@ -67,7 +68,7 @@ def test_norms_are_float32(dtype):
         torch.testing.assert_close(clipped, whole / norm, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_collectives_are_few():
     model = bmt.auto_wrap(Tower())
     model(ids(0, bmt.rank())).backward()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full, pairwise
 from hf_bmtrain.engine.tensors.tensor import ShardBase
 from ranks import on_ranks
 
@@ -78,9 +79,16 @@ def train(optimizer, model, gradients):
     return norms
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {}], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
-@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    pairwise(
+        [("AdamW", {"foreach": True}), ("Adam", {"fused": True}), ("SGD", {"foreach": True}), ("Adagrad", {})],
+        ["AdamW", "Adam", "SGD", "Adagrad"],
+        [{"foreach": True}, {"fused": True}, {}],
+    ),
+    ids=str,
+)
+@on_ranks(2, full=(3,))
 def test_optimizers(name, options):
     _, _, full_params, others = make()
     plain = nn.ParameterList(full_params)
@@ -107,7 +115,7 @@ def calls_of(function):
     return count
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_a_list_costs_one_call():
     counts = []
     for number in (5, 40):
@@ -126,7 +134,7 @@ CHECKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
 @pytest.mark.parametrize("check", CHECKS)
 def test_lists(world, size, check):
     world(size)(check)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full
 from ranks import on_ranks
 from twins import WIDTH, Tower, ids
 
@@ -56,7 +57,7 @@ def whole_gradient_is_set():
 @pytest.mark.parametrize(
     "case", [describes_the_whole, part_is_the_memory, address_is_refused_where_it_would_mislead, whole_gradient_is_set]
 )
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [3, *in_full(1)])
 def test_slice(world, size, case):
     world(size)(case)
 

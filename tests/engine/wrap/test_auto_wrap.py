@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from hf_bmtrain.engine.wrap.find import find_block_lists
 from inner import state_of
 from ranks import on_ranks
@@ -386,8 +387,12 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "case",
+    by_default(CASES, lists_in_lists, experts, shared_layers, torch_transformer, mixed_precision, refusals, layer_drop),
+    ids=lambda case: case.__name__,
+)
+@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
 def test_wrap(world, size, case):
     world(size)(case)
 

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import full, in_full
 from compile_checks import check, compiled_once, train
 from ranks import on_ranks
 from tiny_models import build
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@full
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_compiled_once_for_all_layers(world, size, family, use_checkpoint):
@@ -25,7 +27,7 @@ def test_a_recompilation_is_seen():
         train(model, "llama", length=lambda step: 7 if step < 2 else 9)
 
 
-@pytest.mark.full
+@full
 @on_ranks(2)
 def test_the_whole_model():
     """Nobody is told to compile it; where it is done, its blocks break the graph and stay right."""

@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_bmtrain as bmt
+from cases import in_full, pairwise
 from ranks import on_ranks
 from tiny_models import batch, build
 
@@ -49,15 +50,16 @@ def wrapped_is_freed(family, options):
     assert left_of(lambda model: bmt.auto_wrap(model, **options), family) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", ["bert", *in_full("llama")])
 def test_plain(family):
     """What transformers itself frees at once."""
     assert left_of(lambda model: model, family) == []
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "family", "use_checkpoint"),
+    pairwise([(2, "llama", True), (1, "bert", False)], [1, 2], ["llama", "bert"], [True, False]),
+)
 def test_wrapped(world, size, family, use_checkpoint):
     world(size)(wrapped_is_freed, family, {"use_checkpoint": use_checkpoint})
 

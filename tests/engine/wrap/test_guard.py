@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from ranks import on_ranks
 from twins import Tower, ids
 
@@ -51,9 +52,9 @@ RENAMING = {
 }
 
 
-@pytest.mark.parametrize("name", RENAMING)
-@pytest.mark.parametrize("path", ["layers.1.linear", "head"])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["pruned", *in_full("pruned by nothing")])
+@pytest.mark.parametrize("path", ["layers.1.linear", *in_full("head")])
+@on_ranks(2, full=(1,))
 def test_renamed(name, path):
     """Pruning after wrapping would mask slices by the numbers in them."""
     model = bmt.auto_wrap(Quiet())
@@ -109,9 +110,12 @@ def walks_once():
         assert walk.call_count == 2 * first
 
 
-@pytest.mark.parametrize("forwards", [0, 2])
-@pytest.mark.parametrize("name", CHANGES)
-@on_ranks(1, 2)
+@pytest.mark.parametrize("forwards", [2, *in_full(0)])
+@pytest.mark.parametrize(
+    "name",
+    by_default(CHANGES, "replaced in the dict", "added to one without", "a module replaced", "an adapter around"),
+)
+@on_ranks(2, full=(1,))
 def test_changes(name, forwards):
     """After so many forwards that found nothing; the error comes every time until the model is mended."""
     model = bmt.auto_wrap(Quiet())
@@ -124,6 +128,6 @@ def test_changes(name, forwards):
 
 
 @pytest.mark.parametrize("case", [swaps_back, exchanged_for_no_slice, walks_once], ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_guard(world, size, case):
     world(size)(case)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kernel_checks as checks
+from cases import in_full
 from hf_bmtrain.features.float8.arithmetic import (
     ALIGNMENT,
     MOST,
@@ -24,7 +25,7 @@ def wide(factor) -> torch.Tensor:
     return factor.values.double() * factor.scales.double()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)])
 def test_elements_are_rounded_to_four_significant_bits(dtype):
     x = matrix(33, 48, dtype) * torch.logspace(-3, 3, 33)[:, None].to(dtype)
     factor = quantize_rows(x)
@@ -45,12 +46,12 @@ def test_columns_are_rows_of_the_transpose_and_are_padded():
     assert torch.equal(columns.scales, again.scales) and torch.equal(rows.scales, quantize_rows(x).scales)
 
 
-@pytest.mark.parametrize("shape", [(21, 32), (32, 16), (1, 48)])
+@pytest.mark.parametrize("shape", [(21, 32), *in_full((32, 16), (1, 48))])
 def test_compilers_know_what_rounding_both_ways_returns(shape):
     torch.library.opcheck(torch.ops.hf_bmtrain.quantize_both.default, (matrix(*shape, torch.bfloat16),))
 
 
-@pytest.mark.parametrize("shape", [(21, 32), (32, 16), (0, 48), (1, 48)])
+@pytest.mark.parametrize("shape", [(21, 32), *in_full((32, 16), (0, 48), (1, 48))])
 def test_compilers_know_what_transposing_returns(shape):
     values = torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
     checked = (
@@ -61,7 +62,7 @@ def test_compilers_know_what_transposing_returns(shape):
     torch.library.opcheck(torch.ops.hf_bmtrain.transpose_codes.default, (values,), test_utils=checked)
 
 
-@pytest.mark.parametrize("shape", [(21, 32), (32, 16), (1, 48)])
+@pytest.mark.parametrize("shape", [(21, 32), *in_full((32, 16), (1, 48))])
 def test_transposing(shape):
     checks.check_transpose(lambda x: x, shape)
 
@@ -74,13 +75,13 @@ def test_a_weight_has_one_scale_in_both_directions():
     assert torch.equal(wide(both_ways), wide(factor).t()) and both_ways.values.is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (33, 48)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)])
+@pytest.mark.parametrize("shape", [(7, 5), *in_full((1, 1), (33, 48))])
 def test_pieces_are_rounded_as_the_whole(dtype, shape):
     checks.check_float8(lambda x: x, "pieces", dtype, shape, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
 def test_products_are_those_of_the_elements(dtype):
     a, b = quantize_rows(matrix(5, 64)), quantize_whole(matrix(7, 64, seed=1))
     exact = wide(a) @ wide(b).t()
@@ -96,7 +97,7 @@ def test_products_are_not_rounded_by_autocast():
         assert torch.equal(product(a, b, torch.float32, fast=False), plain)
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("bad", [float("inf"), *in_full(float("nan"))])
 def test_what_is_not_finite_makes_its_row_nan(bad):
     x = matrix(4, 16)
     x[2, 3] = bad

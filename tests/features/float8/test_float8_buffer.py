@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full, rows_in_full
 from hf_bmtrain.engine.comm.communicator import CollectiveGather
 from hf_bmtrain.engine.comm.streams import DONE
 from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
@@ -114,19 +115,19 @@ def rounds_and_gathers(dtype, companions=()):
     assert all(torch.equal(bits(gathered.values), one) for gathered, one in zip(weights, before))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("companions", [(), COMPANIONS], ids=["alone", "companions"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("companions", [COMPANIONS, *in_full(())], ids=["companions", "alone"])
+@pytest.mark.parametrize("size", [3, *in_full(2)])
 def test_what_is_gathered_is_the_rounded_whole(world, size, dtype, companions):
     world(size)(rounds_and_gathers, dtype, companions)
 
 
-@pytest.mark.parametrize("companions", [(), COMPANIONS], ids=["alone", "companions"])
+@pytest.mark.parametrize("companions", [COMPANIONS, *in_full(())], ids=["companions", "alone"])
 def test_it_is_pulled(peers, companions):
     peers(2)(rounds_and_gathers, torch.float32, companions)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 64), (torch.bfloat16, 128)], ids=str)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 128), *rows_in_full([(torch.float32, 64)])], ids=str)
 def test_only_few_are_companions(dtype, most):
     def takes(numel):
         beside, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((numel,), (64, 128)))
@@ -178,7 +179,7 @@ def rounds_together():
     return stale
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_what_is_updated_alongside_is_rounded_by_itself(world, size):
     for stale in world(size)(rounds_together):
         assert stale == [[False, False, True, False], *[[False] * 4] * 3]
@@ -202,7 +203,7 @@ def without_owner():
     return bmt.rank() == 0 or second.storage.is_stale
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_what_no_layer_has_is_not_rounded(world, size):
     assert all(world(size)(without_owner))
 

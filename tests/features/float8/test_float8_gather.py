@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import full, in_full, rows_in_full
 from float8_models import build, rows
 from float8_training import float8_buffers, same_bits, seen, train
 from hf_bmtrain.engine.sharding.slots import buffers_of
@@ -35,17 +36,17 @@ def buffers_a_block(family, width):
 
 @pytest.mark.parametrize(
     ("family", "width", "expected"),
-    [("llama", 32, [True]), ("gpt2", 256, [True]), ("gpt2", 32, [True, False])],
-    ids=["few", "few biases", "many"],
+    [("gpt2", 32, [True, False]), *rows_in_full([("llama", 32, [True]), ("gpt2", 256, [True])])],
+    ids=["many", "few", "few biases"],
 )
 def test_norms_and_biases_are_gathered_with_the_weights_if_they_are_few(world, family, width, expected):
     for found in world(2)(buffers_a_block, family, width):
         assert [sorted(each, reverse=True) for each in found] == [expected] * 2
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("zero_level", [2, 3])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
+@pytest.mark.parametrize("zero_level", [3, *in_full(2)])
+@pytest.mark.parametrize("family", ["gpt2", *in_full("llama")])
 def test_same_bits(world, size, zero_level, family):
     world(size)(same_bits, family, {"zero_level": zero_level, "use_checkpoint": zero_level == 2})
 
@@ -56,11 +57,12 @@ FROZEN = {"prepare": freeze_half}
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero_level": 3, "use_checkpoint": True, "accumulate": 2}, {"zero_level": 2, "use_checkpoint": False},
-        {"dtype": torch.bfloat16}, {**FROZEN, "keep_frozen": True}, {**FROZEN, "keep_frozen": False},
-        {"offload": True, "accumulate": 2},
-        pytest.param({"compile": "aot_eager"}, marks=pytest.mark.full),
-        pytest.param({"compile": "aot_eager", "use_checkpoint": False, **FROZEN}, marks=pytest.mark.full),
+        {"zero_level": 3, "use_checkpoint": True, "accumulate": 2}, {"dtype": torch.bfloat16},
+        {**FROZEN, "keep_frozen": True},
+        *in_full({"zero_level": 2, "use_checkpoint": False}, {**FROZEN, "keep_frozen": False}),
+        *in_full({"offload": True, "accumulate": 2}),
+        pytest.param({"compile": "aot_eager"}, marks=full),
+        pytest.param({"compile": "aot_eager", "use_checkpoint": False, **FROZEN}, marks=full),
     ],
     ids=lambda options: "-".join(options),
 )  # fmt: skip
@@ -70,7 +72,7 @@ def test_same_bits_with_other_options(world, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"offload": True, "zero_level": 2}, {**FROZEN, "keep_frozen": True}],
+    [{"offload": True, "zero_level": 2}, *in_full({}, {**FROZEN, "keep_frozen": True})],
     ids=lambda options: "-".join(options),
 )
 def test_same_bits_where_weights_are_pulled(peers, options):
@@ -96,7 +98,7 @@ def roundings(offload):
     return counts, next(each for each in shown if isinstance(each, int))
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [True, *in_full(False)])
 def test_shards_are_rounded_together_unless_they_are_updated_alongside(world, offload):
     for counts, buffers in world(2)(roundings, offload):
         assert counts == [0, buffers] + [buffers if offload else 1] * 2 and buffers > 1  # the second step switches
@@ -107,7 +109,7 @@ def updated_alongside(seed):
         same_bits("llama", {"offload": True, "accumulate": 2})
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *in_full(1, 2)])
 def test_shards_are_rounded_behind_their_updates(world, peers, seed):
     world(2)(updated_alongside, seed)
     peers(2)(updated_alongside, seed)
@@ -146,7 +148,7 @@ def prune(collects):
         gc.enable()
 
 
-@pytest.mark.parametrize("collects", [1, -1])
+@pytest.mark.parametrize("collects", [-1, *in_full(1)])
 def test_a_layer_that_is_cut_off_is_not_rounded_any_more(world, peers, collects):
     for ranks in (world(2), peers(2)):
         for losses in ranks(prune, collects):
@@ -174,7 +176,7 @@ def read_and_write(model, step):
     return shown
 
 
-@pytest.mark.parametrize("zero_level", [2, 3])
+@pytest.mark.parametrize("zero_level", [3, *in_full(2)])
 def test_weights_are_read_and_written_between_steps(world, zero_level):
     world(2)(same_bits, "llama", {"between": read_and_write, "zero_level": zero_level})
 
@@ -244,7 +246,7 @@ def some_stay(alone):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_what_is_not_called_or_too_noisy_stays(world, size):
     world(size)(some_stay, size == 1)
 

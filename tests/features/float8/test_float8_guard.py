@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
+from cases import in_full, rows_in_full
 from float8_models import build, rows
 from hf_bmtrain.engine.sharding.slots import buffers_of
 from hf_bmtrain.features.float8.calibrate import Calibration
@@ -138,8 +139,8 @@ def leaves_float8(use_checkpoint: bool) -> list[str]:
     return [line for line in lines if "signal-to-noise" in line]
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_a_compiled_layer_with_too_much_noise_leaves_float8(world, size, use_checkpoint):
     """Training goes on as that of a model in which this layer was kept out of float8."""
     told = [line for lines in world(size)(leaves_float8, use_checkpoint) for line in lines]
@@ -175,8 +176,10 @@ def test_the_ratio_is_that_of_all_ranks(world):
 # -- no trace ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"use_checkpoint": True}, {"use_checkpoint": False}, {"zero_level": 2}], ids=str)
-@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "options", [{"use_checkpoint": True}, *in_full({"use_checkpoint": False}, {"zero_level": 2})], ids=str
+)
+@on_ranks(2, full=(1,))
 def test_the_measurement_leaves_no_trace(options: dict) -> None:
     """The same bits and as many graphs as without it: random states, buffers, attributes and arguments are put back."""
     found = []
@@ -207,7 +210,7 @@ class Written(nn.Module):
         return x.square().mean()
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_tensors_inside_of_arguments_are_written_once() -> None:
     found = []
     for guard in (True, False):
@@ -241,8 +244,7 @@ def family_has_the_same_bits(family: str, dtype: torch.dtype = torch.float32) ->
 
 @pytest.mark.parametrize(
     ("family", "size"),
-    [("t5", 2), ("llama", 3)]
-    + [pytest.param(*each, marks=pytest.mark.full) for each in [("gpt2", 2), ("bert", 2), ("mixtral", 2), ("t5", 1)]],
+    [("t5", 2), *rows_in_full([("llama", 3), ("gpt2", 2), ("bert", 2), ("mixtral", 2), ("t5", 1)])],
 )
 def test_families_have_the_same_bits(world, family, size):
     world(size)(family_has_the_same_bits, family)
@@ -269,7 +271,7 @@ def test_adapters_have_the_same_bits(world):
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
 @on_ranks(2)
 def test_weights_are_gathered_in_float8_from_the_first_compiled_forward_on(use_checkpoint: bool) -> None:
     model = compiled(Stateful(), use_checkpoint=use_checkpoint)
@@ -299,7 +301,7 @@ def test_weights_are_gathered_in_float8_from_the_first_compiled_forward_on(use_c
     assert len([each for each in seen if not each[0]]) == 6, "measured again"
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_a_measurement_that_raises_changes_nothing() -> None:
     model = compiled(Stateful(noisy=True))
     before = [bits(value) for value in model.state_dict().values()]
@@ -322,7 +324,7 @@ def test_a_measurement_that_raises_changes_nothing() -> None:
     same(found, train(compiled(Stateful(noisy=True)), call))
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_the_decision_waits_for_backwards_that_are_to_come() -> None:
     """A block of which a backward is to come would be recomputed in another dtype."""
     model = compiled(Stateful(noisy=True))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import full, in_full, rows_in_full
 from compile_checks import float8_gradients
 from float8_models import build, extend_all, rows
 from hf_bmtrain.engine.sharding.slots import buffers_of
@@ -47,8 +48,8 @@ def freeze_half(model: nn.Module) -> None:
         parameter.requires_grad_("layers.0" not in name and "mlp" not in name)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "mixtral"])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("family", ["gpt2", *in_full("llama", "bert", "mixtral")])
 def test_equal_to_the_same_layers_in_plain_torch(world, size, family):
     world(size)(check, family)
 
@@ -56,10 +57,10 @@ def test_equal_to_the_same_layers_in_plain_torch(world, size, family):
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero_level": 2}, {"use_checkpoint": False}, {"use_checkpoint": "auto"}, {"accumulate": 3},
-        {"prepare": freeze_half}, {"prepare": freeze_half, "keep_frozen": True},
-        pytest.param({"compile": "aot_eager"}, marks=pytest.mark.full),
-        pytest.param({"compile": "aot_eager", "use_checkpoint": False, "prepare": freeze_half}, marks=pytest.mark.full),
+        {"accumulate": 3}, {"prepare": freeze_half, "keep_frozen": True},
+        *in_full({"zero_level": 2}, {"use_checkpoint": False}, {"use_checkpoint": "auto"}, {"prepare": freeze_half}),
+        pytest.param({"compile": "aot_eager"}, marks=full),
+        pytest.param({"compile": "aot_eager", "use_checkpoint": False, "prepare": freeze_half}, marks=full),
     ],
     ids=lambda options: "-".join(options),
 )  # fmt: skip
@@ -71,8 +72,8 @@ def test_with_other_options(world, options):
     ("family", "backend", "dtype"),
     [
         ("llama", "aot_eager", torch.float32),
-        pytest.param("llama", "inductor", torch.bfloat16, marks=pytest.mark.full),
-        pytest.param("gpt2", "inductor", torch.bfloat16, marks=pytest.mark.full),
+        pytest.param("llama", "inductor", torch.bfloat16, marks=full),
+        pytest.param("gpt2", "inductor", torch.bfloat16, marks=full),
     ],
 )
 def test_compiled_gradients(world, family, backend, dtype):
@@ -125,13 +126,17 @@ def test_layers_are_chosen_and_told(world):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"float8": "blocks"}, "'rows', got 'blocks'"),
-        ({"float8": None}, "got None"),
-        ({"float8": 1}, "got 1"),
         ({"float8": True, "keep": ["w_proj"]}, r"keep names \['w_proj'\].*Layers are: down_proj, gate_proj"),
-        ({"float8": True, "keep": "q_proj"}, "keep must be a list of names of modules"),
-        ({"keep": ["q_proj"]}, "pass float8=True"),
         ({"float8": True, "odd": True}, "finds no layer.*multiples of 16"),
+        *rows_in_full(
+            [
+                ({"float8": "blocks"}, "'rows', got 'blocks'"),
+                ({"float8": None}, "got None"),
+                ({"float8": 1}, "got 1"),
+                ({"float8": True, "keep": "q_proj"}, "keep must be a list of names of modules"),
+                ({"keep": ["q_proj"]}, "pass float8=True"),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -144,7 +149,7 @@ def test_what_cannot_be_is_refused(options: dict, words: str) -> None:
         bmt.auto_wrap(model, **options)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, *in_full(False)])
 @on_ranks(1)
 def test_float8_is_chosen_when_a_model_is_wrapped_first(first: bool) -> None:
     model = bmt.auto_wrap(build("llama"), float8=first)
@@ -199,7 +204,7 @@ def left_out(use_checkpoint: bool) -> tuple[list[bool], list[str], int]:
     return active, [line for line in lines if "float8" in line], present_calibrations()
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
 def test_a_layer_with_too_much_noise_leaves_float8_on_every_rank(world, use_checkpoint):
     told = world(2)(left_out, use_checkpoint)
     for active, _, calibrations in told:
@@ -249,9 +254,9 @@ def resumed(folder: str, saved_after: int, options: dict) -> tuple[list[float], 
     return expected, losses
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": "aot_eager"}], ids=str)
-@pytest.mark.parametrize("saved_after", [0, 1, 3])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [{}, *in_full({"compile": "aot_eager"})], ids=str)
+@pytest.mark.parametrize("saved_after", [1, *in_full(0, 3)])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_a_resumed_run_has_the_same_layers_in_float8(world, tmp_path, size, saved_after, options):
     for expected, losses in world(size)(resumed, str(tmp_path), saved_after, options):
         assert losses == expected
@@ -284,7 +289,7 @@ def two_models(folder: str, saves: bool) -> tuple[list[bool], list[float], list[
     return active, [train_noisy(model, 1)[0] for model in both], [line for line in lines if "float8" in line]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_models_decide_by_themselves_also_when_they_are_resumed(world, tmp_path, size):
     saved = world(size)(two_models, str(tmp_path), True)
     loaded = world(size)(two_models, str(tmp_path), False)
@@ -343,7 +348,7 @@ class Prompted(nn.Module):
         return x + self.project(self.prompt).mean(0)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_a_parameter_that_is_projected_trains() -> None:
     model = Noisy()
     torch.manual_seed(1)
@@ -428,7 +433,7 @@ def test_adapters_train_beside_it(world):
     world(2)(adapters)
 
 
-@pytest.mark.parametrize("name", ["nf4", "fp8"])
+@pytest.mark.parametrize("name", ["nf4", *in_full("fp8")])
 @on_ranks(2)
 def test_a_packed_base_computes_in_float8(name: str) -> None:
     """A frozen base that is packed, unpacked and then rounded to float8."""

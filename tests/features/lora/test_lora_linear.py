@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 import float8_models
 import hf_bmtrain as bmt
 from beside_twin import train_beside
+from cases import in_full, pairwise, rows_in_full
 from hf_bmtrain.features.float8.linear import Float8Linear
 from hf_bmtrain.features.lora import linear as lora_linear
 from hf_bmtrain.features.lora.linear import FusedLoraLinear, fuse_lora
@@ -89,18 +90,27 @@ def nothing(model):
     pass
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 16), (16,), (0, 16)], ids=str)
-@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    pairwise(
+        [("linear", (3, 5, 16)), ("no bias", (0, 16)), ("conv1d", (16,))],
+        ["linear", "no bias", "conv1d"],
+        [(3, 5, 16), (7, 16), (16,), (0, 16)],
+    ),
+    ids=str,
+)
 def test_is_pefts(kind, shape):
     compare(nothing, 2, shape=shape, kind=kind, bias=kind != "no bias")
 
 
-@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, 0), (torch.bfloat16, 2), (torch.float16, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "fused"), [(torch.bfloat16, 2), *rows_in_full([(torch.float32, 0), (torch.float16, 2)])], ids=str
+)
 def test_other_dtypes(dtype, fused):
     compare(nothing, fused, rtol=0.05 if fused else 0, dtype=dtype)
 
 
-@pytest.mark.parametrize("options", [{"use_rslora": True}, {"lora_dropout": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, *in_full({"use_rslora": True})], ids=str)
 def test_evaluation(options):
     compare(lambda model: model.eval(), 2, **options)
 
@@ -109,7 +119,7 @@ def clip(model):
     model.base_model.model.clips = True
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 16), (7, 16), (16,)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 16), *in_full((7, 16), (16,))], ids=str)
 def test_outputs_may_be_modified_in_place(shape):
     compare(clip, 2, shape=shape)
 
@@ -140,7 +150,7 @@ def freeze_b(model):
             parameter.requires_grad_(False)
 
 
-@pytest.mark.parametrize("prepare", [freeze_a, freeze_b])
+@pytest.mark.parametrize("prepare", [freeze_a, *in_full(freeze_b)])
 def test_one_factor_is_frozen(prepare):
     compare(prepare, 2)
 
@@ -193,7 +203,9 @@ PEFTS = [
 
 
 @pytest.mark.parametrize(
-    ("prepare", "fused", "options"), PEFTS, ids=lambda value: getattr(value, "__name__", str(value))
+    ("prepare", "fused", "options"),
+    [*PEFTS[:3], *rows_in_full(PEFTS[3:])],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_is_not_one_plain_adapter_runs_pefts_forward(prepare, fused, options):
     compare(prepare, fused, **options)
@@ -242,9 +254,16 @@ def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "adapters"),
+    pairwise(
+        [("linear", torch.bfloat16, torch.float32), ("conv1d", torch.float32, torch.float32)],
+        ["linear", "conv1d"],
+        [torch.float32, torch.bfloat16],
+        [torch.float32, torch.bfloat16],
+    ),
+    ids=str,
+)
 def test_autocast(dtype, adapters, kind):
     """PEFT keeps adapters in float32 beside a model in bfloat16."""
 
@@ -286,8 +305,8 @@ def saved_bytes(model, around):
     return found
 
 
-@pytest.mark.parametrize("prepare", [nothing, freeze_a, freeze_b])
-@pytest.mark.parametrize("around", [contextlib.nullcontext, autocast])
+@pytest.mark.parametrize("prepare", [freeze_b, *in_full(nothing, freeze_a)])
+@pytest.mark.parametrize("around", [autocast, *in_full(contextlib.nullcontext)])
 def test_no_more_is_kept_than_by_peft(around, prepare):
     plain, model = build(dtype=torch.bfloat16), build(dtype=torch.bfloat16)
     for each in (plain, model):
@@ -319,15 +338,17 @@ def sharded(options, wrap):
     assert len(calls) >= 3 * 3 * 7
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize(
-    "wrap", [{}, {"zero_level": 2, "use_checkpoint": False}, {"keep_frozen": True}, {"use_checkpoint": False}], ids=str
+    "wrap",
+    [{}, {"keep_frozen": True}, *in_full({"zero_level": 2, "use_checkpoint": False}, {"use_checkpoint": False})],
+    ids=str,
 )
 def test_sharded(world, size, wrap):
     world(size)(sharded, {"use_rslora": "zero_level" in wrap}, wrap)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", *in_full("llama")])
 @on_ranks(1)
 def test_layers_in_float8_are_not_fused(family):
     """A layer that computes in float8 is not fused, under its old class name."""

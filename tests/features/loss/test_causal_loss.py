@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full, rows_in_full
 from hf_bmtrain.features.loss.chunked_head import ChunkedHead, fuse_causal_loss
 from language_model import buffers
 from tiny_models import VOCABULARY, batch
@@ -91,16 +92,25 @@ def train(family: str, sharded: str, items: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "items"),
-    [(family, None) for family in FAMILIES] + [(family, 5) for family in FAMILIES if family not in WITHOUT_ITEMS],
+    ("family", "sharded", "items"),
+    [
+        ("llama", "own", 5),
+        ("gpt2 tied", "first", None),
+        ("gemma2", "later", 5),
+        *rows_in_full(
+            (family, sharded, items)
+            for family in FAMILIES
+            for sharded, items in [("first", 5), ("own", None), ("later", None)]
+            if items is None or family not in WITHOUT_ITEMS
+        ),
+    ],
 )
-@pytest.mark.parametrize("sharded", ["first", "own", "later"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_sharded_models(world, size, family, sharded, items):
     world(size)(train, family, sharded, items)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", *in_full(*(family for family in FAMILIES if family != "gemma2"))])
 def test_plain_models(world, family):
     world(1)(train, family, "", None)
 
@@ -166,7 +176,10 @@ HARMLESS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("asked", "change"), [*CHANGES, *(("", change) for change in HARMLESS)])
+@pytest.mark.parametrize(
+    ("asked", "change"),
+    [CHANGES[3], *rows_in_full(CHANGES[:3] + CHANGES[4:]), *rows_in_full(("", change) for change in HARMLESS)],
+)
 def test_what_happens_to_logits_on_their_way(monkeypatch, asked, change):
     """Known: no logits. Unknown: one log line that names it, the logits, and the right loss."""
     monkeypatch.setattr(Odd, "change", staticmethod(change))

@@ -8,6 +8,7 @@ from torch import nn
 import hf_bmtrain as bmt
 import hf_bmtrain.engine.wrap.root_params
 import linear_loss_checks as checks
+from cases import in_full, pairwise, rows_in_full
 from hf_bmtrain.features.loss.linear import chunk_rows
 from hf_bmtrain.loss import linear_cross_entropy
 from language_model import CLASSES, Language, batch, buffers, head_loss
@@ -32,11 +33,8 @@ def test_a_target_out_of_range_is_named():
     ("rows", "row_bytes", "budget", "expected"),
     [
         (8192, 128256 * 2, 1 << 30, 4096),
-        (8192, 32000 * 2, 1 << 30, 8192),
-        (100, 10, 1, 1),
         (100, 10, 70, 7),
-        (0, 10, 100, 1),
-        (1000, 1, 900, 512),
+        *rows_in_full([(8192, 32000 * 2, 1 << 30, 8192), (100, 10, 1, 1), (0, 10, 100, 1), (1000, 1, 900, 512)]),
     ],
 )
 def test_chunks_are_even_and_within_the_budget(rows, row_bytes, budget, expected):
@@ -83,26 +81,37 @@ def train(name: str, own: bool, tied: bool, bias: bool, frozen: str, zero_level:
         check_twins(lambda: Language(tied, bias), LOSSES[name], **how)
 
 
-@pytest.mark.parametrize("frozen", ["", "head", "embedding", "body"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "name", "own", "bias", "frozen"),
+    pairwise(
+        [
+            (2, "inside", True, True, ""),
+            (2, "outside", False, True, "head"),
+            (2, "row_by_row", True, False, "embedding"),
+            (1, "two_losses", True, True, "body"),
+        ],
+        [1, 2],
+        list(LOSSES),
+        [False, True],
+        [False, True],
+        ["", "head", "embedding", "body"],
+    ),
+)
 def test_a_sharded_head(world, size, name, own, bias, frozen):
     world(size)(train, name, own, False, bias, frozen, 3)
 
 
-@pytest.mark.parametrize("zero_level", [2, 3])
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "name", "own", "zero_level"),
+    pairwise([(2, "inside", True, 3), (2, "two_losses", False, 3)], [1, 2], list(LOSSES), [False, True], [2, 3]),
+)
 def test_a_tied_head(world, size, name, own, zero_level):
     world(size)(train, name, own, True, True, "", zero_level)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("tied", [True, *in_full(False)])
+@pytest.mark.parametrize("own", [True, *in_full(False)])
+@on_ranks(2, full=(1,))
 def test_accumulation(own: bool, tied: bool) -> None:
     """Micro-batches with a backward each against the plain twin's mean over all of them."""
     size, rank = bmt.world_size(), bmt.rank()
@@ -134,7 +143,7 @@ def test_the_head_is_whole_for_the_loss_alone(world):
     assert world(2)(look)[0] == [False] * 4
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_a_failed_backward_is_forgotten() -> None:
     """A backward that raises after the head's gradient was collected leaves nothing for the next one."""
     model, twin = bmt.auto_wrap(Language()), Language()
@@ -148,7 +157,7 @@ def test_a_failed_backward_is_forgotten() -> None:
     torch.testing.assert_close(model.head.weight.gather_gradient(), twin.head.weight.grad)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_weights_that_change_before_backward_computes_with_them_raise() -> None:
     model = bmt.auto_wrap(Language())
     hidden = model(batch(0, 0)[0]).detach().requires_grad_()
@@ -169,7 +178,7 @@ class Blocks(nn.Module):
         self.body, self.head = block(Layer()), block(nn.Linear(WIDTH, CLASSES))
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_a_head_that_is_a_block() -> None:
     model, twin = Blocks(wrap=True), Blocks(wrap=False)
     x = torch.randn(4, WIDTH)
@@ -193,6 +202,6 @@ def spent() -> list[bool]:
     return [*seen, gradient.shard is not None]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_a_gradient_that_was_used_is_freed_in_the_next_forward(world, size):
     assert world(size)(spent)[0] == [True, False]

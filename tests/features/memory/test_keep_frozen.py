@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import full, in_full, pairwise, rows_in_full
 from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.engine.comm.collective_log import code
 from hf_bmtrain.features.memory.activations import Planner
@@ -84,9 +85,11 @@ def gathered_in_steps(model, count=2, first=1):
 # -- all of them ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False, "auto"])
-@pytest.mark.parametrize("zero_level", [2, 3])
-@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("zero_level", "use_checkpoint"),
+    pairwise([(3, True), (2, "auto")], [2, 3], [True, False, "auto"]),
+)
+@on_ranks(2, full=(1,))
 def test_kept_and_equal(zero_level, use_checkpoint):
     options = {"zero_level": zero_level, "use_checkpoint": use_checkpoint}
     several = bmt.world_size() > 1
@@ -172,7 +175,7 @@ def gathered_in_steps_without_update(model):
     return [numbers.count(buffer.number) for buffer in frozen_in(model)]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_follows_writes(world, size):
     world(size)(follows_writes)
 
@@ -189,8 +192,8 @@ def thaw_and_freeze(model, step):
             parameter.requires_grad_(step not in (3, 5))
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
+@on_ranks(2, full=(1,))
 def test_follows_requires_grad(use_checkpoint):
     model = check_twins(adapted, loss, 6, thaw_and_freeze, keep_frozen=True, use_checkpoint=use_checkpoint)
     if bmt.world_size() == 1:
@@ -221,7 +224,7 @@ def test_thawed_between():
     assert all(buffer.is_unsharded for buffer in frozen_in(model)[:2])
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_added_later():
     """Adapters in a wrapped model whose base is frozen then: the second auto_wrap keeps the base whole."""
 
@@ -242,7 +245,7 @@ def test_added_later():
     assert not any(gathered_in_steps(model))
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_refused():
     for value in ("some", 1, None):
         with pytest.raises(ValueError, match="keep_frozen must be True, False or 'auto'"):
@@ -319,7 +322,7 @@ def train(model, steps, rows=4):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
 @on_ranks(2)
 def test_as_many_as_fit(use_checkpoint):
     outside, block = sizes()
@@ -494,9 +497,9 @@ def told_on_the_cpu():
 
 
 DECISIONS = [
-    least_memory, larger_inputs, less_memory, waits_for_the_optimizer, evaluation, fully_trained,
-    pytest.param(recomputation_first, marks=counts_saved, id="recomputation_first"),
-    two_models, told_on_the_cpu,
+    least_memory, larger_inputs, waits_for_the_optimizer, evaluation,
+    *in_full(less_memory, fully_trained, two_models, told_on_the_cpu),
+    pytest.param(recomputation_first, marks=[counts_saved, full], id="recomputation_first"),
 ]  # fmt: skip
 
 
@@ -542,7 +545,7 @@ def through_peft(choice):
         torch.testing.assert_close(rows_loss(model, 0, 0), rows_loss(twin, 0, 0))
 
 
-@pytest.mark.parametrize(("size", "choice"), [(1, True), (2, True), (2, "auto")])
+@pytest.mark.parametrize(("size", "choice"), [(2, "auto"), *rows_in_full([(1, True), (2, True)])])
 def test_through_peft(world, size, choice):
     pytest.importorskip("peft")
     world(size)(through_peft, choice)
@@ -555,7 +558,7 @@ def frozen_llama():
     return on_meta(model).train()
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, pytest.param("auto", marks=counts_saved)])
+@pytest.mark.parametrize("use_checkpoint", [*in_full(True), pytest.param("auto", marks=counts_saved)])
 def test_predictions_follow(use_checkpoint):
     """What is kept is whole at the peak, and no more is than fits."""
 

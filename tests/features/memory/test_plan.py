@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from cases import rows_in_full
 from hf_bmtrain.features.memory.plan import Plan, make_plan
 
 INPUT, TEMPORARY = 2, 1
@@ -46,7 +47,9 @@ def random_cases(count):
         yield activations, parameters, draw.randint(0, 120)
 
 
-@pytest.mark.parametrize(("loss", "early", "late"), [(3, 1, 2), (20, 0, 0), (0, 12, 1), (0, 0, 12), (0, 0, 0)])
+@pytest.mark.parametrize(
+    ("loss", "early", "late"), [(3, 1, 2), *rows_in_full([(20, 0, 0), (0, 12, 1), (0, 0, 12), (0, 0, 0)])]
+)
 def test_no_plan_exceeds_the_limit(loss, early, late):
     kept = whole = 0
     for activations, parameters, limit in random_cases(5_000):
@@ -82,20 +85,24 @@ def test_more_room_never_keeps_fewer():
 @pytest.mark.parametrize(
     ("activations", "parameters", "rooms", "kept", "whole"),
     [
-        ([5, 5, 5], [1, 1, 1], (14, 99), "011", "000"),
-        ([5, 5, 5], [1, 1, 1], (15, 99), "111", "000"),
         ([5, 5, 5], [1, 1, 1], (17, 99), "111", "011"),
         ([5, 5, 5], [1, 1, 1], (99, 10), "111", "000"),  # of the last block's own 5 backward has room already
-        ([5, 5, 5], [1, 1, 1], (99, 12), "111", "011"),
-        ([5, 5, 5], [1, 1, 1], (99, 9), "011", "000"),
-        ([5, 5, 5], [1, 1, 1], (99, 0), "001", "000"),
-        ([5, 5, 5], [1, 1, 1], (99, -1), "000", "000"),
-        ([5, 5, 5], [1, 1, 1], (-1, 99), "000", "000"),
         ([5, 50, 5], [1, 1, 1], (20, 20), "101", "000"),  # a large one is passed over; then none stays whole
-        ([5, 5, 50], [1, 1, 1], (20, 8), "010", "000"),  # the last one recomputes: all that is kept counts
-        ([0, 0], [1, 0], (0, 0), "11", "00"),
-        ([0, 0], [1, 0], (1, 1), "11", "10"),  # 0: whole anyway
-        ([], [], (1, 1), "", ""),
+        *rows_in_full(
+            [
+                ([5, 5, 5], [1, 1, 1], (14, 99), "011", "000"),
+                ([5, 5, 5], [1, 1, 1], (15, 99), "111", "000"),
+                ([5, 5, 5], [1, 1, 1], (99, 12), "111", "011"),
+                ([5, 5, 5], [1, 1, 1], (99, 9), "011", "000"),
+                ([5, 5, 5], [1, 1, 1], (99, 0), "001", "000"),
+                ([5, 5, 5], [1, 1, 1], (99, -1), "000", "000"),
+                ([5, 5, 5], [1, 1, 1], (-1, 99), "000", "000"),
+                ([5, 5, 50], [1, 1, 1], (20, 8), "010", "000"),  # the last one recomputes: all that is kept counts
+                ([0, 0], [1, 0], (0, 0), "11", "00"),
+                ([0, 0], [1, 0], (1, 1), "11", "10"),  # 0: whole anyway
+                ([], [], (1, 1), "", ""),
+            ]
+        ),
     ],
 )
 def test_cases(activations, parameters, rooms, kept, whole):

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
+from cases import by_default, full, in_full, pairwise
 from hf_bmtrain.engine.blocks.recompute import ALWAYS, NEVER
 from hf_bmtrain.features.memory import policy
 from hf_bmtrain.features.memory.activations import Planner
@@ -576,13 +577,24 @@ DECISIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", DECISIONS, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    by_default(
+        DECISIONS,
+        measured_then_planned,
+        rank_dependent_room,
+        larger_batches,
+        gradients_of_the_last_step,
+        dropped_forward,
+    ),
+    ids=lambda case: case.__name__,
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_decisions(world, size, case):
     world(size)(case)
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("which", PEAKS)
 @on_ranks(1)
@@ -602,10 +614,24 @@ def test_the_peak_is_kept(which, micro_batches):
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 8 and len(set(counts)) > 4, counts
 
 
-@pytest.mark.parametrize("schedule", [None, SCHEDULE], ids=["planned", "scheduled"])
-@pytest.mark.parametrize("zero_level", [2, 3])
-@pytest.mark.parametrize("name", CASES)
-@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("name", "zero_level", "schedule"),
+    pairwise(
+        [
+            ("dropout", 3, SCHEDULE),
+            ("a block twice", 3, SCHEDULE),
+            ("accumulation", 2, SCHEDULE),
+            ("batches grow", 3, None),
+            ("each layer, True", 3, SCHEDULE),
+            ("t5", 3, None),
+        ],
+        list(CASES),
+        [2, 3],
+        [None, SCHEDULE],
+    ),
+    ids=lambda value: "planned" if value is None else "scheduled" if value is SCHEDULE else str(value),
+)
+@on_ranks(2)
 def test_equal_to_the_last_bit(name, zero_level, schedule):
     make, loss = CASES[name]
     always, never = (train(make, loss, use_checkpoint, zero_level)[0] for use_checkpoint in (True, False))
@@ -618,6 +644,7 @@ def test_equal_to_the_last_bit(name, zero_level, schedule):
         assert all(torch.equal(one, other) for one, other in zip(planned, others))
 
 
+@full
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_compiled(world, size, family):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from float_masters import FloatMasters
 from hf_bmtrain.engine.base import pinned
 from hf_bmtrain.engine.sharding.pending_update import PendingUpdate
@@ -323,15 +324,15 @@ def a_resident_update_leaves_nothing_pending(seed):
         assert all(p.buffer.update.ticket is None for p in trainee.model.parameters())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", by_default(DTYPES, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_the_same_on_cpu(world, size, dtype):
     world(size)(the_same, dtype)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("seed", [0, *in_full(1)])
+@pytest.mark.parametrize("dtype", by_default(DTYPES, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_streamed_is_the_same(world, size, dtype, seed):
     world(size)(streamed, dtype, seed)
 
@@ -349,8 +350,19 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case))
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    by_default(
+        CASES,
+        (moved, torch.bfloat16),
+        (steps_in_a_row,),
+        (without_a_gradient,),
+        (each_buffer_waits_for_its_own,),
+        (written_while_frozen,),
+    ),
+    ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
+)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_offload(world, size, case):
     world(size)(*case, 7)
 

@@ -13,6 +13,7 @@ import four_bit
 import hf_bmtrain as bmt
 import hf_bmtrain.hf
 from beside_twin import loss_of, rows, shared_folder, train_beside
+from cases import in_full
 from hf_bmtrain.features.packed.arithmetic import FORMATS, Format
 from hf_bmtrain.features.packed.storage import QuantizedParameter
 from log_lines import log_lines
@@ -110,19 +111,21 @@ def adapters(source, double, options):
     assert numel <= stored * bmt.world_size() <= numel + 3 * bmt.world_size() * FORMS[double].cell_bytes
 
 
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("double", [True, *in_full(False)])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_adapters(world, size, double):
     world(size)(adapters, "stand-in", double, {})
 
 
-@pytest.mark.parametrize("options", [{"zero_level": 2}, {"use_checkpoint": False}, {"keep_frozen": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"keep_frozen": True}, *in_full({"zero_level": 2}, {"use_checkpoint": False})], ids=str
+)
 def test_options(world, options):
     world(2)(adapters, "stand-in", False, options)
 
 
 @pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_adapters_with_bitsandbytes(world, bitsandbytes, size, double):
     world(size)(adapters, "bitsandbytes", double, {"zero_level": 2 if double else 3})
 
@@ -173,7 +176,7 @@ def odd_model(double):
     return model
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_outside_blocks_and_odd_sizes():
     for double in (True, False):
         model, twin = bmt.auto_wrap(odd_model(double)), odd_model(double)
@@ -220,7 +223,7 @@ def later(source):
     train_beside(model, twin)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_adapters_that_come_later(world, size):
     world(size)(later, "stand-in")
 
@@ -229,7 +232,7 @@ def test_adapters_that_come_later_with_bitsandbytes(world, bitsandbytes):
     world(1)(later, "bitsandbytes")
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_rank_0s_weights():
     """All ranks get rank 0's weights, and the ones that were packed by bitsandbytes are freed at once."""
     expected = dequantized(stand_in(True))
@@ -274,7 +277,7 @@ def saved(source):
         model.merge_and_unload()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_saved(world, size):
     world(size)(saved, "stand-in")
 
@@ -314,7 +317,7 @@ def trainer_of_rank(folder, size):
     return history, {name: value.tolist() for name, value in weights.items()}
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_trainer_with_bitsandbytes(world, bitsandbytes, tmp_path, size):
     """Losses, norms and adapters are those of stock Trainer around the model of bitsandbytes."""
     expected, weights = trainer_run(str(tmp_path / "plain"), False, 1)

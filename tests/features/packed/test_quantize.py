@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases import by_default, in_full
 from hf_bmtrain.features.packed.arithmetic import BLOCK, CELL, FORMATS, dynamic_values, nf4_values
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,7 +33,7 @@ def cells_of(codes, state):
     return form.assemble(state.shape.numel(), codes.view(-1), *scales)
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", [0, *in_full(*range(1, 10))])
 def test_the_bits_are_those_of_bitsandbytes(part: int) -> None:
     """1,000 tensors: what it has packed is unpacked alike, and packed here has the same codes.
 
@@ -61,7 +62,7 @@ def test_the_bits_are_those_of_bitsandbytes(part: int) -> None:
         assert torch.equal(FORMATS[single].pack(values), cells)
 
 
-@pytest.mark.parametrize("numel", [1, 63, 64, CELL + 1, 2 * CELL, 3 * CELL - 129])
+@pytest.mark.parametrize("numel", [3 * CELL - 129, *in_full(1, 63, 64, CELL + 1, 2 * CELL)])
 def test_assembled(numel: int) -> None:
     """Cells of codes and scales that exist already hold their products, and zeros behind them."""
     codes = torch.randint(256, (-(-numel // 2),), dtype=torch.uint8)
@@ -80,8 +81,8 @@ def test_assembled(numel: int) -> None:
         assert not whole[numel:].any()
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", by_default(FORMATS, "nf4", "fp8"))
+@pytest.mark.parametrize("dtype", by_default(DTYPES, torch.bfloat16), ids=str)
 def test_cells_do_not_depend_on_each_other(name: str, dtype: torch.dtype) -> None:
     form, values = FORMATS[name], torch.randn(300 * CELL + 77).to(dtype)  # more than are converted at a time
     packed = form.pack(values)
@@ -98,8 +99,8 @@ def test_cells_do_not_depend_on_each_other(name: str, dtype: torch.dtype) -> Non
     assert form.pack(values[:0]).numel() == 0
 
 
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("value", [torch.inf, *in_full(torch.nan)])
+@pytest.mark.parametrize("name", by_default(FORMATS, "fp8"))
 def test_not_finite(name: str, value: float) -> None:
     values = torch.ones(3 * CELL)
     values[2 * CELL + 5] = value
@@ -107,7 +108,7 @@ def test_not_finite(name: str, value: float) -> None:
         FORMATS[name].pack(values)
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", by_default(FORMATS, "fp8"))
 def test_tiny_and_zero(name: str) -> None:
     """Blocks of zeros stay zeros in fp8, and nearly in nf4, whose scales are compressed; tiny ones stay finite."""
     for values in (torch.zeros(500), torch.full((500,), 1e-45), torch.full((500,), -1e-38)):

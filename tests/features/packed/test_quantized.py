@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import hf_bmtrain as bmt
 from beside_twin import loss_of, train_beside
+from cases import full, in_full
 from hf_bmtrain.features.packed.arithmetic import CELL, FORMATS
 from hf_bmtrain.features.packed.storage import QuantizedParameter
 from ranks import on_ranks
@@ -79,14 +80,14 @@ def adapters(name, options, wrap):
     assert numel <= stored * bmt.world_size() <= numel + 3 * bmt.world_size() * FORMATS[name].cell_bytes
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("name", ["nf4", *in_full("fp8")])
 def test_adapters(world, size, name):
     world(size)(adapters, name, {}, {})
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("size", [1, 2])
+@full
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"use_rslora": True}], ids=str)
 @pytest.mark.parametrize(
     "wrap", [{"zero_level": 2}, {"use_checkpoint": False}, {"compile": "aot_eager"}, {"keep_frozen": True}], ids=str
@@ -99,7 +100,7 @@ def test_pulled(peers):
     peers(2)(adapters, "nf4", {}, {})
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_adapters_that_come_later():
     """The base is wrapped first; adapters are added by PEFT, and an optimizer of ours steps."""
     model = base().requires_grad_(False)
@@ -117,7 +118,7 @@ def test_adapters_that_come_later():
     assert changed == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_saved():
     """What is trained is saved and resumed; a file of all holds the base as it is unpacked."""
     folder = [tempfile.mkdtemp()]
@@ -144,7 +145,7 @@ def test_saved():
         assert torch.equal(value, before[key]), key
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_refused():
     frozen = base().requires_grad_(False)
     with pytest.raises(ValueError, match="quantize_frozen must be None or one of 'nf4', 'fp8', got 'int4'"):
@@ -200,7 +201,7 @@ def test_refused():
         copy.deepcopy(model)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_loaded_by_ranges():
     """Loading and quantizing in one step gives the bits of loading whole and wrapping."""
     folder = [tempfile.mkdtemp()]
@@ -242,7 +243,7 @@ def trained_before(folder):
     bmt.load_state(folder, model)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_what_was_trained_is_not_loaded_into_a_quantized_weight(world, tmp_path, size):
     with pytest.raises(AssertionError, match=rf"1 weights that are quantized here \({NAME}\).*without quantize_frozen"):
         world(size)(trained_before, str(tmp_path))

@@ -8,6 +8,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from beside_twin import loss_of, shared_folder, train_beside
+from cases import by_default, in_full
 from hf_bmtrain.features.options import QUANTIZE_FROZEN
 from hf_bmtrain.features.packed.arithmetic import CELL, FORMATS
 from hf_bmtrain.features.packed.storage import QuantizedParameter
@@ -93,22 +94,22 @@ def adapters(name, way, targets, form, wrap):
     assert numel <= stored * bmt.world_size() <= numel + 2 * bmt.world_size() * form.cell_bytes
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("targets", [ON_ATTENTION, ON_EXPERTS], ids=["attention", "experts"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("targets", [ON_EXPERTS, *in_full(ON_ATTENTION)], ids=["experts", "attention"])
+@pytest.mark.parametrize("way", ["grouped_mm", *in_full("eager", "batched_mm")])
 def test_ways_to_compute(world, size, targets, way):
     world(size)(adapters, "Mixtral", way, targets, "nf4", {})
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("form", QUANTIZE_FROZEN)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("form", by_default(QUANTIZE_FROZEN, "nf4"))
+@pytest.mark.parametrize("name", ["GptOss", *in_full("Mixtral", "Qwen3Moe", "DeepseekV3")])
 def test_models(world, size, form, name):
     world(size)(adapters, name, "eager", ON_EXPERTS, form, {"zero_level": 2})
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("wrap", [{"zero_level": 2, "use_checkpoint": False}, {"keep_frozen": True}], ids=str)
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("wrap", [{"keep_frozen": True}, *in_full({"zero_level": 2, "use_checkpoint": False})], ids=str)
 def test_options(world, size, wrap):
     world(size)(adapters, "GptOss", "grouped_mm", ON_EXPERTS, "nf4", wrap)
 
@@ -124,8 +125,8 @@ def stored_bytes(form):
     return sum(-(-stored.nbytes // 512) * 512 for buffer in buffers for stored in buffer.storage.memory().stored)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("form", [None, *QUANTIZE_FROZEN])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("form", by_default([None, *QUANTIZE_FROZEN], "nf4"))
 def test_predicted_memory(world, size, form):
     """The bytes of shards are those of a real rank: packed experts are counted, and adapters on them run on meta."""
     rows = torch.zeros(2, 7, dtype=torch.long)
@@ -134,7 +135,7 @@ def test_predicted_memory(world, size, form):
     assert prediction.table["shard"] == world(size)(stored_bytes, form)[0]
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_adapters_that_come_later():
     """The base is wrapped first, and PEFT puts adapters on its packed experts."""
     model = bmt.auto_wrap(base("Mixtral").requires_grad_(False), quantize_frozen="nf4")
@@ -146,7 +147,7 @@ def test_adapters_that_come_later():
     train_beside(model, twin, 2)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_saved():
     """What is trained is saved and resumed; a file of all holds the experts as they are unpacked."""
     folder, form = shared_folder(), FORMATS["nf4"]
@@ -173,8 +174,8 @@ def test_saved():
     torch.testing.assert_close(loss_of(model, 2), loss_of(twin, 2), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["Mixtral", *in_full("GptOss")])
+@on_ranks(2, full=(1,))
 def test_loaded_by_ranges(name):
     """Loading and quantizing in one step gives the bits of loading whole and wrapping."""
     folder = shared_folder()
@@ -188,7 +189,7 @@ def test_loaded_by_ranges(name):
         assert torch.equal(value, expected[key]), key
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_refused():
     """Adapters cannot be merged into packed experts, in either way, nor can these be trained."""
     model = bmt.auto_wrap(plain("Mixtral", targets=ON_EXPERTS | {"target_modules": []}), quantize_frozen="nf4")
@@ -226,8 +227,8 @@ class Mixed(nn.Module):
         return x + sum(parameter.double().sin().mean() for parameter in self.parameters())
 
 
-@pytest.mark.parametrize("form", QUANTIZE_FROZEN)
-@on_ranks(1, 2)
+@pytest.mark.parametrize("form", by_default(QUANTIZE_FROZEN, "nf4"))
+@on_ranks(2, full=(1,))
 def test_what_is_packed(form):
     """Matrices and stacks of them are packed, and nothing else."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
+from cases import in_full, rows_in_full
 from inner import state_of
 from ranks import on_ranks
 from twins import WIDTH, Layer, Tower, ids
@@ -165,7 +166,12 @@ PLANTED = {
 
 @pytest.mark.parametrize(
     ("plant", "size"),
-    [(plant, size) for plant in PLANTED for size in (1, 2, 3) if size > 1 or plant is not weight_is_stale],
+    [
+        *((plant, 2) for plant in PLANTED),
+        *rows_in_full(
+            (plant, size) for plant in PLANTED for size in (1, 3) if size > 1 or plant is not weight_is_stale
+        ),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_planted_errors_are_named(world, plant, size):
@@ -222,15 +228,18 @@ FAMILY_CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("name", "dtype", "options", "frozen"), FAMILY_CASES)
+@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "options", "frozen"),
+    [FAMILY_CASES[2], FAMILY_CASES[13], *rows_in_full(FAMILY_CASES[:2] + FAMILY_CASES[3:13] + FAMILY_CASES[14:])],
+)
 def test_clean_families(world, size, name, dtype, options, frozen):
     table = world(size)(clean_family, name, dtype, options, frozen)[0]
     assert "sharded and plain agree" in table
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
+@on_ranks(2, full=(1,))
 def test_state_is_kept(dtype):
     """In the middle of an accumulation, in half precision; the training after it is the one without it."""
     trained = []
@@ -263,7 +272,7 @@ def test_state_is_kept(dtype):
         assert torch.equal(value, trained[1][name]), name
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("function", [other_optimizers, updates_in_backward, refusals])
 def test_check_parity(world, size, function):
     world(size)(function)
@@ -321,8 +330,8 @@ def patched_forward():
     assert [dict(vars(layer)) for layer in model.layers] == before
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("function", [hand_written, compiled_blocks, patched_forward])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("function", [hand_written, *in_full(compiled_blocks, patched_forward)])
 def test_other_models(world, size, function):
     world(size)(function)
 

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import transformers
 
+from cases import full, in_full, rows_in_full
 from hf_bmtrain.hf import predict_cli as command
 
 
@@ -27,7 +28,7 @@ def run(*words: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--recompute", "false", "--zero", "2", "--gpus", "4"], ["--offload", "--dtype", "fp32"]],
+    [["--offload", "--dtype", "fp32"], *in_full(["--recompute", "false", "--zero", "2", "--gpus", "4"])],
 )
 def test_a_table_is_printed(config, options, capsys):
     run(config, "--rows", "2", "--length", "128", "--memory", "4", *options)
@@ -38,7 +39,7 @@ def test_a_table_is_printed(config, options, capsys):
     assert ("page-locked host memory" in printed) == ("--offload" in options)
 
 
-@pytest.mark.full
+@full
 def test_a_quantized_base_takes_less(config, capsys):
     """Weights of 4 bits where they had 16; unpacked ones are whole as before."""
     rows = {}
@@ -56,8 +57,8 @@ def test_a_quantized_base_takes_less(config, capsys):
     assert "add --lora" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 17, 4000])
-@pytest.mark.parametrize("power", [1.0, 1.3, 2.0])
+@pytest.mark.parametrize("most", [0, 17, *in_full(1, 2, 3, 4000)])
+@pytest.mark.parametrize("power", [1.3, *in_full(1.0, 2.0)])
 def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):
     tried = []
 
@@ -72,14 +73,18 @@ def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rows", "0"], "argument --rows: '0' must be a whole number, 1 or more"),
         (["--rows", "-3"], "argument --rows: '-3' must be a whole number, 1 or more"),
-        (["--length", "many"], "argument --length: 'many' must be"),
-        (["--gpus", "0"], "argument --gpus: '0' must be"),
-        (["--lora", "0"], "argument --lora: '0' must be"),
-        (["--memory", "0"], "argument --memory: '0' must be the GiB of one GPU"),
-        (["--zero", "1"], "argument --zero: invalid choice"),
         (["--offload", "--optimizer", "sgd"], "--offload stores the state of Adam in host memory: leave out"),
+        *rows_in_full(
+            [
+                (["--rows", "0"], "argument --rows: '0' must be a whole number, 1 or more"),
+                (["--length", "many"], "argument --length: 'many' must be"),
+                (["--gpus", "0"], "argument --gpus: '0' must be"),
+                (["--lora", "0"], "argument --lora: '0' must be"),
+                (["--memory", "0"], "argument --memory: '0' must be the GiB of one GPU"),
+                (["--zero", "1"], "argument --zero: invalid choice"),
+            ]
+        ),
     ],
 )
 def test_bad_arguments_are_named(config, words, message, capsys):

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import float8_models
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from hf_bmtrain.features.memory.meter import SavedBytes
 from hf_bmtrain.features.prediction.device_choices import cuda_choices
 from hf_bmtrain.features.prediction.live_bytes import LiveBytes
@@ -62,8 +63,8 @@ def simulated_bytes(family: str, optimizer: str, size: int) -> dict[str, int]:
     return engine_bytes(model, made[0])
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("family", by_default([f for f in FAMILIES if f != "mixtral"], "t5"))
+@pytest.mark.parametrize("size", [3, *in_full(1, 2)])
 def test_the_engines_bytes_are_those_of_real_ranks(world, family, size):
     for optimizer in OPTIMIZERS:
         expected = simulated_bytes(family, optimizer, size)
@@ -93,8 +94,8 @@ def real_float8_bytes(family: str) -> dict[str, int]:
     return float8_bytes(model, optimizer)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", ["gpt2", *in_full("llama")])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_the_bytes_of_gathers_in_float8_are_those_of_real_ranks(world, family, size):
     model, made = on_meta(float8_models.build(family)).train(), []
 
@@ -107,7 +108,7 @@ def test_the_bytes_of_gathers_in_float8_are_those_of_real_ranks(world, family, s
     assert expected["rounded"] > 0 and world(size)(real_float8_bytes, family)[0] == expected
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])
+@pytest.mark.parametrize("family", by_default([f for f in FAMILIES if f != "mixtral"], "llama"))
 def test_saved_activations_are_those_of_a_real_forward(family):
     inputs = batch(family, 0)
     model = build(family).train()

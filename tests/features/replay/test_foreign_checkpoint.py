@@ -1,11 +1,10 @@
 """A model that recomputes by itself (torch.utils.checkpoint in its own forward) trains sharded as it does plain."""
 
-import itertools
-
 import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full, pairwise
 from ranks import on_ranks
 from recomputed_models import Recomputing
 from twins import check_gradients, check_twins, ids, losses
@@ -19,11 +18,24 @@ def loss(model, step, rank):
 PLANS = ("outside", "each layer", "all layers", "everything")
 
 
-CASES = list(itertools.product(PLANS, (False, True), (True, False), (True, False), (3, 2)))
-
-
-@pytest.mark.parametrize(("plan", "reentrant", "listed", "use_checkpoint", "zero_level"), CASES)
-@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("plan", "reentrant", "listed", "use_checkpoint", "zero_level"),
+    pairwise(
+        [
+            ("outside", True, True, True, 3),
+            ("each layer", False, True, True, 3),
+            ("all layers", True, False, True, 2),
+            ("everything", False, True, False, 3),
+            ("everything", True, False, True, 3),
+        ],
+        PLANS,
+        (False, True),
+        (True, False),
+        (True, False),
+        (3, 2),
+    ),
+)
+@on_ranks(2, full=(1,))
 def test_training(plan, reentrant, listed, use_checkpoint, zero_level):
     check_twins(
         lambda: Recomputing(plan, reentrant, listed), loss, use_checkpoint=use_checkpoint, zero_level=zero_level
@@ -71,18 +83,24 @@ def forwards_without_backward(plan, reentrant, use_checkpoint):
         check_gradients(model, twin)
 
 
-@pytest.mark.parametrize("check", [several_backwards, forwards_without_backward])
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("plan", PLANS[1:])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "plan", "reentrant", "use_checkpoint", "check"),
+    pairwise(
+        [(2, "everything", False, True, several_backwards), (2, "all layers", True, True, forwards_without_backward)],
+        [1, 2],
+        PLANS[1:],
+        [True, False],
+        [True, False],
+        [several_backwards, forwards_without_backward],
+    ),
+)
 def test_graphs_of_other_forwards(world, size, plan, reentrant, use_checkpoint, check):
     world(size)(check, plan, reentrant, use_checkpoint)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@on_ranks(1, 2)
+@pytest.mark.parametrize("listed", [True, *in_full(False)])
+@pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
+@on_ranks(2, full=(1,))
 def test_hooks_on_what_is_saved(listed, use_checkpoint):
     """Somebody's hooks take what autograd saves, weights among it."""
 

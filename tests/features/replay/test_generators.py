@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from cases import by_default
 from hf_bmtrain.features.replay.generators import Generators, generators_of
 from ranks import on_ranks
 from twins import Layer, Tower, check_twins, ids
@@ -38,7 +39,7 @@ class Drawing(Layer):
         return super().forward(x * factor, *args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("kind", by_default(DRAWS, "numpy", "torch.Generator"))
 @on_ranks(1)
 def test_recomputed(kind):
     """Model and twin draw in turn, so each starts every forward at the same seed."""
@@ -60,7 +61,7 @@ def test_recomputed(kind):
     check_twins(make, lambda model, step, rank: model(ids(step, 0)), use_checkpoint=True)
 
 
-@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("kind", by_default(DRAWS, "numpy.Generator"))
 def test_states(kind):
     layer = Drawing(kind)
     before = Generators(generators_of(layer))

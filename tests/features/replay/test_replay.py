@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import in_full
 from recomputed_models import Cache, Decoder, Ranged
 from twins import WIDTH, Layer, Tower, check_gradients, ids
 
@@ -74,9 +75,9 @@ def cache():
 
 @pytest.mark.parametrize(
     "case",
-    [(buffers, False), (buffers, True), (unexpected,), (cache,)],
+    [(buffers, True), (unexpected,), (cache,), *in_full((buffers, False))],
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_replay(world, size, case):
     world(size)(*case)  # every rank has the same batch, so the twin of each is the truth

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
+from cases import by_default, in_full
 from twins import WIDTH, Layer, Tower, check_twins, ids
 
 
@@ -76,7 +77,7 @@ def failing():
 CASES = [(scripted, False), (scripted, True), (scripted, False, AlsoOutside), (failing,)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=["first", "last", "outside", "failing"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", by_default(CASES, *CASES[1:3]), ids=["first", "last", "outside", "failing"])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_scripts(world, size, case):
     world(size)(*case)

@@ -13,14 +13,24 @@ import upstream_logging
 import upstream_training
 from upstream_cases import cases
 
+from cases import full
+
 MODULES = (
     upstream_best_model, upstream_callbacks, upstream_checkpoints, upstream_evaluation, upstream_generation,
     upstream_logging, upstream_training,
 )  # fmt: skip
 
 
+DEFAULT = ("gradient_accumulation", "can_resume_training", "evaluate", "early_stopping_callback", "save_checkpoints")
+"""The others are `full`."""
+
+
 @pytest.mark.parametrize(
-    ("case", "size"), [pytest.param(case, size, id=f"{name}-{size}") for name, case, size in cases()]
+    ("case", "size"),
+    [
+        pytest.param(case, size, id=f"{name}-{size}", marks=() if size == 2 and name in DEFAULT else full)
+        for name, case, size in cases()
+    ],
 )
 def test_transformers_case(world, tmp_path, case, size):
     world(size)(case, str(tmp_path))

@@ -47,7 +47,10 @@ SNIPPETS = snippets()
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], str]:
-    """({snippet: exit status}, what they printed); each ran in an empty folder."""
+    """({snippet: exit status}, what they printed); each ran in an empty folder.
+
+    One program runs all of them, in about ten seconds: each begins a world of its own, as a reader's does.
+    """
     folder = tmp_path_factory.mktemp("guides")
     for name, code in SNIPPETS.items():
         (folder / f"{name}.py").write_text(code)

@@ -50,6 +50,9 @@ functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_a
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 """Return whether torch.export traces. Public since torch 2.7; before, an exported model fails with another error."""
 
+disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._disable_dynamo
+"""Exclude a function from compilation. torch.compiler.disable does the same, but imports the compiler at once: 1 s."""
+
 
 def differentiates_by_functorch() -> bool:
     """Return whether one of the active transforms of torch.func is not vmap. There is no public equivalent."""

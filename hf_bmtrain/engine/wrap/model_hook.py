@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..base.torch_internals import differentiates_by_functorch, functorch_transforms_active, is_exporting
+from ..base.torch_internals import (
+    differentiates_by_functorch, disable_compiler, functorch_transforms_active, is_exporting,
+)  # fmt: skip
 from ..blocks.block import CheckpointBlock
 from ..blocks.sharded_module import RefuseDataParallel, moved
 from ..runtime.launcher import check_accelerator
@@ -22,7 +24,7 @@ def install_hook(model: torch.nn.Module) -> None:
         model.register_forward_pre_hook(ModelHook(), with_kwargs=True)
 
 
-@torch.compiler.disable()  # the model around the blocks may be compiled
+@disable_compiler  # the model around the blocks may be compiled
 def _tell_observers(world: World, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     world.schedule.before_forward(model, args, kwargs)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from ranks import on_ranks
 
 ROWS = 4  # divisible by every world size here
@@ -85,6 +85,7 @@ def test_collective(world, size, name, case):
     world(size)(case, name)
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_other_dtypes():
     rank, size = bmt.rank(), bmt.world_size()

@@ -137,6 +137,7 @@ def bad_manifest(folder, names):
         return Training(blocks=1).load(folder).step
 
 
+@full
 def test_a_manifest_that_cannot_be_read(world, tmp_path):
     assert world(2)(bad_manifest, str(tmp_path), ["checkpoint-2"]) == [1, 1]
 
@@ -197,6 +198,7 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path, name):
         Manifest.read(tmp_path)
 
 
+@full
 @pytest.mark.parametrize("content", ["[" * 10**5, *in_full("[]", "{}", '{"files": 3}', '{"files": {"a": [[1]]}}')])
 def test_a_manifest_of_nonsense(tmp_path, content):
     outer = {"hf_bmtrain": 1, "crc": zlib.crc32(content.encode()), "content": content}
@@ -205,6 +207,7 @@ def test_a_manifest_of_nonsense(tmp_path, content):
         Manifest.read(tmp_path)
 
 
+@full
 @pytest.mark.parametrize(
     "place", ["../model.safetensors", *in_full("/etc/passwd", ".", "..", ".hidden", "a/b", 3, None, ["x"])]
 )
@@ -242,6 +245,7 @@ def test_a_header_that_lies(tmp_path, lie):
         read_header(tmp_path / "model.safetensors")
 
 
+@full
 def test_a_moment_of_another_shape(world, tmp_path):
     """Its elements would be read from the next tensor."""
     world(2)(two_checkpoints, str(tmp_path))
@@ -264,6 +268,7 @@ print(len(tensors), time.process_time() - began, (resource.getrusage(resource.RU
 """
 
 
+@full
 @pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=[full, pytest.mark.slow])])
 def test_a_long_legal_header(tmp_path, count):
     """80 bytes for each tensor."""

@@ -93,6 +93,7 @@ def too_little_space(folder):
     return names(folder)
 
 
+@full
 def test_too_little_space(world, tmp_path):
     assert world(2)(too_little_space, str(tmp_path)) == [[".lock", "checkpoint-1"]] * 2
 
@@ -171,6 +172,7 @@ def changed_meanwhile(folder):
     return all(torch.equal(value, values[name]) for name, value in loaded.items()) and resumed.train(9) != []
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_values_of_a_background_save_are_those_of_the_call(world, tmp_path, size):
     assert all(world(size)(changed_meanwhile, str(tmp_path)))
@@ -192,6 +194,7 @@ def test_a_background_save_at_the_end_of_the_script(tmp_path):
     assert names(tmp_path) == [".lock", "checkpoint-1"], done.stderr
 
 
+@full
 def test_nothing_is_written_after_a_failure(tmp_path):
     """A thread that writes later would find the handle closed, or another file under its number."""
     (tmp_path / "a").write_bytes(bytes(1000))
@@ -242,6 +245,7 @@ def second(folder, process):
         bmt.save_state(folder, training.model, step=5)
 
 
+@full
 def test_a_second_job(world, tmp_path):
     """Its error names the first, whose files stay."""
     with holder(tmp_path) as process:
@@ -270,6 +274,7 @@ def test_workers_that_outlive_a_job_do_not_hold_its_lock(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@full
 def test_only_what_save_state_has_left_is_removed(tmp_path):
     for name in ("tmp-data", "tmp-checkpoint-3", "tmp-removed-checkpoint-2"):
         (tmp_path / name).mkdir()

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import by_default, pairwise
+from cases import by_default, full, pairwise
 from ranks import on_ranks
 from state_dicts import same_storage
 from tiny_models import batch, build
@@ -64,6 +64,7 @@ def test_families(world, tmp_path, family, tied, size, place):
     world(size)(fills, str(tmp_path), type(model).__name__, model.config, place, batch(family, 0))
 
 
+@full
 def test_another_dtype(world, tmp_path):
     model = build("llama")
     model.save_pretrained(tmp_path)
@@ -73,6 +74,7 @@ def test_another_dtype(world, tmp_path):
 NAMES = ("gemma2", "gpt_neox", "falcon", "vit", "clip", "wav2vec2_conformer", "mamba", "deberta_v2", "whisper")
 
 
+@full
 @pytest.mark.parametrize("name", by_default(NAMES, "gpt_neox"))
 def test_zoo_families(world, tmp_path, name):
     if ZOO[name].missing:
@@ -90,6 +92,7 @@ def refused(folder, config):
         bmt.auto_wrap(model, weights=folder)
 
 
+@full
 def test_other_names(world, tmp_path):
     """Those of older versions, which save_pretrained writes and from_pretrained converts."""
     model = ZOO["gpt_neox"].build()

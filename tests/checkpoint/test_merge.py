@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from cases import rows_in_full
+from cases import full, rows_in_full
 from hf_bmtrain.checkpoint import __main__ as command
 from hf_bmtrain.checkpoint.header import read_header
 from resumable import Training, damage
@@ -83,6 +83,7 @@ def saved_whole(folder, case):
     return training.whole()
 
 
+@full
 def test_with_the_optimizer_it_is_a_checkpoint(world, tmp_path, merge):
     case = {"family": "gpt2", "dtype": torch.bfloat16}
     values = world(2)(saved_whole, str(tmp_path / "run"), case)[0]
@@ -114,6 +115,7 @@ def test_trained_tensors_over_a_base(world, tmp_path, merge):
     assert names(tmp_path) == ["base", "out0", "out1", "run", "whole"]
 
 
+@full
 def test_a_base_of_ours_in_another_dtype(world, tmp_path, merge):
     """The trained tensors keep their dtype, and that is said; the base's checksums count."""
     case = {"family": "llama", "frozen": True}
@@ -150,6 +152,7 @@ def wrong_bases(folder):
     }  # fmt: skip
 
 
+@full
 def test_wrong_bases(world, tmp_path, merge):
     expected = wrong_bases(tmp_path)
     world(1)(save, str(tmp_path / "run"), {"family": "llama", "frozen": True}, (1,), True)
@@ -178,6 +181,7 @@ def test_damage(world, tmp_path, merge):
     assert "no checkpoint in" in merge(tmp_path, "--output", tmp_path / "x")[0]
 
 
+@full
 @pytest.mark.parametrize(
     ("function", "code", "after"),
     [
@@ -206,6 +210,7 @@ def test_faults_of_the_disk(world, tmp_path, merge, function, code, after):
     assert merge(tmp_path)[0] is None
 
 
+@full
 def test_sizes(tmp_path, merge):
     assert merge(tmp_path, "--max-shard-size", "five")[0] == 2
     assert "no checkpoint of save_state" in merge(tmp_path)[0]

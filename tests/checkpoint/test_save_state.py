@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full, pairwise, rows_in_full
+from cases import by_default, full, in_full, pairwise, rows_in_full
 from resumable import OPTIMIZERS, Training, damage, interrupted, three_checkpoints, undisturbed
 from state_dicts import check_equal
 from tiny_models import build
@@ -120,6 +120,7 @@ def linked(folder, target):
     return resumed.step, training.load(folder).step
 
 
+@full
 @pytest.mark.parametrize("target", ["elsewhere", *in_full(None)])
 def test_links_do_not_count(world, tmp_path, target):
     world(1)(three_checkpoints, str(tmp_path / "other"))
@@ -150,6 +151,7 @@ def through_broken_links(folder):
     return sorted(os.listdir(folder))
 
 
+@full
 def test_links_that_lead_nowhere(world, tmp_path):
     """They are neither no checkpoint at all nor in the way of one."""
     names = [".lock", "checkpoint-1", "checkpoint-2", "latest"]
@@ -163,6 +165,7 @@ def saved_under(folder, names):
             bmt.save_state(folder, model, name=name)
 
 
+@full
 def test_names_that_would_be_deleted(world, tmp_path):
     names = ["tmp-1", "tmp-checkpoint-best", ".hidden", "best.replaced-1"]
     world(2)(saved_under, str(tmp_path), names)
@@ -226,11 +229,13 @@ def names_of_parameters(folder):
     return [names[id(parameter)] for parameter in group["params"]], group["param_names"]
 
 
+@full
 def test_names_of_parameters_are_those_of_the_optimizer(world, tmp_path):
     for found, told in world(2)(names_of_parameters, str(tmp_path)):
         assert found == told
 
 
+@full
 def test_nothing_to_resume(world, tmp_path):
     assert world(2)(resumed_step, str(tmp_path)) == [None, None]
     assert world(2)(resumed_step, str(tmp_path / "missing")) == [None, None]
@@ -248,6 +253,7 @@ def saved_again(folder):
     return values, training.whole()
 
 
+@full
 def test_the_same_step_again(world, tmp_path):
     for mine, loaded in world(2)(saved_again, str(tmp_path)):
         if mine:
@@ -276,6 +282,7 @@ def refused(folder, expected, make=Training):
         make().load(folder)
 
 
+@full
 def test_none_is_whole(world, tmp_path):
     world(2)(three_checkpoints, str(tmp_path))
     damage(tmp_path / "checkpoint-3" / "model.safetensors")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from hf_bmtrain.checkpoint import host_copy as snapshot
 from resumable import OPTIMIZERS, Training
 from state_dicts import check_equal
@@ -115,6 +115,7 @@ def normalized_beside(folder):
     return values, model.state_dict()
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_buffers(world, tmp_path, size):
     for values, loaded in world(size)(normalized_beside, str(tmp_path)):
@@ -139,6 +140,7 @@ def without_memory(folder):
     return values, training.whole()
 
 
+@full
 def test_without_memory_for_copies(world, tmp_path):
     for values, loaded in world(2)(without_memory, str(tmp_path)):
         check_equal(loaded, values)
@@ -155,5 +157,6 @@ def twice(folder):
     return reserving.call_count, training.load(folder).folder
 
 
+@full
 def test_memory_is_reserved_once(world, tmp_path):
     assert world(2)(twice, str(tmp_path)) == [(1, Path(tmp_path) / "checkpoint-3")] * 2

@@ -74,6 +74,7 @@ def test_round_trip(folder, suffix):
     bmt.synchronize()
 
 
+@full
 @pytest.mark.parametrize("suffix", [".safetensors", *in_full(".pt")])
 @on_ranks(2, full=(1,))
 def test_ties(folder, suffix):
@@ -243,6 +244,7 @@ def on_rank_0_only(folder):
         assert not os.listdir(folder)
 
 
+@full
 def test_on_rank_0_only(tmp_path):
     ranks = Ranks(2)
     ranks(on_rank_0_only, str(tmp_path))
@@ -331,6 +333,7 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path, suffix):
     assert os.listdir(tmp_path) == [path.name]
 
 
+@full
 @pytest.mark.parametrize("suffix", [".safetensors", *in_full(".pt")])
 def test_only_what_was_abandoned_is_deleted(tmp_path, suffix):
     """Not the folder of a save that is under way, of another target, or what has another name."""

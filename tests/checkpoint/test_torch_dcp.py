@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full, rows_in_full
+from cases import by_default, full, in_full, rows_in_full
 from hf_bmtrain.checkpoint.torch_dcp import boxes
 from ranks import on_ranks
 from resumable import Training
@@ -20,6 +20,7 @@ LACKS = not hasattr(dcp, "CheckpointableTensor")
 needs_protocol = pytest.mark.skipif(LACKS, reason="torch.distributed.checkpoint.CheckpointableTensor needs torch 2.15")
 
 
+@full
 @pytest.mark.parametrize("shape", [(2, 3, 4), *in_full((), (1,), (7,), (3, 4), (5, 1), (1, 6), (3, 1, 2, 2))], ids=str)
 def test_boxes(shape):
     """Each range is covered, every element once, in order, by few boxes."""
@@ -31,6 +32,7 @@ def test_boxes(shape):
         assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
+@full
 @pytest.mark.skipif(not LACKS, reason="this torch has the protocol")
 def test_older_torch():
     with pytest.raises(RuntimeError, match=r"of torch 2\.15; this is torch .*bmt\.save_state"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full
+from cases import full, in_full
 from hf_bmtrain.engine.comm.collective_log import WORDS, CollectiveLog, code
 from hf_bmtrain.faults import status
 from hf_bmtrain.faults.shared_status import SharedStatus
@@ -44,6 +44,7 @@ def test_another_operation_is_refused_before_it_is_issued():
     assert second.told and not first.told
 
 
+@full
 def test_ranks_far_apart_are_compared():
     first, second = published([], [])
     for entry in range(3 * WORDS):
@@ -99,6 +100,7 @@ def read_from_a_stopped_rank() -> int | None:
     return missed
 
 
+@full
 def test_a_rank_that_is_stopped_while_it_writes_is_read(world):
     assert world(2)(read_from_a_stopped_rank) == [0, 0]
 
@@ -124,6 +126,7 @@ def without_shared_memory():
         return seen_by_all()
 
 
+@full
 def test_texts_go_through_the_store_where_no_memory_is_shared(world):
     assert world(2)(without_shared_memory) == [["é of rank 0", "é of rank 1" + "x" * 100]] * 2
 
@@ -141,6 +144,7 @@ def one_gathers_another_size():
     return time.monotonic() - begin
 
 
+@full
 def test_operations_of_other_sizes_are_errors_of_python():
     """gloo would end the process."""
     ranks = Ranks(2)
@@ -157,6 +161,7 @@ def test_the_place_is_the_users_line(tmp_path):
     assert again == mine
 
 
+@full
 def test_the_condition_of_a_process():
     assert status.condition(os.getpid()) == ""
     child = os.fork()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from cases import full
 from processes import environment
 
 PROGRAM = """
@@ -87,6 +88,7 @@ EXPECTED = [
 ]
 
 
+@full
 def test_the_line_and_the_code_of_an_exit(tmp_path):
     """Also of one that is caught; not of one that ends a thread or another process."""
     (tmp_path / "program.py").write_text(PROGRAM)

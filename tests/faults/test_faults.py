@@ -19,7 +19,7 @@ EXITS = {
     "save_alone@0": [1, 1],
     "exit3_step@1": [1, 3],
 }
-DEFAULT = ["raise_forward@1", "extra_forward@1"]  # fmt: skip
+DEFAULT = ["raise_forward@1", "sigkill_step@1"]  # fmt: skip
 """Rank, cause and line of the script are named, and every process ends. The exit codes of the ranks."""
 FULL = [
     "raise_backward@1", "raise_optimizer@1", "raise_add@1", "sigint_step@0", "exit0_step@1", "fewer_steps@1",
@@ -100,6 +100,7 @@ def test_every_case_is_one_of_a_kind():
         case.patterns()
 
 
+@full
 def test_a_place_is_a_marked_line_of_the_job():
     place = BY_LABEL["raise_optimizer@1"].patterns()["place"]
     lines = JOBS["faulty_job"].read_text("utf-8").splitlines()
@@ -108,12 +109,14 @@ def test_a_place_is_a_marked_line_of_the_job():
     assert not place.search(f"faulty_job.py:{number + 1}") and not place.search(f"faulty_job.py:{number}0")
 
 
+@full
 def test_a_rank_is_named_beside_others():
     rank = BY_LABEL["raise_optimizer@1"].patterns()["rank"]
     assert rank.search("rank 1: ValueError") and rank.search("ranks 0 and 1 wait")
     assert not rank.search("rank 10: ValueError") and not rank.search("[rank1]: ValueError")
 
 
+@full
 def test_what_is_not_named_is_counted(capsys):
     outcomes = [Outcome("a", "named"), Outcome("b", "hang", aborted=[1]), Outcome("c", "fine")]
     assert summarize(outcomes[::2]) == 0 and summarize(outcomes) == 1

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from cases import full
 from processes import environment
 
 PROGRAM = """
@@ -99,6 +100,7 @@ hooks.register_module_forward_hook(lambda *_: None)
 """
 
 
+@full
 def test_changes_are_found():
     _, training, end = left_behind(CHANGES)
     assert training.split() == ["training", "sys.excepthook", "torch.nn.modules.linear.Linear.extra_repr"]

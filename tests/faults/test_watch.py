@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import rows_in_full
+from cases import full, rows_in_full
 from hf_bmtrain.engine.comm.collective_log import KEPT, SENT, CollectiveLog, code
 from hf_bmtrain.faults import watch
 from ranks import Ranks
@@ -138,6 +138,7 @@ def test_the_first_difference_is_found():
     assert mine.compare(noted(entries[:9]).excerpt()) is None
 
 
+@full
 def test_a_difference_is_not_forgotten():
     """It shows in the digest of what came later, also in journals that are apart by steps."""
     later = range(3 * SENT)

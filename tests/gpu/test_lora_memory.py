@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import full
 from processes import environment
 
 pytest.importorskip("peft")
@@ -36,6 +37,7 @@ def report(ranks: int, *words: object, width: int = 128) -> dict:
     return json.loads(done.stdout)
 
 
+@full
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_sharded_and_replicated_models_train_alike(ranks, tmp_path):
     plain = report(ranks, "--engine", "ddp")
@@ -47,6 +49,7 @@ def test_sharded_and_replicated_models_train_alike(ranks, tmp_path):
     assert plain["ranks"] == ranks and filled["options"]["from files"]
 
 
+@full
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_base_that_is_quantized_from_files_is_that_of_a_whole_one(ranks, tmp_path):
     words = ("--engine", "bmt", "--quantize", "nf4", "--distinct", 1)
@@ -57,6 +60,7 @@ def test_a_base_that_is_quantized_from_files_is_that_of_a_whole_one(ranks, tmp_p
     assert whole["losses"] == pytest.approx(plain["losses"], abs=0.05) and whole["losses"] != plain["losses"]
 
 
+@full
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_nf4_is_that_of_bitsandbytes(ranks):
     pytest.importorskip("bitsandbytes")
@@ -66,6 +70,7 @@ def test_nf4_is_that_of_bitsandbytes(ranks):
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-3)  # Adam enlarges what rounding leaves near 0
 
 
+@full
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_bitsandbytes_is_asked_for():
     done = start(1, TESTS, "lora_memory", *TINY, "--engine", "bnb")
@@ -73,6 +78,7 @@ def test_bitsandbytes_is_asked_for():
     assert done.stderr.endswith("--engine bnb needs bitsandbytes: pip install bitsandbytes\n")
 
 
+@full
 def test_too_little_memory_is_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.path.insert(0, {os.fspath(TESTS / 'scripts')!r}){OUT_OF_MEMORY}")

@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 
 import hf_bmtrain as bmt
 import jobs
-from cases import in_full
+from cases import full, in_full
 from tiny_models import build
 
 SIZES = [2, *in_full(1)]
@@ -150,6 +150,7 @@ def loaded(folder, make_optimizer):
     return loop.epoch()
 
 
+@full
 @pytest.mark.parametrize("make_optimizer", [torch_adam, *in_full(bmt_adam)])
 def test_a_state_is_loaded_by_another_number_of_ranks(world, make_optimizer, tmp_path):
     ahead = world(2)(saved, str(tmp_path), make_optimizer)[0]
@@ -209,6 +210,7 @@ def tracked(folder):
     return tracker.lines
 
 
+@full
 def test_trackers(world, tmp_path):
     first, second = world(2)(tracked, str(tmp_path))
     assert len(first) == 3 and second in ([], first)

@@ -14,7 +14,7 @@ from accelerate.utils import ProjectConfiguration
 
 import hf_bmtrain as bmt
 import jobs
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from log_lines import log_lines
 from ranks import on_ranks
 from resumable import damage
@@ -126,6 +126,7 @@ def test_resume_is_exact(world, tmp_path, size, optimizer, own):
     assert world(size)(resumed, str(tmp_path), options, place) == [losses[10:] for losses in whole]
 
 
+@full
 @pytest.mark.parametrize("sizes", [(3, 2), *in_full((2, 1), (1, 2), (2, 3))])
 def test_another_number_of_ranks(world, tmp_path, sizes):
     before, after = sizes
@@ -143,6 +144,7 @@ def two_saved(folder, limit=None):
     return loop.checkpoints(), loop.epochs(3)
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_total_limit(world, tmp_path, size):
     """kill_points.py shows that the older checkpoint is there until the newer one is whole."""
@@ -179,6 +181,7 @@ def is_refused(folder, match):
         loop.accelerator.load_state()
 
 
+@full
 def test_without_a_whole_checkpoint(world, tmp_path):
     world(2)(is_refused, str(tmp_path), "there is no checkpoint in .*checkpoints")
     (tmp_path / "checkpoints" / "checkpoint_7").mkdir(parents=True)
@@ -224,6 +227,7 @@ def fails_in_a_new_folder(folder):
     return os.listdir(folder)
 
 
+@full
 def test_a_failure_in_a_new_folder(world, tmp_path):
     assert world(2)(fails_in_a_new_folder, str(tmp_path)) == [[], []]
 
@@ -233,6 +237,7 @@ def test_a_failure_on_one_rank_withdraws_it_on_all(world, tmp_path, function):
     world(2)(fails, str(tmp_path), 1, function)
 
 
+@full
 @on_ranks(2)
 def test_a_folder_is_saved_to_again(folder):
     """A folder of the caller's, saved to twice; what else is in it stays."""
@@ -253,6 +258,7 @@ def test_a_folder_is_saved_to_again(folder):
     assert loop.count.epochs == 2
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_several_models(folder):
     """Each with its optimizer; the first is loaded as well, and trained on."""
@@ -276,6 +282,7 @@ def test_several_models(folder):
     assert ([step() for _ in range(3)], loop.epochs(1)) == ahead
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_hooks_of_the_user(folder):
     """Hooks of the user's are called as Accelerate calls them; what they write is a part of the checkpoint."""
@@ -301,6 +308,7 @@ def test_hooks_of_the_user(folder):
     assert len(loop.accelerator._save_model_state_pre_hook) == len(loop.accelerator._load_model_state_pre_hook) == 1
 
 
+@full
 @on_ranks(2)
 def test_a_script_without_the_line(folder):
     """Without the one line: Accelerate's own files, a line in the log, and they can still be loaded."""
@@ -327,6 +335,7 @@ def accumulating(folder, resume):
         loop.accelerator.save_state()
 
 
+@full
 def test_accumulation_on_more_ranks(world, tmp_path):
     world(2)(accumulating, str(tmp_path), False)
     world(3)(accumulating, str(tmp_path), True)

@@ -8,7 +8,7 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
-from cases import in_full
+from cases import full, in_full
 from hf_bmtrain.hf.bad_numbers import BadNumbers
 from twins import Tower, ids
 
@@ -64,6 +64,7 @@ def test_trainer_is_stopped(world, tmp_path, size):
     assert not any("step" in line for other in others for line in other)
 
 
+@full
 def test_a_sound_training_says_nothing(world, tmp_path):
     world(2)(trained, str(tmp_path), 99)
 

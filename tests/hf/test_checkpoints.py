@@ -12,7 +12,7 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from jobs import bmt_adam, losses, torch_adam
 from tiny_models import build
 
@@ -126,6 +126,7 @@ def not_saved_after_all(folder):
     bmt.synchronize()
 
 
+@full
 def test_a_save_that_does_not_come_leaves_nothing(world, tmp_path):
     world(2)(not_saved_after_all, str(tmp_path))
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -147,6 +148,7 @@ def full_disk_on_one_rank(folder):
             trainer.train()
 
 
+@full
 def test_a_full_disk_is_told_everywhere(world, tmp_path):
     world(2)(full_disk_on_one_rank, str(tmp_path))
     assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
@@ -213,6 +215,7 @@ def test_another_number_of_ranks(world, tmp_path, sizes):
         shutil.rmtree(tmp_path / "run")
 
 
+@full
 @pytest.mark.parametrize("strategy", ["best", *in_full("steps")])
 @pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_best_model_and_limit(world, tmp_path, size, strategy):
@@ -301,6 +304,7 @@ def saved_on_demand(folder):
     return state
 
 
+@full
 @pytest.mark.parametrize("size", SIZES)
 def test_a_save_on_demand(world, tmp_path, size):
     states = world(size)(saved_on_demand, str(tmp_path))
@@ -334,6 +338,7 @@ def saved_modules(folder, leaves_out):
     return peft.get_peft_model_state_dict(model), trainer.state.best_model_checkpoint
 
 
+@full
 @pytest.mark.parametrize("leaves_out", [True, *in_full(False)])
 @pytest.mark.parametrize("size", SIZES)
 def test_modules_to_save_of_adapters(world, tmp_path, size, leaves_out):
@@ -369,6 +374,7 @@ def plain_module(folder):
     return type(model).state_dict(model)
 
 
+@full
 @pytest.mark.parametrize("size", SIZES)
 def test_a_model_without_save_pretrained(world, tmp_path, size):
     from safetensors.torch import load_file

@@ -85,6 +85,7 @@ def test_families(world, tmp_path, family, tied, size):
     world(size)(loads, type(model).__name__, str(tmp_path), batch(family, 0))
 
 
+@full
 @pytest.mark.parametrize(
     "given",
     [
@@ -112,6 +113,7 @@ def test_several_files(world, tmp_path, family):
     world(2)(loads, type(model).__name__, str(tmp_path), batch(family, 0))
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("tied", [True, *in_full(False)])
 def test_bin_files(world, tmp_path, tied, size):
@@ -123,6 +125,7 @@ def test_bin_files(world, tmp_path, tied, size):
     assert ("lm_head.weight" in names) is not tied
 
 
+@full
 def test_tied_weights_that_differ(world, tmp_path):
     """They differ in one element, which only one rank has."""
     model = build("llama", tied=False)
@@ -152,11 +155,13 @@ def test_missing_and_unexpected(world, tmp_path, size):
     assert report["missing_keys"] and report["unexpected_keys"]
 
 
+@full
 def test_base_model(world, tmp_path):
     build("gpt2").transformer.save_pretrained(tmp_path)
     world(2)(reports, "GPT2ForSequenceClassification", str(tmp_path), {"num_labels": 3})
 
 
+@full
 def test_mismatched(world, tmp_path):
     build("llama").save_pretrained(tmp_path)
     report = world(2)(reports, "LlamaForCausalLM", str(tmp_path), {"vocab_size": 70, "ignore_mismatched_sizes": True})[
@@ -204,6 +209,7 @@ def gathers_in_parts(folder, mapped_on):
         loads("LlamaForCausalLM", folder, batch("llama", 0))
 
 
+@full
 def test_gathers_in_parts(world, tmp_path):
     build("llama").save_pretrained(tmp_path)
     for size in SIZES:
@@ -257,6 +263,7 @@ def test_custom_model(world, tmp_path):
     world(2)(loads_recurrent, str(tmp_path))
 
 
+@full
 def test_other_sources(world, tmp_path):
     build("llama").save_pretrained(tmp_path)
     world(2)(names_of_blocks, str(tmp_path))

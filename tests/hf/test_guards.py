@@ -9,7 +9,7 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from hf_bmtrain.hf import arguments
 from tiny_models import batch, build
 from twins import Tower, ids
@@ -276,6 +276,7 @@ def test_an_accelerate_that_would_add_ddp(monkeypatch, installed):
         arguments.check_versions()
 
 
+@full
 @pytest.mark.parametrize("installed", ["1.15.0.dev0", *in_full("1.14.0", "2.0")])
 def test_a_new_accelerate(monkeypatch, installed):
     monkeypatch.setattr("importlib.metadata.version", lambda name: installed)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full
+from cases import full, in_full
 from hf_bmtrain.hf.speed import ParameterCount, Speedometer
 from tiny_models import batch, build
 
@@ -93,6 +93,7 @@ def rows_of_another_input():
     return report
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_rows_are_counted_whatever_the_input_is_called(world, size):
     for report in world(size)(rows_of_another_input):
@@ -100,6 +101,7 @@ def test_rows_are_counted_whatever_the_input_is_called(world, size):
         assert "tokens_per_second" not in report
 
 
+@full
 def test_parameters_are_counted_again_after_a_change():
     model = build("llama")
     count, total = ParameterCount(model), sum(p.numel() for p in model.parameters())

@@ -5,7 +5,7 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from jobs import check_same, losses, sgd, train, train_ddp, train_sharded
 
 SIZES = [2, *in_full(1)]
@@ -93,6 +93,7 @@ def made_by_model_init(folder, wrapped):
     return runs
 
 
+@full
 @pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_model_init(world, tmp_path, size):
     plain = made_by_model_init(tmp_path / "plain", False)
@@ -107,6 +108,7 @@ def trained_twice(folder, wrapped):
     return {"history": trainer.state.log_history, "weights": jobs.weights(trainer.model)}
 
 
+@full
 @pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_trained_twice(world, tmp_path, size):
     plain = trained_twice(tmp_path / "plain", False)
@@ -123,6 +125,7 @@ def translated(folder, wrapped):
     return trainer.predict(jobs.Rows(seed=9)).predictions
 
 
+@full
 @pytest.mark.parametrize("size", MOSTLY_TWO)
 def test_seq2seq_trainer(world, tmp_path, size):
     plain = translated(tmp_path / "plain", False)

@@ -46,6 +46,7 @@ def run(**changes):
     return {**result, **changes}
 
 
+@full
 @pytest.mark.parametrize(
     ("changes", "column", "error"),
     [
@@ -71,6 +72,7 @@ def test_a_difference_is_seen(changes, column, error):
     assert not any(found.values())
 
 
+@full
 def test_a_row_without_effect_shows_nothing():
     assert Errors(effect=5.0).worst == 2
     assert Errors(resume=math.inf).worst == math.inf

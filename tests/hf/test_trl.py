@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_bmtrain as bmt
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from jobs import CHECKPOINTING, check_same, losses, weights
 from ranks import on_ranks
 from tiny_models import VOCABULARY, build
@@ -184,6 +184,7 @@ def test_sft(world, tmp_path, how):
     check(world, tmp_path, sft, how, plain)
 
 
+@full
 @pytest.mark.parametrize(
     ("method", "rate"),
     [("saved", 0.5), *rows_in_full([("dora", 4), ("rslora", 4), ("ia3", 40), ("prompts", 200), ("prefix", 20)])],
@@ -203,6 +204,7 @@ def test_sft_methods(world, tmp_path, method, rate):
     )
 
 
+@full
 @pytest.mark.parametrize(
     ("how", "truth"), [(inside, plain_inside), *rows_in_full([(at_last, plain), (reference, plain_reference)])]
 )
@@ -217,6 +219,7 @@ def test_dpo_on_a_sharded_adapter(world, tmp_path, how):
     check(world, tmp_path, dpo, how, plain, learning_rate=1.0)
 
 
+@full
 @pytest.mark.parametrize(
     ("kind", "how", "truth", "method"),
     [
@@ -251,6 +254,7 @@ def test_checkpoints(folder):
     assert all(torch.equal(value, through[name]) for name, value in resumed.items())
 
 
+@full
 @on_ranks(1)
 def test_optimizer_from_before_the_adapters(folder):
     model = bmt.auto_wrap(build("llama"))

@@ -64,6 +64,7 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
     assert len(list((folder / "out").glob("*.json"))) == len(ENGINES)
 
 
+@full
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -101,6 +102,7 @@ def test_lines_of_a_file_are_cells(tmp_path, capsys):
     assert f"in {file}, line 3" in capsys.readouterr().err
 
 
+@full
 def test_what_was_not_measured_here_is_marked(tmp_path):
     job = "gpt-13b 8x512 4 ranks"
     report = {"engine": "ours", "job": job, "ms": 864.0, "spread_ms": [860.0, 870.0], "TFLOPs": 368.0, "losses": [1.0]}
@@ -116,6 +118,7 @@ def marked(folder, job) -> list[tuple[str, bool]]:
     return [(line.split()[0], "other run" in line) for line in lines]
 
 
+@full
 def test_the_largest_batch_comes_first(tmp_path):
     job = "tiny largest batch x16 2 ranks"
     for engine, rows in (("ours", 12), ("fsdp2", 8), ("ddp", 0)):
@@ -137,6 +140,7 @@ def test_a_missing_package_is_told(monkeypatch):
     assert told is not None and "fsdp2 is left out" in told and "pip install torchao" in told
 
 
+@full
 def test_layers_are_part_of_the_job():
     [cell], _ = parse(("--layers", "2", "--float8", "rows"))
     assert (cell.job(2), cell.name("auto")) == ("tiny of 2 layers 8x512 2 ranks", "ours float8=rows")
@@ -146,6 +150,7 @@ def test_layers_are_part_of_the_job():
     ] == [4, 2]
 
 
+@full
 def test_every_engine_gets_the_same_batch():
     device = torch.device("cpu")
     bert = make_batch(make_config("bert-base", 32), 8, 32, 7, device)

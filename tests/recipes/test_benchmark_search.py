@@ -15,7 +15,7 @@ from bench.models import make_config
 from bench.options import parse
 from bench.ranks import RanksApart, attempt, free_memory, mapped_bytes, meet
 from bench.search import largest_batch, search
-from cases import in_full
+from cases import full, in_full
 from ranks import Ranks
 
 TINY = ("--model", "tiny", "--seq", "8", "--batch", "2", "--largest-batch")
@@ -82,6 +82,7 @@ def own():
     ranks.stop()
 
 
+@full
 def test_one_rank_out_of_memory_ends_the_search(own):
     for told, seen in own(searched, 4, (1,)):
         assert "rank 0: fine; rank 1: out of memory" in told
@@ -98,6 +99,7 @@ def absent(late: int) -> str:
     return "met"
 
 
+@full
 @pytest.mark.parametrize("late", [1, *in_full(0)])
 def test_a_rank_that_does_not_come_is_told(own, late):
     assert own(absent, late)[1 - late] == "not every rank came within 1 s; this one has: here"
@@ -112,6 +114,7 @@ def failing(text: str, ranks: tuple[int, ...]) -> tuple:
     return attempt(action)
 
 
+@full
 def test_attempts_agree(world):
     assert world(2)(failing, "", ()) == [(7, None)] * 2
     assert world(2)(failing, "a\nb", (0, 1)) == [(None, "ValueError: a b")] * 2
@@ -154,6 +157,7 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
+@full
 @pytest.mark.parametrize("fail", [True, *in_full(False)], ids=["after a failure", "after steps"])
 @pytest.mark.parametrize("engine", ["ours", *in_full("fsdp2", "ddp")])
 def test_memory_comes_back(world, engine, fail):
@@ -162,6 +166,7 @@ def test_memory_comes_back(world, engine, fail):
         assert left < 0.02 * peak
 
 
+@full
 def test_mapped_shards_come_back():
     ranks = Ranks(2, gather="peer")
     try:

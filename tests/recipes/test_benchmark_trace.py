@@ -1,6 +1,7 @@
 """The accounting of a trace, on made-up events."""
 
 from bench import trace
+from cases import full
 
 
 def event(name: str, begin: float, duration: float, category: str = "kernel", stream: int = 7) -> dict:
@@ -26,6 +27,7 @@ def test_account_of_a_trace():
     assert trace.account([event("aten::mm", 0, 1, "cpu_op")]) == {"milliseconds": {}}
 
 
+@full
 def test_copies_count_by_their_stream():
     """Pulled weights on two streams; gradients pulled on a third and summed on a fourth; a packing copy; an offload."""
     pull = "Memcpy PtoP (Device -> Device)"
@@ -45,6 +47,7 @@ def test_copies_count_by_their_stream():
     assert account["streams"]["offload"] == {"busy": 4, "exposed": 2}
 
 
+@full
 def test_kinds_of_kernels():
     kinds = {
         "adam_update": "optimizer", "squared_norm_partials": "optimizer", "flash_fwd_kernel": "attention",
@@ -59,6 +62,7 @@ def test_kinds_of_kernels():
     assert {name: trace.kind_of(name) for name in kinds} == kinds
 
 
+@full
 def test_kernels_that_no_pattern_knows_are_listed():
     events = [event(f"new_kernel_{number}", number, 0.1 * number) for number in range(1, 8)]
     events += [event("new_kernel_1", 20, 5), event("nvjet_gemm", 30, 9)]

@@ -6,7 +6,7 @@ import torch
 from boolq.batches import Rows, encode, in_order, training_batches, validation_batches
 from boolq.data import Example
 from boolq.small_bert import train_tokenizer
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 
 QUESTION, PASSAGE = (
     "is the red kite in the barn",
@@ -41,6 +41,7 @@ def test_a_pair_keeps_its_question_and_loses_the_end_of_its_passage(tokenizer):
     assert cut["labels"] == 1
 
 
+@full
 def test_a_question_that_leaves_no_room_is_named_with_the_length_it_needs(tokenizer):
     rows = [Example("is it", PASSAGE, True), Example(QUESTION, PASSAGE, True)]
     needed = len(tokenizer(QUESTION)["input_ids"]) + 2  # one token of the passage and [SEP]
@@ -83,6 +84,7 @@ def test_every_validation_row_counts_once_and_in_order(tokenizer, world_size, ro
     assert in_order(gathered, world_size, rows).tolist() == list(range(rows))
 
 
+@full
 def test_a_batch_is_padded_to_its_longest_row(tokenizer):
     batch = next(iter(validation_batches(numbered(2), tokenizer, 2, rank=0, world_size=1)))
     assert batch["input_ids"].tolist() == [[0, tokenizer.pad_token_id], [1, 1]]

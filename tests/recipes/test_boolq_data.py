@@ -8,7 +8,7 @@ from huggingface_hub import constants
 from small_job import ROOT
 
 from boolq.data import Example, from_hub_splits, read_questions
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 
 ROW = {"question": "is it so", "passage": "It is so.", "label": True, "idx": 7}
 GOOGLE_ROW = {"question": "is it so", "passage": "It is so.", "answer": False, "title": "So"}
@@ -34,6 +34,7 @@ def test_google_layout(write_lines, tmp_path):
     assert [row.label for row in (*questions.train, *questions.validation)] == [False, True]
 
 
+@full
 def test_byte_order_mark_and_other_alphabets(write_lines, tmp_path):
     passage = '"passage": "Ж 日本"'.encode()
     write_lines("train.jsonl", b'\xef\xbb\xbf{"question": "q", ' + passage + b', "label": true}')
@@ -72,6 +73,7 @@ def test_a_broken_line_is_named(write_lines, tmp_path, line, message):
         read_questions(str(tmp_path))
 
 
+@full
 def test_the_validation_file_is_read_too(write_lines, tmp_path):
     write_lines("train.jsonl", ROW)
     write_lines("val.jsonl", ROW, "{")
@@ -79,6 +81,7 @@ def test_the_validation_file_is_read_too(write_lines, tmp_path):
         read_questions(str(tmp_path))
 
 
+@full
 @pytest.mark.parametrize("content", [("", "  "), *in_full(())])
 def test_an_empty_file(write_lines, tmp_path, content):
     write_lines("train.jsonl", *content)
@@ -87,6 +90,7 @@ def test_an_empty_file(write_lines, tmp_path, content):
         read_questions(str(tmp_path))
 
 
+@full
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -106,6 +110,7 @@ def test_missing_files(write_lines, tmp_path, files, message):
         read_questions(str(tmp_path))
 
 
+@full
 def test_two_validation_files_are_one_too_many(write_lines, tmp_path):
     for name in ("train.jsonl", "val.jsonl", "dev.jsonl"):
         write_lines(name, ROW)
@@ -113,12 +118,14 @@ def test_two_validation_files_are_one_too_many(write_lines, tmp_path):
         read_questions(str(tmp_path))
 
 
+@full
 @pytest.mark.parametrize("path", ["~/nowhere", *in_full("/no/such/folder", "./nowhere", "a/b/c")])
 def test_a_path_that_does_not_exist(path):
     with pytest.raises(FileNotFoundError, match="no such folder; give a folder with train.jsonl"):
         read_questions(path)
 
 
+@full
 def test_a_file_instead_of_a_folder(write_lines):
     with pytest.raises(ValueError, match="is a file: give the folder"):
         read_questions(str(write_lines("train.jsonl", ROW)))
@@ -152,6 +159,7 @@ def test_the_hub_form_of_superglue():
     assert questions.train == [Example("a", "c", True), Example("b", "d", False)]
 
 
+@full
 def test_the_hub_form_of_google_and_its_mistakes():
     rows = [{"question": "a", "passage": "b", "answer": True}]
     assert from_hub_splits({"train": rows, "validation": rows}, "x").validation == [Example("a", "b", True)]
@@ -164,6 +172,7 @@ def test_the_hub_form_of_google_and_its_mistakes():
         from_hub_splits({"train": [], "validation": rows}, "x")
 
 
+@full
 def test_a_folder_needs_no_datasets_package(write_lines, tmp_path):
     write_lines("train.jsonl", ROW)
     write_lines("val.jsonl", ROW)

@@ -15,6 +15,7 @@ from boolq.model import (
     new_small_bert,
 )
 from boolq.small_bert import train_tokenizer
+from cases import full
 
 
 def test_every_dropout_of_a_configuration_is_replaced():
@@ -30,6 +31,7 @@ def test_every_dropout_of_a_configuration_is_replaced():
         assert config.num_labels == 2
 
 
+@full
 def test_a_model_keeps_its_dropout_unless_told():
     config = BertConfig(hidden_dropout_prob=0.3, classifier_dropout=None)
     adapt(config, None)
@@ -38,12 +40,14 @@ def test_a_model_keeps_its_dropout_unless_told():
     assert (config.hidden_dropout_prob, config.classifier_dropout) == (0.0, 0.0)
 
 
+@full
 def test_dropout_reaches_the_modules():
     model = new_small_bert(30, seed=0, dropout=0.4)
     found = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
     assert found == {0.4}
 
 
+@full
 def test_a_name_that_is_no_model(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match="has no config.json: give the folder of a saved model"):
@@ -55,6 +59,7 @@ def test_a_name_that_is_no_model(tmp_path, monkeypatch):
     check_model_name("owner/name")
 
 
+@full
 def test_a_broken_folder_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match=r"^cannot load --model .*; check the name and the network, or give"):
@@ -74,6 +79,7 @@ def test_a_seed_draws_the_new_classifier_and_a_saved_one_is_kept(tmp_path):
     assert torch.equal(load_model(str(tmp_path), 2, dropout=None).classifier.weight, weights[0])
 
 
+@full
 def test_tokens_that_the_model_cannot_place():
     tokenizer = train_tokenizer(["a few words"])
     model = new_small_bert(len(tokenizer), seed=0, dropout=None)
@@ -82,6 +88,7 @@ def test_tokens_that_the_model_cannot_place():
         check_max_length(513, model, tokenizer)
 
 
+@full
 def test_a_tokenizer_without_padding(tmp_path):
     tokenizer = train_tokenizer(["a few words"])
     tokenizer.pad_token = None

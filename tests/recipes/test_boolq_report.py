@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from boolq.report import Report, score
+from cases import full
 from common.curve import READ_EVERY, Curve
 
 
@@ -25,6 +26,7 @@ def test_scores():
     assert always_true["balanced_accuracy"] == pytest.approx(0.5)
 
 
+@full
 def test_scores_where_only_one_class_occurs():
     assert score(torch.tensor([0, 1]), torch.tensor([0, 0])) == {
         "accuracy": 0.5,
@@ -33,6 +35,7 @@ def test_scores_where_only_one_class_occurs():
     }
 
 
+@full
 def test_a_curve_is_read_every_few_steps_and_at_the_end():
     curve = Curve()
     for step in range(READ_EVERY + 2):
@@ -46,6 +49,7 @@ def test_a_curve_is_read_every_few_steps_and_at_the_end():
     assert curve.mean_loss(1) == pytest.approx(5.5)
 
 
+@full
 def test_what_is_not_finite_becomes_none():
     curve = Curve()
     curve.add(1, torch.tensor(math.nan), torch.tensor(math.inf), lr=0.1)

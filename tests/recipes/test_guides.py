@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,28 +43,17 @@ def snippets() -> dict[str, str]:
 SNIPPETS = snippets()
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], str]:
-    """({snippet: exit status}, what they printed); each ran in an empty folder.
-
-    One program runs all of them, in about ten seconds: each begins a world of its own, as a reader's does.
-    """
-    folder = tmp_path_factory.mktemp("guides")
+def test_snippets_run_as_they_are(tmp_path: Path):
+    """Each in an empty folder. One program runs all, in about ten seconds: each begins a world, as a reader's does."""
     for name, code in SNIPPETS.items():
-        (folder / f"{name}.py").write_text(code)
-    paths = [str(folder / f"{name}.py") for name in SNIPPETS]
+        (tmp_path / f"{name}.py").write_text(code)
+    paths = [str(tmp_path / f"{name}.py") for name in SNIPPETS]
     done = subprocess.run(
-        [sys.executable, "-c", FORK_EACH, *paths], cwd=folder, env=environment(), timeout=280, text=True,
+        [sys.executable, "-c", FORK_EACH, *paths], cwd=tmp_path, env=environment(), timeout=280, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     statuses = re.findall(r"([\w-]+)\.py (-?\d+)$", done.stdout, re.MULTILINE)
-    return {name: int(status) for name, status in statuses}, done.stdout
-
-
-@pytest.mark.parametrize("name", SNIPPETS)
-def test_a_snippet_runs_as_it_is(finished, name):
-    statuses, output = finished
-    assert statuses.get(name) == 0, output
+    assert statuses == [(name, "0") for name in SNIPPETS], done.stdout
 
 
 def anchors(page: Path) -> set[str]:
@@ -75,12 +62,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
-    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not link.startswith("https://"):
-            path, _, anchor = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists(), f"{page.name}: {link}"
-            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+def test_links_lead_somewhere():
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not link.startswith("https://"):
+                path, _, anchor = link.partition("#")
+                target = (page.parent / path).resolve() if path else page
+                assert target.exists(), f"{page.name}: {link}"
+                assert not anchor or anchor in anchors(target), f"{page.name}: {link}"

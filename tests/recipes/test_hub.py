@@ -7,7 +7,7 @@ import time
 import pytest
 from huggingface_hub import constants
 
-from cases import in_full
+from cases import full, in_full
 from common import hub
 
 
@@ -47,6 +47,7 @@ def test_a_hub_that_is_down(endpoint):
         hub.check_hub("--model x")
 
 
+@full
 def test_offline_by_wish_asks_nobody(endpoint, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "ask", lambda url: pytest.fail(f"asked for {url}"))
@@ -54,6 +55,7 @@ def test_offline_by_wish_asks_nobody(endpoint, monkeypatch):
     hub.check_hub("--model x")
 
 
+@full
 def test_a_network_that_swallows_everything(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "SECONDS", 0.1)
@@ -63,6 +65,7 @@ def test_a_network_that_swallows_everything(monkeypatch):
     assert time.monotonic() - begin < 2
 
 
+@full
 @pytest.mark.parametrize("name", ["google/boolq", *in_full("bert-base-uncased", "super_glue/boolq")])
 def test_names_of_the_hub(name):
     assert hub.is_hub_name(name)

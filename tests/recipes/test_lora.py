@@ -76,6 +76,7 @@ def test_a_model_and_rows_of_ones_own(one, tmp_path):
     assert "After 54 comes" in metrics["said"]
 
 
+@full
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
@@ -101,6 +102,7 @@ def test_a_mistake_is_one_line(tmp_path):
     assert done.stderr.startswith("error: ") and "nowhere.jsonl" in done.stderr
 
 
+@full
 def test_questions_follow_from_their_story():
     (example,) = ask(["The owl found a bell near the mill. The hare came to the mill and saw the bell. So the owl gave "
                       "the hare the bell, and now the hare has the bell."])  # fmt: skip
@@ -110,6 +112,7 @@ def test_questions_follow_from_their_story():
         cut([example] * 9)
 
 
+@full
 def test_targets_are_the_completions():
     class Letters:
         eos_token_id = 0
@@ -122,6 +125,7 @@ def test_targets_are_the_completions():
     assert row["labels"] == [IGNORED] * 6 + [*map(ord, "xyz"), 0]
 
 
+@full
 def test_the_options_have_defaults():
     options = parse_options([])
     assert (options.quantize, options.model, options.rank) == (None, None, 16)

@@ -35,6 +35,7 @@ def test_every_question_comes_as_often_true_as_false(questions):
         assert all(count[True] == count[False] for count in answers.values())
 
 
+@full
 def test_labels_are_what_the_passage_says(questions):
     """Solved by rule: find the sentence about the person and the thing, look up its verb."""
     meaning = {verb: answer for answer, verbs in VERBS.items() for verb in verbs}
@@ -46,6 +47,7 @@ def test_labels_are_what_the_passage_says(questions):
         assert meaning[told[0].split()[2]] == example.label
 
 
+@full
 def test_validation_is_about_people_that_training_has_not_met(questions):
     known, held_out = people(questions.train), people(questions.validation)
     assert not known & held_out
@@ -57,6 +59,7 @@ def test_validation_is_about_people_that_training_has_not_met(questions):
     assert not {x.question for x in questions.train} & {x.question for x in questions.validation}
 
 
+@full
 def test_a_passage_tells_two_facts_with_nothing_in_common(questions):
     for example in questions.validation:
         facts = [sentence.split() for sentence in example.passage.strip(".").split(". ")]
@@ -93,10 +96,12 @@ def accuracy_of_a_bag_of_words(text, questions) -> float:
     return ((model(inputs).squeeze(1) > 0) == (labels > 0.5)).float().mean().item()
 
 
+@full
 def test_the_question_alone_does_not_tell_the_answer(questions):
     assert accuracy_of_a_bag_of_words(lambda x: x.question, questions) == pytest.approx(0.5, abs=0.02)
 
 
+@full
 def test_the_passage_alone_tells_little(questions):
     assert accuracy_of_a_bag_of_words(lambda x: x.passage, questions) == pytest.approx(0.625, abs=0.05)
 
@@ -123,6 +128,7 @@ def test_equal_seeds_give_equal_questions_and_vocabularies_in_every_process(ques
     assert reading_questions(seed=1) != questions
 
 
+@full
 def test_the_vocabulary_knows_every_word_of_the_held_out_people(questions):
     tokenizer = train_tokenizer(text for x in questions.train for text in (x.question, x.passage))
     for example in questions.validation:

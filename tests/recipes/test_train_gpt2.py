@@ -51,6 +51,7 @@ def test_the_default_learns_the_stories(tmp_path):
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() <= 512
 
 
+@full
 def test_two_processes_follow_one(book, one, tmp_path):
     two = train(tmp_path, TWO_RANKS, "--data", book, *TINY, "--batch-size", 4)
     assert two["world_size"] == 2
@@ -111,6 +112,7 @@ def test_rows_hold_the_text():
     assert (targets != IGNORED).sum(1).tolist() == lengths.tolist()
 
 
+@full
 def test_ranks_share_the_rows_of_one():
     text = generate_text(seed=0, stories=30)
     rows, _ = cut(text, train_tokenizer(text, 300), 16)
@@ -121,6 +123,7 @@ def test_ranks_share_the_rows_of_one():
         assert sorted(together.tolist()) == sorted(next(alone).tolist())
 
 
+@full
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "image.bin").write_bytes(b"\xff\xfe\xfd")
     with pytest.raises(ValueError, match=r"image\.bin is not UTF-8"):

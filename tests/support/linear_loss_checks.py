@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cases import by_default, in_full, pairwise
 from hf_bmtrain.loss import linear_cross_entropy
 from loss_checks import OPTIONS, exact
 
@@ -195,23 +196,30 @@ class OnAnyDevice:
 
     device: torch.device
 
-    @pytest.mark.parametrize("rows_a_chunk", [1, 4, 1000])
-    @pytest.mark.parametrize("with_bias", [False, True])
-    @pytest.mark.parametrize("options", OPTIONS, ids=str)
-    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(
+        ("dtype", "options", "with_bias", "rows_a_chunk"),
+        pairwise(
+            [(torch.bfloat16, OPTIONS[-1], True, 4), (torch.float16, OPTIONS[0], False, 1)],
+            list(TOLERANCE),
+            OPTIONS,
+            [False, True],
+            [1, 4, 1000],
+        ),
+        ids=str,
+    )
     def test_options(self, dtype, options, with_bias, rows_a_chunk):
         check_options(self.device, dtype, options, with_bias, rows_a_chunk)
 
-    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("dtype", by_default(TOLERANCE, torch.bfloat16), ids=str)
     def test_nothing_counts(self, dtype):
         check_nothing_counts(self.device, dtype)
 
     @pytest.mark.parametrize(
         "check",
         [
-            check_only_what_is_wanted, check_misuse, check_autocast, check_weight_gradient_is_summed_in_float32,
-            check_a_loss_scale_saves_small_gradients, check_layouts, check_no_uninitialized_memory_is_used,
-            check_wrong_inputs,
+            check_misuse, check_autocast, check_weight_gradient_is_summed_in_float32,
+            *in_full(check_only_what_is_wanted, check_a_loss_scale_saves_small_gradients, check_layouts),
+            *in_full(check_no_uninitialized_memory_is_used, check_wrong_inputs),
         ],
     )  # fmt: skip
     def test_check(self, check):

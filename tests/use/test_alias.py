@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cases import in_full
+from cases import full, in_full
 from processes import environment
 
 SCRIPT = """
@@ -66,7 +66,7 @@ def launch(folder, size, *arguments, **variables):
     )
 
 
-@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize("size", [1, *in_full(2)])
 def test_a_script_runs_unchanged(tmp_path, size):
     scripts = tmp_path / "scripts"
     scripts.mkdir()
@@ -77,6 +77,7 @@ def test_a_script_runs_unchanged(tmp_path, size):
     assert done.stdout.count("loss 1.0 beside") == size
 
 
+@full
 def test_what_is_not_offered_is_refused_by_name(tmp_path):
     code = (
         "import hf_bmtrain, pytest\n"
@@ -95,6 +96,7 @@ def test_what_is_not_offered_is_refused_by_name(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@full
 def test_bmtrain_itself(tmp_path):
     (tmp_path / "bmtrain").mkdir()
     (tmp_path / "bmtrain" / "__init__.py").write_text("")
@@ -108,6 +110,7 @@ def test_bmtrain_itself(tmp_path):
     assert done.returncode == 1 and "BMTrain itself is imported already" in done.stderr
 
 
+@full
 def test_the_command_line(tmp_path):
     assert "usage: python -m hf_bmtrain.run SCRIPT" in launch(tmp_path, 1, "-m", "hf_bmtrain.run").stderr
     assert "there is no script 'none.py'" in launch(tmp_path, 1, "-m", "hf_bmtrain.run", "none.py").stderr

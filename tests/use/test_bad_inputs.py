@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import hf_bmtrain as bmt
 from bad_inputs import SECONDS, as_a_script, calls, outcomes
-from cases import by_default, rows_in_full
+from cases import by_default, full, rows_in_full
 
 CALLS = {each.name: each for each in calls()}
 
@@ -60,6 +60,7 @@ ON_ONE_RANK = [
 ]  # fmt: skip
 
 
+@full
 @pytest.mark.parametrize(
     ("name", "argument", "word"), [ON_ONE_RANK[3], *rows_in_full(ON_ONE_RANK[:3] + ON_ONE_RANK[4:])]
 )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from ranks import on_ranks
 from state_dicts import check_equal, same_storage
 from tiny_models import build
@@ -235,6 +235,7 @@ def test_defect_of_files(world, size, defect, tmp_path):
     world(size)(defect, str(tmp_path))
 
 
+@full
 @pytest.mark.parametrize("name", ["AdamOffloadOptimizer", *in_full("AdamOptimizer")])
 @on_ranks(2, full=(1,))
 def test_bf16_rounding(name):

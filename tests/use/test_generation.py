@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from ranks import on_ranks
 from zoo_check import gradient_errors
 from zoo_families import FAMILIES
@@ -88,6 +88,7 @@ def test_generation(world, family, method):
     assert lengths[0] != lengths[1], "the ranks were to stop at different times"
 
 
+@full
 @pytest.mark.parametrize("family", ["t5", *in_full("llama")])
 @on_ranks(2)
 def test_evaluation(family):

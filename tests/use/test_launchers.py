@@ -118,6 +118,7 @@ ONE_HOST = [
 ]  # fmt: skip
 
 
+@full
 @pytest.mark.parametrize(("on", "size"), ONE_HOST)
 def test_one_host(folder, on, size):
     command = COMMANDS[on].replace("--ntasks N", f"--ntasks {size}")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from ranks import Ranks
 from tiny_models import build
 from twins import Tower, ids
@@ -50,6 +50,7 @@ def test_before_init_distributed():
     assert "done" in in_fresh_process(code + "raise RuntimeError('done')")
 
 
+@full
 @pytest.mark.parametrize("case", by_default(LAUNCHES, "MASTER_ADDR"))
 def test_launched_wrongly(case):
     environment, message = LAUNCHES[case]
@@ -230,6 +231,7 @@ def on_rank_0_alone():
             call(model)
 
 
+@full
 def test_on_rank_0_alone():
     ranks = Ranks(2)
     ranks(on_rank_0_alone)

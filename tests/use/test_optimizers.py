@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from ranks import on_ranks
 from twins import Tower, check_gradients, ids, losses
 
@@ -175,6 +175,7 @@ def test_l2_regularisation(cls, dtype, exp_avg_dtype):
         torch.testing.assert_close(whole, other.detach(), rtol=close, atol=close / 10, msg=name)
 
 
+@full
 @on_ranks(1)
 def test_groups_of_both_kinds():
     """BMTrain's choice: L2 for float32 weights, decoupled decay for half-precision ones."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hf_bmtrain as bmt
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from inner import state_of
 from ranks import on_ranks
 from twins import check_gradients
@@ -142,6 +142,7 @@ def sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
+@full
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("after", [True, *in_full(False)])
 @pytest.mark.parametrize(
@@ -204,6 +205,7 @@ def test_switching(after):
         torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_inactive_when_wrapped():
     """An adapter that was inactive is trained by itself: the frozen base beside it gets no gradient."""
@@ -227,6 +229,7 @@ def test_saved_after_wrapping():
         peft.get_peft_model(model, CONFIGS["saved head"][1]())
 
 
+@full
 @pytest.mark.parametrize("after", [True, *in_full(False)])
 @on_ranks(2)
 def test_in_their_block(after):
@@ -339,6 +342,7 @@ def rolled_back(folder):
     bmt.save_state(folder, model, step=2, trained_only=True)
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_what_is_trained_later_stays(world, tmp_path, size):
     world(size)(rolled_back, str(tmp_path))
@@ -359,6 +363,7 @@ def test_no_configuration_is_saved(world, tmp_path):
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_freezing():
     """Parts of the base are thawed and adapters frozen between epochs."""
@@ -445,6 +450,7 @@ def test_merged_and_unloaded(name):
         torch.testing.assert_close(*(compute_loss(FAMILIES[CONFIGS[name][0]], each, 0) for each in (mine, theirs)))
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_unloading():
     """Adapters taken out again: the base is trained on as it was."""
@@ -456,6 +462,7 @@ def test_unloading():
     train("llama", *bases)
 
 
+@full
 @on_ranks(2)
 def test_generation():
     model, twin = sharded("llama", False)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import in_full
+from cases import full, in_full
 from processes import environment
 from published import ROOT, programs, read_blocks
 
@@ -67,6 +67,7 @@ def test_program(document, number, size):
     assert said.count(expected) == size
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_model_center(size):
     """The programs of the model zoo's with its own package, which is no part of BMTrain, in place of a stand-in."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import in_full
+from cases import by_default, full, in_full
 from twins import WIDTH, Tower
 
 
@@ -92,12 +92,13 @@ def waiting():
 CASES = [config, groups, linear, whole_parameter, not_offered, waiting]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", by_default(CASES, groups, linear, not_offered), ids=lambda case: case.__name__)
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_surface(world, size, case):
     world(size)(case)
 
 
+@full
 def test_before_init():
     """In a process of its own: nothing is initialised there, and the refused sizes leave it so."""
     code = (
@@ -112,6 +113,7 @@ def test_before_init():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@full
 def test_average_recorder():
     """Against the weighted mean that the docstring writes."""
     average, values = bmt.utils.AverageRecorder(alpha=0.8), [3.0, -1.0, 4.0, 1.5]
@@ -126,6 +128,7 @@ def test_average_recorder():
         bmt.utils.AverageRecorder(alpha=1.0)
 
 
+@full
 def test_printing():
     out = io.StringIO()
     bmt.print_block("sizes", "here", file=out)
@@ -152,6 +155,7 @@ def seen_memory():
     return out.getvalue()
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_see_memory(world, size):
     text = world(size)(seen_memory)[0]

@@ -299,9 +299,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    by_default(
-        CASES, tied_after_wrapping, registered_subclasses, integer_parameters, cache_by_position, functional_calls
-    ),
+    by_default(CASES, tied_after_wrapping, registered_subclasses, cache_by_position),
     ids=lambda case: case.__name__,
 )
 @pytest.mark.parametrize("size", [2, *in_full(1)])

@@ -289,7 +289,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    by_default(CASES, *CASES[:1], *CASES[-9:-4]),
+    by_default(CASES, *CASES[:1], *CASES[-8:-5]),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 @pytest.mark.parametrize("size", [2, *in_full(1)])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import in_full
+from cases import full, in_full
 from ranks import on_ranks
 from twins import WIDTH, compare_backward
 
@@ -91,6 +91,7 @@ def test_wrapping(world, size, case):
     world(size)(case)
 
 
+@full
 @on_ranks(2)
 def test_still_guarded():
     """A plain parameter in a wrapped part of a block is still named."""

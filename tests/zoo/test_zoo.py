@@ -32,6 +32,7 @@ def test_zoo(world, name: str):
     assert row.gradient <= 1
 
 
+@full
 def test_names_are_distinct():
     assert len(FAMILIES) == sum(map(len, KINDS.values()))
     assert set(ALWAYS) <= set(FAMILIES)

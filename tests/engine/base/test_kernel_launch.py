@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+from cases import full, rows_in_full
 from hf_bmtrain.engine.base import launch
 from hf_bmtrain.engine.base.launch import Argument, Variant
 from hf_bmtrain.engine.ops import grad_norm
@@ -60,13 +61,17 @@ def test_pack_is_bit_exact() -> None:
     ("values", "error", "message"),
     [
         ((torch.zeros(2), 2), TypeError, "takes 3 arguments"),
-        ((torch.zeros(2), 2.0, 1), TypeError, "n is a long long, got float"),
-        ((torch.zeros(2), True, 1), TypeError, "n is a long long, got bool"),
-        ((torch.zeros(2), 2, 1 << 31), OverflowError, "out of bounds"),
         ((torch.zeros(2).double(), 2, 1), ValueError, "x must be torch.float32, got torch.float64"),
-        ((None, 2, 1), TypeError, "x is a pointer to float, got NoneType"),
-        ((5, 2, 1), TypeError, "x is a pointer to float, got int"),
-        ((torch.zeros(2, device="meta"), 2, 1), ValueError, "x must be on cpu, got meta"),
+        *rows_in_full(
+            [
+                ((torch.zeros(2), 2.0, 1), TypeError, "n is a long long, got float"),
+                ((torch.zeros(2), True, 1), TypeError, "n is a long long, got bool"),
+                ((torch.zeros(2), 2, 1 << 31), OverflowError, "out of bounds"),
+                ((None, 2, 1), TypeError, "x is a pointer to float, got NoneType"),
+                ((5, 2, 1), TypeError, "x is a pointer to float, got int"),
+                ((torch.zeros(2, device="meta"), 2, 1), ValueError, "x must be on cpu, got meta"),
+            ]
+        ),
     ],
 )
 def test_wrong_arguments_raise(values, error, message) -> None:
@@ -84,7 +89,9 @@ def test_an_absent_array_must_be_none() -> None:
         launch.pack("k", (Argument("weight", "none", True, False),), (torch.zeros(1),), CPU)
 
 
-@pytest.mark.parametrize(("capability", "arch"), [((9, 0), 90), ((8, 9), 86), ((8, 0), 80), ((12, 1), 120)])
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((8, 9), 86), *rows_in_full([((9, 0), 90), ((8, 0), 80), ((12, 1), 120)])]
+)
 def test_architecture_of_a_device(capability: tuple[int, int], arch: int) -> None:
     assert launch.supported_arch(capability, (75, 80, 86, 90, 120)) == arch
 
@@ -116,6 +123,7 @@ def test_headers_are_part_of_the_content() -> None:
     assert changed.digest(90, (13, 0)) != NORM.digest(90, (13, 0))
 
 
+@full
 def test_processes_of_a_host_compile_once(cupy, tmp_path: Path) -> None:
     code = (
         "import logging, torch; logging.basicConfig(level='INFO'); "

@@ -6,11 +6,13 @@ from unittest import mock
 import pytest
 import torch
 
+from cases import full
 from hf_bmtrain.engine.base import pinned
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
+@full
 def test_memory_is_zero_and_writable():
     memory = pinned.pinned_bytes(1 << 20, CPU, "a test")
     assert memory.shape == (1 << 20,)
@@ -19,6 +21,7 @@ def test_memory_is_zero_and_writable():
     assert pinned.pinned_bytes(0, GPU, "nothing").shape == (0,)
 
 
+@full
 def test_it_is_unlocked_after_the_last_view():
     with mock.patch.object(pinned, "register") as register, mock.patch.object(pinned, "unregister") as unregister:
         memory = pinned.pinned_bytes(8192, GPU, "a test")

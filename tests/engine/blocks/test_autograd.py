@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from cases import by_default, pairwise
+from cases import by_default, full, pairwise
 from hf_bmtrain.engine.blocks.autograd import enter_backward, leave_backward
 
 
@@ -112,6 +112,7 @@ def test_inputs(name, by_keyword):
     assert all(a is b for (_, a), (_, b) in zip(old, tensors(before)))
 
 
+@full
 def test_two_in_order():
     owner, x, y = Owner(), leaf(), leaf()
     args, kwargs, inputs, _ = leave_backward(owner.after_backward, (x, (y,)), {"again": x})
@@ -121,6 +122,7 @@ def test_two_in_order():
     assert owner.told == ["after"]
 
 
+@full
 def test_one_tensor_and_one_list_twice():
     owner, x, y = Owner(), leaf(), [leaf()]
     args, kwargs, inputs, _ = leave_backward(owner.after_backward, (x, y), {"again": (x, y)})
@@ -129,6 +131,7 @@ def test_one_tensor_and_one_list_twice():
     assert kwargs["again"][0] is args[0]
 
 
+@full
 def test_without_a_differentiable_tensor():
     given = (torch.zeros(2), 3), {"cache": object()}
     args, kwargs, inputs, _ = leave_backward(Owner().after_backward, *given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from hf_bmtrain.engine.comm.collective_log import CollectiveLog
 from hf_bmtrain.engine.comm.nccl import NcclCommunicator, abort_all
 from ranks import on_ranks
@@ -61,6 +61,7 @@ def test_nccl_moves_all_bytes(dtype):
         assert NATIVE[kind] == (dtype if dtype in NATIVE else torch.uint8)
 
 
+@full
 @pytest.mark.parametrize("dtype", by_default(NATIVE, torch.bfloat16, torch.int64))
 def test_nccl_reduces_its_own_types(dtype):
     lane, shard = Lane(), tensor(dtype)
@@ -73,6 +74,7 @@ def test_nccl_reduces_its_own_types(dtype):
     assert lane.last() == ("reduceScatter", (NUMEL, kind, 4))
 
 
+@full
 @pytest.mark.parametrize("dtype", [torch.bool, *in_full(torch.int16, torch.uint16, torch.float8_e4m3fn)])
 def test_nccl_does_not_add_bytes(dtype):
     lane, shard = Lane(), tensor(dtype)
@@ -119,11 +121,13 @@ def fails(*arguments):
     raise RuntimeError("as asked")
 
 
+@full
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_communicator_whose_abort_fails_is_not_aborted():
     assert not abort_all([Abortable(fails), Abortable(lambda: None)])
 
 
+@full
 def test_nothing_is_aborted_where_no_thread_starts(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", fails)
     assert not abort_all([Abortable(lambda: None)])

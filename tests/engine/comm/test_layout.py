@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import full
 from hf_bmtrain.engine.comm.layout import Layout
 
 SPREADS = st.tuples(st.integers(0, 4), st.sampled_from([1, 2, 4]))
@@ -48,6 +49,7 @@ def test_pieces_tile_every_tensor(numels, world_size, grain, spread):
         assert layout.offsets[first] <= layout.shard_numel or not first
 
 
+@full
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9), st.integers(1, 70))
 def test_sizes_of_a_shard_are_those_of_its_pieces(numels, world_size, grain):
     layout = Layout.build(numels, world_size, grain)

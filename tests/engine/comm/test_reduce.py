@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full, pairwise
+from cases import full, in_full, pairwise
 from hf_bmtrain.engine.comm.layout import Layout
 from hf_bmtrain.engine.comm.reduce import CollectiveReduction
 from hf_bmtrain.engine.comm.resizable import shares_storage
@@ -93,6 +93,7 @@ def test_the_mean(world, size, make, accumulate):
         assert packed == [make in PACKED] * size
 
 
+@full
 @pytest.mark.parametrize("make", [of_another_dtype, *in_full(plain)])
 def test_the_mean_in_bfloat16(world, make):
     """float32 gradients of a bfloat16 buffer are packed."""
@@ -114,5 +115,6 @@ def two_parameters() -> bool:
     return not any(shares_storage(each, reduced.call_args.args[1]) for each in mine)
 
 
+@full
 def test_two_parameters_are_packed(world):
     assert world(2)(two_parameters) == [True] * 2

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cases import by_default, full, in_full, rows_in_full
 from hf_bmtrain.engine.ops import adam, grad_norm
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, rescale_
@@ -14,11 +15,15 @@ OUT = torch.zeros(2, dtype=torch.float64)
     ("flat", "out", "message"),
     [
         (torch.ones(4, 4), OUT, r"flat must be contiguous .* of shape \(16,\) on cpu, got .* shape \(4, 4\)"),
-        (torch.ones(8)[::2], OUT, r"flat must be contiguous .* strides \(2,\)"),
-        (torch.ones(4).double(), OUT, "flat must be contiguous float32 or float16 or bfloat16"),
-        (torch.ones(4), torch.zeros(2), "out must be contiguous float64"),
-        (torch.ones(4), torch.zeros(1, dtype=torch.float64), r"out must be .* of shape \(2,\)"),
-        (torch.ones(4), torch.zeros(2, dtype=torch.float64, device="meta"), "out must be .* on meta"),
+        *rows_in_full(
+            [
+                (torch.ones(8)[::2], OUT, r"flat must be contiguous .* strides \(2,\)"),
+                (torch.ones(4).double(), OUT, "flat must be contiguous float32 or float16 or bfloat16"),
+                (torch.ones(4), torch.zeros(2), "out must be contiguous float64"),
+                (torch.ones(4), torch.zeros(1, dtype=torch.float64), r"out must be .* of shape \(2,\)"),
+                (torch.ones(4), torch.zeros(2, dtype=torch.float64, device="meta"), "out must be .* on meta"),
+            ]
+        ),
     ],
 )
 def test_squared_norm_refuses(flat: torch.Tensor, out: torch.Tensor, message: str) -> None:
@@ -26,12 +31,13 @@ def test_squared_norm_refuses(flat: torch.Tensor, out: torch.Tensor, message: st
         grad_norm.accumulate_squared_norm(flat, out)
 
 
-@pytest.mark.parametrize("offsets", [[], [3, 2], [-1, 4]])
+@pytest.mark.parametrize("offsets", [[3, 2], *in_full([], [-1, 4])])
 def test_segments_refuse(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="non-decreasing"):
         grad_norm.Segments(offsets, "cpu")
 
 
+@full
 def test_segments_beyond_the_tensor_raise() -> None:
     with pytest.raises(ValueError, match="segments end at 5, the tensor has 4"):
         grad_norm.segmented_squared_norm(torch.ones(4), grad_norm.Segments([0, 5], "cpu"))
@@ -58,13 +64,17 @@ def tensors(n: int = 8) -> dict[str, torch.Tensor]:
     [
         ("grad", torch.ones(9), r"grad must be .* of shape \(8,\) on cpu, got .* shape \(9,\)"),
         ("grad", torch.ones(8).double(), "grad must be"),
-        ("grad", torch.ones(8).half(), "gradients of a torch.bfloat16 weight must be"),
-        ("master", torch.ones(8).half(), "master must be contiguous float32"),
-        ("master", torch.ones(8).int(), "master must be contiguous float32 or int16"),
-        ("exp_avg", torch.ones(8).half(), "exp_avg must be contiguous float32 or bfloat16"),
-        ("exp_avg_sq", torch.ones(16)[::2], "exp_avg_sq must be contiguous"),
-        ("weight", torch.ones(8), "weight must be contiguous float16 or bfloat16"),
-        ("record", torch.zeros(1, 12), r"record must be .* of shape \(12,\)"),
+        *rows_in_full(
+            [
+                ("grad", torch.ones(8).half(), "gradients of a torch.bfloat16 weight must be"),
+                ("master", torch.ones(8).half(), "master must be contiguous float32"),
+                ("master", torch.ones(8).int(), "master must be contiguous float32 or int16"),
+                ("exp_avg", torch.ones(8).half(), "exp_avg must be contiguous float32 or bfloat16"),
+                ("exp_avg_sq", torch.ones(16)[::2], "exp_avg_sq must be contiguous"),
+                ("weight", torch.ones(8), "weight must be contiguous float16 or bfloat16"),
+                ("record", torch.zeros(1, 12), r"record must be .* of shape \(12,\)"),
+            ]
+        ),
     ],
 )
 def test_adam_update_refuses(name: str, value: torch.Tensor, message: str) -> None:
@@ -73,7 +83,7 @@ def test_adam_update_refuses(name: str, value: torch.Tensor, message: str) -> No
         adam.adam_update(**arguments)
 
 
-@pytest.mark.parametrize("weight", [None, torch.ones(8).half()], ids=["none", "fp16"])
+@pytest.mark.parametrize("weight", [torch.ones(8).half(), *in_full(None)], ids=["fp16", "none"])
 def test_a_residual_needs_a_bfloat16_weight(weight: torch.Tensor | None) -> None:
     with pytest.raises(
         ValueError, match="a master of 16 bits goes with a bfloat16 weight, not with (None|torch.float16)"
@@ -81,6 +91,7 @@ def test_a_residual_needs_a_bfloat16_weight(weight: torch.Tensor | None) -> None
         adam.adam_update(**{**tensors(), "weight": weight, "master": torch.ones(8).short()})
 
 
+@full
 def test_adam_prepare_refuses_a_single_row() -> None:
     with pytest.raises(ValueError, match=r"hyper must be contiguous float64 of shape \(5, 7\)"):
         adam.adam_prepare(
@@ -96,7 +107,7 @@ FLOAT8 = {
 }
 
 
-@pytest.mark.parametrize("function", FLOAT8)
+@pytest.mark.parametrize("function", by_default(FLOAT8, float8.quantize_both))
 def test_float8_refuses(function) -> None:
     name = FLOAT8[function]
     for x, message in (
@@ -108,7 +119,7 @@ def test_float8_refuses(function) -> None:
             function(x)
 
 
-@pytest.mark.parametrize("function", FLOAT8)
+@pytest.mark.parametrize("function", by_default(FLOAT8, float8.quantize_both))
 def test_float8_of_meta_tensors(function) -> None:
     def factors(x: torch.Tensor) -> list[float8.Float8]:
         result = function(x)
@@ -119,6 +130,7 @@ def test_float8_of_meta_tensors(function) -> None:
             assert a.is_meta and (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
+@full
 def test_float8_pieces_refuse() -> None:
     pieces = float8.Pieces([(0, 3), (4, 8)], torch.float32, torch.device("cpu"))
     x, bits, out = torch.ones(8), torch.zeros(2, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)
@@ -145,13 +157,17 @@ TARGETS = torch.zeros(3, dtype=torch.int64)
     [
         (torch.ones(3, 5).double(), TARGETS, None, "logits must be float32, float16 or bfloat16"),
         (torch.ones(3, 5, 2), TARGETS, None, r"shape \(3, 5, 2\)"),
-        (torch.ones(5, 3).T, TARGETS, None, "rows of logits must be contiguous"),
-        (torch.ones(5).expand(3, 5), TARGETS, None, "not overlap"),
-        (torch.ones(3, 0), TARGETS, None, "rows of logits"),
-        (torch.ones(3, 5), TARGETS.int(), None, "targets must be contiguous int64"),
-        (torch.ones(3, 5), TARGETS[:2], None, r"targets must be .* of shape \(3,\)"),
-        (torch.ones(3, 5), TARGETS, torch.ones(4), r"class_weight must be .* of shape \(5,\)"),
-        (torch.ones(3, 5), TARGETS, torch.ones(5).half(), "class_weight must be contiguous float32"),
+        *rows_in_full(
+            [
+                (torch.ones(5, 3).T, TARGETS, None, "rows of logits must be contiguous"),
+                (torch.ones(5).expand(3, 5), TARGETS, None, "not overlap"),
+                (torch.ones(3, 0), TARGETS, None, "rows of logits"),
+                (torch.ones(3, 5), TARGETS.int(), None, "targets must be contiguous int64"),
+                (torch.ones(3, 5), TARGETS[:2], None, r"targets must be .* of shape \(3,\)"),
+                (torch.ones(3, 5), TARGETS, torch.ones(4), r"class_weight must be .* of shape \(5,\)"),
+                (torch.ones(3, 5), TARGETS, torch.ones(5).half(), "class_weight must be contiguous float32"),
+            ]
+        ),
     ],
 )
 def test_cross_entropy_refuses(logits, targets, weight, message: str) -> None:
@@ -159,6 +175,7 @@ def test_cross_entropy_refuses(logits, targets, weight, message: str) -> None:
         CrossEntropy(class_weight=weight).losses(logits, targets)
 
 
+@full
 def test_scales_of_a_wrong_shape_raise() -> None:
     with pytest.raises(ValueError, match=r"scale must be contiguous float32 of shape \(3,\)"):
         CrossEntropy().losses_and_gradient_(torch.ones(3, 5), TARGETS, torch.ones(2))
@@ -167,7 +184,7 @@ def test_scales_of_a_wrong_shape_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"label_smoothing": 1.5}, {"label_smoothing": -0.1}, {"z_loss": -1.0}, {"softcap": -1.0}]
+    "options", [{"label_smoothing": 1.5}, *in_full({"label_smoothing": -0.1}, {"z_loss": -1.0}, {"softcap": -1.0})]
 )
 def test_impossible_losses_raise(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must (lie|not be negative)"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import in_full
+from cases import full, in_full
 from hf_bmtrain.engine.ops.residual import Master, join, split
 
 EXPONENTS = (0, 1, 2, 100, 127, 128, 200, 253, 254)
@@ -40,6 +40,7 @@ def test_every_master_of_a_binade_comes_back(first: int) -> None:
     assert int((marked.view(torch.int32) < 0).sum()) == 1 << 6  # one a pair of bfloat16 neighbours
 
 
+@full
 @pytest.mark.parametrize("first", [1 << 31 | 127 << 23, *in_full(100 << 23)], ids=hex)
 def test_even_weights_need_the_mark(first: int) -> None:
     """65,537 masters round to an even weight and 65,535 to an odd one: 16 bits alone do not tell them apart."""
@@ -52,6 +53,7 @@ def test_even_weights_need_the_mark(first: int) -> None:
     assert len(code.unique()) == 1 << 23 > len((code >> 1).unique())
 
 
+@full
 def test_what_is_not_a_number_stays_so() -> None:
     bits = torch.tensor([0x7F800000, -0x800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF])
     masters = bits.to(torch.int32).view(torch.float32)
@@ -69,6 +71,7 @@ def every_weight(residuals: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return weight.view(torch.bfloat16), residual, mark
 
 
+@full
 def test_a_written_weight_has_a_master_that_rounds_to_it() -> None:
     weight, residual, mark = every_weight(9)
     master, _ = join(weight, residual, mark)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from hf_bmtrain.engine.ops import adam_step
 from twins import Tower, ids
 
@@ -257,8 +257,6 @@ def name(case):
         (against_torch, 3),
         (unfrozen_later,),
         (half_precision, torch.float16),
-        (resumed,),
-        (settings_change,),
         (scaled_by_torch, True),
     ),
     ids=name,
@@ -299,6 +297,7 @@ def test_settings_are_checked(bad):
         bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(1))], **bad)
 
 
+@full
 def test_dtypes_are_checked():
     with pytest.raises(ValueError, match=r"float32 masters, which cannot stand for a torch.float64 .* \(3,\)"):
         bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(3).double())])

@@ -144,6 +144,7 @@ def checked_once():
         assert check.call_count == 2
 
 
+@full
 @on_ranks(2)
 def test_ordinary_parameters():
     """Alongside slices they must have the same gradient on every rank, also nan."""
@@ -250,6 +251,7 @@ def test_shape_aware_ones(make):
         torch.testing.assert_close(parameter.gather().detach(), other.detach(), rtol=1e-4, atol=1e-5)
 
 
+@full
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 brought it")
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_bfloat16_inside_is_refused(world, size):

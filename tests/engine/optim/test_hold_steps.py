@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full, pairwise
+from cases import by_default, full, in_full, pairwise
 from hf_bmtrain.engine.ops import adam_step
 from offloaded import as_on_a_gpu, the_same
 from ranks import on_ranks
@@ -220,17 +220,20 @@ def test_goes_on(dtype, whole):
     assert not torch.equal(models[0].state_dict()["head.weight"], Tower().to(dtype).head.weight)
 
 
+@full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_streamed_is_the_same(world, size, dtype):
     world(size)(streamed_bits, dtype, 11)
 
 
+@full
 @pytest.mark.parametrize("case", [state_without_hold_steps, of_each_group_and_parameter], ids=lambda c: c.__name__)
 def test_ordinary_parameters(case):
     case()
 
 
+@full
 def test_settings_are_checked():
     for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
         with pytest.raises(ValueError, match="hold_steps ≥ 0 .* hold_steps=-1"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from float_masters import FloatMasters
 from hf_bmtrain.engine.sharding.parameter import DistributedParameter
 from inner import note_parts
@@ -294,10 +294,12 @@ def test_lagging_is_the_same(world, size, dtype):
     world(size)(lagging, dtype, 5)
 
 
+@full
 def test_on_cpu_it_is_the_same(world):
     world(2)(the_same, torch.float32)
 
 
+@full
 def test_a_short_exp_avg_and_held_steps_are_the_same(world):
     world(2)(lagging, torch.bfloat16, 6, True)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import rows_in_full
+from cases import full, rows_in_full
 from twins import WIDTH
 
 BAD = {3, 4, 1030, 2060, 2061, 2062, 2063}
@@ -36,6 +36,7 @@ def default_rule(first):
     return scale
 
 
+@full
 @pytest.mark.parametrize(
     ("size", "first", "last"), [(2, 1024.0, 32.0), *rows_in_full([(1, 1024.0, 32.0), (1, 2.0, 1.0)])]
 )

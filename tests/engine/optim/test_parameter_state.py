@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full, rows_in_full
+from cases import by_default, full, in_full, rows_in_full
 from float_masters import FloatMasters
 from hf_bmtrain.engine.ops import adam_step
 from hf_bmtrain.engine.ops.residual import split
@@ -92,6 +92,7 @@ def test_what_was_written_meanwhile_counts(numbers, before, after):
     assert torch.equal(written, bits)
 
 
+@full
 def test_a_loaded_master_wins_over_the_weights(numbers):
     masters, squares = numbers
     _, views = kept(masters.flip(0), squares)
@@ -101,6 +102,7 @@ def test_a_loaded_master_wins_over_the_weights(numbers):
     assert same(shown(parameter, views, False), whole(masters, squares))
 
 
+@full
 def test_state_without_a_master_leaves_the_weights(numbers):
     """That of another AdamW: the weights are the masters."""
     masters, squares = numbers
@@ -111,6 +113,7 @@ def test_state_without_a_master_leaves_the_weights(numbers):
     assert torch.equal(found["master"], weights.float()) and torch.equal(found["exp_avg_sq"], squares)
 
 
+@full
 def test_the_shown_state_is_not_the_kept_one(numbers):
     weights, residuals = kept(*numbers)
     found = shown(weights, residuals, False)
@@ -245,7 +248,7 @@ FILES = [(through_the_manager, False), (through_the_manager, True), (through_acc
 
 @pytest.mark.parametrize(
     "case",
-    by_default(FILES, FILES[1], FILES[2]),
+    by_default(FILES, FILES[1]),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 @pytest.mark.parametrize("size", [2, *in_full(1)])
@@ -253,6 +256,7 @@ def test_files(world, size, case):
     world(size)(*case)
 
 
+@full
 @on_ranks(2)
 def test_a_checkpoint(folder):
     with by_kernels():

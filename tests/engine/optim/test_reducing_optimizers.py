@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full
+from cases import full, in_full
 from ranks import on_ranks
 from twins import Tower, compare_backward, tower_loss
 
@@ -82,6 +82,7 @@ def trained_as_in_plain_torch(make):
             torch.testing.assert_close(parameter.gather(), full_params[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
+@full
 @pytest.mark.parametrize("make", [LayerwiseNormalized, *in_full(NormalizedSGD)])
 @pytest.mark.parametrize("size", [2, *in_full(1, 3)])
 def test_global_reductions(world, size, make):

@@ -36,6 +36,7 @@ def test_plain_python_is_a_world_of_one():
     assert run(INIT).stdout.strip() == "0 1"
 
 
+@full
 @pytest.mark.parametrize(
     ("code", "variables", "message"), [MISUSES[1], *rows_in_full(MISUSES[:1]), *rows_in_full(MISUSES[2:])]
 )
@@ -181,6 +182,7 @@ def test_a_rank_that_does_not_come_is_missed_on_all_others(absent):
         assert f"rank {absent} is at <string>" in told[rank]
 
 
+@full
 @pytest.mark.parametrize("absent", [1, *in_full(0)])
 def test_a_rank_that_does_not_come_to_the_start_is_named(absent):
     port, processes = free_port(), []
@@ -235,6 +237,7 @@ def different_places():
         world.assemble("save" if bmt.rank() == 0 else "load")
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_ranks_at_different_places_are_told_of_it(size):
     """They would take each other's arrival for their own, and go on."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import in_full
+from cases import by_default, in_full
 from tiny_models import build
 from twins import Tower, check_gradients, ids
 
@@ -122,7 +122,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    by_default(CASES, written_as_in_plain_torch, tied_weights_are_one, masters_follow, an_exception_writes_nothing),
+    ids=lambda case: case.__name__,
+)
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_gathered(world, size, case):
     world(size)(case)

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import hf_bmtrain as bmt
-from cases import in_full, pairwise
+from cases import full, in_full, pairwise
 from ranks import on_ranks
 from state_dicts import check_equal, same_storage
 from tiny_models import FAMILIES, batch, build
@@ -91,6 +91,7 @@ def test_one_rank_only(world):
     ranks.stop()
 
 
+@full
 @on_ranks(3, full=(1,))
 def test_memory():
     """Every rank holds 1/N of the weights."""

@@ -20,8 +20,8 @@ def these_functions(labels):
     assert outcomes.count("right") >= 0.6 * len(outcomes)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
+@pytest.mark.parametrize("part", [0, *in_full(*range(1, PARTS))])
+@pytest.mark.parametrize("size", [2])
 def test_functions(world, size, part):
     assert len(LABELS) >= 300
     world(size)(these_functions, LABELS[part::PARTS])

@@ -389,7 +389,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    by_default(CASES, lists_in_lists, experts, shared_layers, torch_transformer, mixed_precision, refusals, layer_drop),
+    by_default(CASES, lists_in_lists, experts, shared_layers, torch_transformer, mixed_precision),
     ids=lambda case: case.__name__,
 )
 @pytest.mark.parametrize("size", [2, *in_full(1, 3)])

@@ -18,6 +18,7 @@ def test_compiled_once_for_all_layers(world, size, family, use_checkpoint):
     check(*world(size)(compiled_once, family, use_checkpoint)[0], use_checkpoint)
 
 
+@full
 @on_ranks(1)
 def test_a_recompilation_is_seen():
     """What the other cases rely on: a longer batch in step 3 compiles again."""

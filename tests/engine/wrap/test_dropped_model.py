@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_bmtrain as bmt
-from cases import in_full, pairwise
+from cases import full, in_full, pairwise
 from ranks import on_ranks
 from tiny_models import batch, build
 
@@ -50,6 +50,7 @@ def wrapped_is_freed(family, options):
     assert left_of(lambda model: bmt.auto_wrap(model, **options), family) == []
 
 
+@full
 @pytest.mark.parametrize("family", ["bert", *in_full("llama")])
 def test_plain(family):
     """What transformers itself frees at once."""
@@ -64,6 +65,7 @@ def test_wrapped(world, size, family, use_checkpoint):
     world(size)(wrapped_is_freed, family, {"use_checkpoint": use_checkpoint})
 
 
+@full
 @pytest.mark.skipif(TORCH < (2, 13), reason="older compilers of torch leave what they traced in a cycle")
 def test_compiled(world):
     """Of other layers, such as BERT's, newer ones do as well."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernel_checks as checks
-from cases import in_full
+from cases import full, in_full
 from hf_bmtrain.features.float8.arithmetic import (
     ALIGNMENT,
     MOST,
@@ -37,6 +37,7 @@ def test_elements_are_rounded_to_four_significant_bits(dtype):
     assert (error <= x.double().abs() * 2**-4 * 1.001 + factor.scales.double() * 2**-10 * 1.001).all()
 
 
+@full
 def test_columns_are_rows_of_the_transpose_and_are_padded():
     x = matrix(21, 32)
     rows, columns = quantize_both(x)
@@ -46,11 +47,13 @@ def test_columns_are_rows_of_the_transpose_and_are_padded():
     assert torch.equal(columns.scales, again.scales) and torch.equal(rows.scales, quantize_rows(x).scales)
 
 
+@full
 @pytest.mark.parametrize("shape", [(21, 32), *in_full((32, 16), (1, 48))])
 def test_compilers_know_what_rounding_both_ways_returns(shape):
     torch.library.opcheck(torch.ops.hf_bmtrain.quantize_both.default, (matrix(*shape, torch.bfloat16),))
 
 
+@full
 @pytest.mark.parametrize("shape", [(21, 32), *in_full((32, 16), (0, 48), (1, 48))])
 def test_compilers_know_what_transposing_returns(shape):
     values = torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -62,11 +65,13 @@ def test_compilers_know_what_transposing_returns(shape):
     torch.library.opcheck(torch.ops.hf_bmtrain.transpose_codes.default, (values,), test_utils=checked)
 
 
+@full
 @pytest.mark.parametrize("shape", [(21, 32), *in_full((32, 16), (1, 48))])
 def test_transposing(shape):
     checks.check_transpose(lambda x: x, shape)
 
 
+@full
 def test_a_weight_has_one_scale_in_both_directions():
     weight = matrix(24, 16)
     factor = quantize_whole(weight)
@@ -90,6 +95,7 @@ def test_products_are_those_of_the_elements(dtype):
     torch.testing.assert_close(found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
+@full
 def test_products_are_not_rounded_by_autocast():
     a, b = quantize_rows(matrix(5, 64)), quantize_whole(matrix(7, 64, seed=1))
     plain = product(a, b, torch.float32, fast=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from hf_bmtrain.engine.comm.communicator import CollectiveGather
 from hf_bmtrain.engine.comm.streams import DONE
 from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
@@ -127,6 +127,7 @@ def test_it_is_pulled(peers, companions):
     peers(2)(rounds_and_gathers, torch.float32, companions)
 
 
+@full
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 128), *rows_in_full([(torch.float32, 64)])], ids=str)
 def test_only_few_are_companions(dtype, most):
     def takes(numel):
@@ -203,6 +204,7 @@ def without_owner():
     return bmt.rank() == 0 or second.storage.is_stale
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_what_no_layer_has_is_not_rounded(world, size):
     assert all(world(size)(without_owner))
@@ -225,5 +227,6 @@ def unread(companions):
     check_factors(buffer, parameters)
 
 
+@full
 def test_a_gather_that_is_refused(peers):
     peers(2)(unread, COMPANIONS)

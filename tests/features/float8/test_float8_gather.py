@@ -34,6 +34,7 @@ def buffers_a_block(family, width):
     return [[isinstance(buffer.storage, Float8Storage) for buffer in buffers_of(block)] for block in blocks]
 
 
+@full
 @pytest.mark.parametrize(
     ("family", "width", "expected"),
     [("gpt2", 32, [True, False]), *rows_in_full([("llama", 32, [True]), ("gpt2", 256, [True])])],
@@ -148,6 +149,7 @@ def prune(collects):
         gc.enable()
 
 
+@full
 @pytest.mark.parametrize("collects", [-1, *in_full(1)])
 def test_a_layer_that_is_cut_off_is_not_rounded_any_more(world, peers, collects):
     for ranks in (world(2), peers(2)):
@@ -181,6 +183,7 @@ def test_weights_are_read_and_written_between_steps(world, zero_level):
     world(2)(same_bits, "llama", {"between": read_and_write, "zero_level": zero_level})
 
 
+@full
 def test_weights_are_read_and_written_where_they_are_pulled(peers):
     peers(2)(same_bits, "llama", {"between": read_and_write})
 

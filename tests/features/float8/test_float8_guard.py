@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from float8_models import build, rows
 from hf_bmtrain.engine.sharding.slots import buffers_of
 from hf_bmtrain.features.float8.calibrate import Calibration
@@ -139,6 +139,7 @@ def leaves_float8(use_checkpoint: bool) -> list[str]:
     return [line for line in lines if "signal-to-noise" in line]
 
 
+@full
 @pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_a_compiled_layer_with_too_much_noise_leaves_float8(world, size, use_checkpoint):
@@ -210,6 +211,7 @@ class Written(nn.Module):
         return x.square().mean()
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_tensors_inside_of_arguments_are_written_once() -> None:
     found = []
@@ -242,6 +244,7 @@ def family_has_the_same_bits(family: str, dtype: torch.dtype = torch.float32) ->
     same(*found)
 
 
+@full
 @pytest.mark.parametrize(
     ("family", "size"),
     [("t5", 2), *rows_in_full([("llama", 3), ("gpt2", 2), ("bert", 2), ("mixtral", 2), ("t5", 1)])],
@@ -263,6 +266,7 @@ def adapters() -> None:
     same(*found)
 
 
+@full
 def test_adapters_have_the_same_bits(world):
     pytest.importorskip("peft")
     world(2)(adapters)
@@ -301,6 +305,7 @@ def test_weights_are_gathered_in_float8_from_the_first_compiled_forward_on(use_c
     assert len([each for each in seen if not each[0]]) == 6, "measured again"
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_a_measurement_that_raises_changes_nothing() -> None:
     model = compiled(Stateful(noisy=True))
@@ -374,6 +379,7 @@ def tower_on_one_rank() -> list[bool]:
     return [buffer.storage.in_float8 for buffer in buffers_of(model) if isinstance(buffer.storage, Float8Storage)]
 
 
+@full
 def test_a_tower_may_run_on_one_rank_where_blocks_are_pulled(peers):
     assert peers(2)(tower_on_one_rank) == [[True] * 4] * 2
 
@@ -402,6 +408,7 @@ class Recording(Stateful):
         return loss
 
 
+@full
 @on_ranks(1)
 def test_activations_are_recorded_once() -> None:
     model = compiled(Recording())
@@ -411,6 +418,7 @@ def test_activations_are_recorded_once() -> None:
     assert not guards(model)
 
 
+@full
 @on_ranks(2)
 def test_parity_compares_one_forward() -> None:
     model = compiled(build("llama"))
@@ -418,6 +426,7 @@ def test_parity_compares_one_forward() -> None:
     assert not [each for each in result.differences if each.kind == "output" and each.largest == float("inf")]
 
 
+@full
 @on_ranks(1)
 def test_a_whole_model_that_is_compiled() -> None:
     """Nobody is told to compile it; where it is done, it is measured too."""
@@ -438,6 +447,7 @@ def under_autocast() -> list[torch.dtype]:
     return dtypes
 
 
+@full
 def test_autocast_is_that_of_the_forward(world):
     (dtypes,) = world(1)(under_autocast)
     assert dtypes == [torch.bfloat16] * 2

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from cases import in_full
+from cases import full, in_full
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.float8.linear import Float8Inputs, extend_linear
 
@@ -106,6 +106,7 @@ def test_inputs_are_kept_in_eight_bits_and_rounded_once_for_several_layers(monke
     assert not torch.equal(layers[0](x), layers[0](x - 1))  # what has changed is rounded anew
 
 
+@full
 def test_frozen_weights_need_no_columns():
     layer = make_extended().requires_grad_(False)
     x = torch.randn(M, K, requires_grad=True)
@@ -134,6 +135,7 @@ def test_factors_are_freed_with_the_activation(monkeypatch):
     assert made[0]() is None
 
 
+@full
 def test_parameters_are_rounded_at_each_use():
     """A whole parameter is gathered into the same memory at each step, and its version stays."""
     layer, prompt = make_extended(), nn.Parameter(torch.randn(M, K))
@@ -151,6 +153,7 @@ def test_a_backward_of_a_backward_is_refused():
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
+@full
 def test_no_rows():
     layer = make_extended()
     x = torch.randn(0, K, requires_grad=True)

@@ -68,6 +68,7 @@ def test_with_other_options(world, options):
     world(2)(functools.partial(check, "llama", **options))
 
 
+@full
 @pytest.mark.parametrize(
     ("family", "backend", "dtype"),
     [
@@ -81,6 +82,7 @@ def test_compiled_gradients(world, family, backend, dtype):
         assert off and max(off.values()) < 0.3, off
 
 
+@full
 def test_three_ranks(world):
     world(3)(functools.partial(check, "llama", steps=1))
 
@@ -101,6 +103,7 @@ def learns(float8: bool) -> list[float]:
     return losses
 
 
+@full
 def test_it_learns_as_in_its_own_dtype(world):
     float8, plain = (world(2)(learns, flag)[0] for flag in (True, False))
     assert plain[-1] < 0.25 * plain[0] and float8 != plain
@@ -149,6 +152,7 @@ def test_what_cannot_be_is_refused(options: dict, words: str) -> None:
         bmt.auto_wrap(model, **options)
 
 
+@full
 @pytest.mark.parametrize("first", [True, *in_full(False)])
 @on_ranks(1)
 def test_float8_is_chosen_when_a_model_is_wrapped_first(first: bool) -> None:
@@ -289,6 +293,7 @@ def two_models(folder: str, saves: bool) -> tuple[list[bool], list[float], list[
     return active, [train_noisy(model, 1)[0] for model in both], [line for line in lines if "float8" in line]
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_models_decide_by_themselves_also_when_they_are_resumed(world, tmp_path, size):
     saved = world(size)(two_models, str(tmp_path), True)
@@ -309,6 +314,7 @@ def one_is_not_trained(folder: str) -> list[bool]:
     return [each.float8_state.active for each in others.modules() if isinstance(each, Float8Linear)]
 
 
+@full
 def test_what_is_decided_is_saved_beside_what_is_not(world, tmp_path):
     assert world(2)(one_is_not_trained, str(tmp_path)) == [[True, True, True, False, True, True, True, True]] * 2
 
@@ -331,6 +337,7 @@ def saved_from_within(folder: str) -> tuple[list[float], list[float], int]:
     return train_noisy(model, 2), train_noisy(other, 2), present
 
 
+@full
 def test_a_part_of_a_model_is_saved_and_loaded(world, tmp_path):
     for expected, losses, calibrations in world(2)(saved_from_within, str(tmp_path)):
         assert losses == expected and not calibrations
@@ -348,6 +355,7 @@ class Prompted(nn.Module):
         return x + self.project(self.prompt).mean(0)
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_a_parameter_that_is_projected_trains() -> None:
     model = Noisy()
@@ -408,6 +416,7 @@ def test_a_refused_model_is_as_before() -> None:
     bmt.auto_wrap(model, float8=True)
 
 
+@full
 def test_decibels():
     assert decibels(100.0, 1.0) == 20 == LEAST_DECIBELS and decibels(0.0, 0.0) == decibels(1.0, 0.0) == float("inf")
 

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from hf_bmtrain.features.loss.chunked_head import ChunkedHead, fuse_causal_loss
 from language_model import buffers
 from tiny_models import VOCABULARY, batch
@@ -127,6 +127,7 @@ def test_logits_are_there_in_evaluation_and_without_labels():
     assert model.generate(data["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 9)
 
 
+@full
 def test_positional_labels_tuples_and_failed_forwards():
     model, twin = build("llama"), build("llama")
     fuse_causal_loss(model)
@@ -141,6 +142,7 @@ def test_positional_labels_tuples_and_failed_forwards():
     assert isinstance(model.lm_head(torch.zeros(1, 24)), torch.Tensor)  # not armed any more
 
 
+@full
 def test_a_copy_has_its_own_head():
     model = build("llama")
     fuse_causal_loss(model)
@@ -221,6 +223,7 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
+@full
 def test_other_heads_keep_their_loss():
     def with_hook(model):
         model.lm_head.register_forward_hook(lambda *_: None)
@@ -240,6 +243,7 @@ def test_other_heads_keep_their_loss():
         assert not isinstance(model.lm_head, ChunkedHead) and model(**inputs("llama", 0)).logits is not None
 
 
+@full
 @pytest.mark.parametrize(
     ("make", "reason"),
     [(lambda: build("llama").model, "no output embeddings"), (lambda: nn.Linear(2, 2), "takes no labels")],

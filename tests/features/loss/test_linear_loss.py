@@ -8,7 +8,7 @@ from torch import nn
 import hf_bmtrain as bmt
 import hf_bmtrain.engine.wrap.root_params
 import linear_loss_checks as checks
-from cases import in_full, pairwise, rows_in_full
+from cases import full, in_full, pairwise, rows_in_full
 from hf_bmtrain.features.loss.linear import chunk_rows
 from hf_bmtrain.loss import linear_cross_entropy
 from language_model import CLASSES, Language, batch, buffers, head_loss
@@ -29,6 +29,7 @@ def test_a_target_out_of_range_is_named():
         linear_cross_entropy(hidden, weight, targets)
 
 
+@full
 @pytest.mark.parametrize(
     ("rows", "row_bytes", "budget", "expected"),
     [
@@ -178,6 +179,7 @@ class Blocks(nn.Module):
         self.body, self.head = block(Layer()), block(nn.Linear(WIDTH, CLASSES))
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_a_head_that_is_a_block() -> None:
     model, twin = Blocks(wrap=True), Blocks(wrap=False)
@@ -202,6 +204,7 @@ def spent() -> list[bool]:
     return [*seen, gradient.shard is not None]
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_a_gradient_that_was_used_is_freed_in_the_next_forward(world, size):
     assert world(size)(spent)[0] == [True, False]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import loss_checks as checks
-from cases import by_default, in_full, pairwise, rows_in_full
+from cases import by_default, full, in_full, pairwise, rows_in_full
 from hf_bmtrain.loss import FusedCrossEntropy, cross_entropy
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -83,11 +83,13 @@ def test_half_precision_is_computed_in_float32(dtype, reduction, smoothing, weig
     assert error <= TOLERANCE[dtype] * exact.grad.abs().max()
 
 
+@full
 def test_label_smoothing_changes_a_half_precision_loss():
     logits, targets = torch.randn(4, 5, dtype=torch.bfloat16), torch.tensor([0, 1, 2, 3])
     assert FusedCrossEntropy(label_smoothing=0.2)(logits, targets) != FusedCrossEntropy()(logits, targets)
 
 
+@full
 @pytest.mark.parametrize("dtype", by_default(TOLERANCE, torch.float16))
 @pytest.mark.parametrize("weight", [torch.ones(5), *in_full(None)])
 def test_only_padding_gives_zero_loss_and_zero_gradient(dtype, weight):
@@ -99,6 +101,7 @@ def test_only_padding_gives_zero_loss_and_zero_gradient(dtype, weight):
     assert logits.grad.isfinite().all()
 
 
+@full
 def test_no_rows_give_zero():
     logits = torch.randn(0, 5, requires_grad=True)
     loss = FusedCrossEntropy()(logits, torch.empty(0, dtype=torch.long))
@@ -107,6 +110,7 @@ def test_no_rows_give_zero():
     assert logits.grad.shape == (0, 5)
 
 
+@full
 @pytest.mark.parametrize("reduction", ["mean", *in_full("sum", "none")])
 def test_further_dimensions_follow_torch(reduction):
     torch.manual_seed(1)
@@ -116,12 +120,14 @@ def test_further_dimensions_follow_torch(reduction):
     torch.testing.assert_close(loss, truth)
 
 
+@full
 @pytest.mark.parametrize("dtype", [torch.int16, *in_full(torch.int32, torch.int8, torch.uint8)])
 def test_any_integer_targets(dtype):
     logits, targets = torch.randn(4, 200), torch.tensor([0, 5, 100, 127])
     assert FusedCrossEntropy()(logits, targets.to(dtype)) == FusedCrossEntropy()(logits, targets)
 
 
+@full
 def test_uint8_targets_are_not_mistaken_for_the_ignored_value():
     logits, targets = torch.randn(1, 200), torch.tensor([156], dtype=torch.uint8)  # -100 modulo 256
     assert FusedCrossEntropy()(logits, targets) > 0
@@ -132,6 +138,7 @@ def test_large_logits_stay_finite():
     torch.testing.assert_close(FusedCrossEntropy()(logits, torch.tensor([0, 0])), torch.tensor(6e4))
 
 
+@full
 def test_the_weight_moves_with_the_module():
     loss = FusedCrossEntropy(torch.ones(3))
     assert list(loss.state_dict()) == ["weight"]
@@ -166,6 +173,7 @@ def test_wrong_inputs_are_explained(logits, targets, message):
         FusedCrossEntropy()(logits, targets)
 
 
+@full
 def test_wrong_settings_are_explained():
     with pytest.raises(ValueError, match="mean, sum, none, got 'average'"):
         FusedCrossEntropy(reduction="average")
@@ -188,6 +196,7 @@ def test_options(dtype, options, inplace):
     checks.check_options(CPU, dtype, options, inplace, (3, 11, 2, 2))
 
 
+@full
 @pytest.mark.parametrize("dtype", by_default(TOLERANCE, torch.bfloat16))
 def test_inplace(dtype):
     checks.check_inplace(CPU, dtype)
@@ -195,11 +204,13 @@ def test_inplace(dtype):
     checks.check_nothing_counts(CPU, dtype, inplace=False)
 
 
+@full
 def test_the_callers_logits_are_his():
     checks.check_logits_are_kept(CPU)
     checks.check_inplace_without_gradient(CPU)
 
 
+@full
 @pytest.mark.parametrize("inplace", [True, *in_full(False)])
 def test_small_gradients(inplace):
     checks.check_a_loss_scale_saves_small_gradients(CPU, inplace)
@@ -213,10 +224,12 @@ def test_num_items_in_batch():
     checks.check_num_items(CPU, lambda tensor: tensor)
 
 
+@full
 def test_odd_logits():
     checks.check_odd_logits(CPU)
 
 
+@full
 def test_layouts():
     checks.check_layouts(CPU)
 
@@ -225,6 +238,7 @@ def test_wrong_inputs():
     checks.check_wrong_inputs(CPU)
 
 
+@full
 def test_the_module_passes_its_settings_on():
     logits, targets, weight = checks.case(CPU)
     settings = {"ignore_index": 3, "reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.2, "softcap": 2.0}

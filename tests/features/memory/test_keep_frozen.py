@@ -180,6 +180,7 @@ def test_follows_writes(world, size):
     world(size)(follows_writes)
 
 
+@full
 def test_follows_writes_where_shards_are_copied(peers):
     peers(2)(follows_writes)
 
@@ -207,6 +208,7 @@ def test_follows_requires_grad(use_checkpoint):
     model.zero_grad()
 
 
+@full
 @on_ranks(2)
 def test_thawed_between():
     """Thawed between a forward and its backward, frozen between another: as plain torch where it defines a result."""
@@ -355,6 +357,7 @@ def test_auto_trains_as_plain_torch(world):
     world(2)(auto_twins, False, [{"zero_level": 2}, {"zero_level": 3}])
 
 
+@full
 @counts_saved
 def test_auto_beside_recomputation(world):
     world(2)(auto_twins, True, [{"use_checkpoint": "auto"}])
@@ -558,6 +561,7 @@ def frozen_llama():
     return on_meta(model).train()
 
 
+@full
 @pytest.mark.parametrize("use_checkpoint", [*in_full(True), pytest.param("auto", marks=counts_saved)])
 def test_predictions_follow(use_checkpoint):
     """What is kept is whole at the peak, and no more is than fits."""

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from hf_bmtrain.engine.base.device_memory import DeviceMemory
 from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.features.memory.meter import SavedBytes
@@ -84,6 +84,7 @@ def test_counted_inside_a_checkpoint():
     assert top_saved_tensors_hooks(True) is None
 
 
+@full
 def test_each_storage_once_and_nothing_kept_alive():
     x = torch.randn(4, 6, requires_grad=True)
     saved = SavedBytes([])
@@ -98,6 +99,7 @@ def test_each_storage_once_and_nothing_kept_alive():
     assert alive() is None
 
 
+@full
 @pytest.mark.parametrize(("fraction", "usable"), [(0.5, 36), *rows_in_full([(1.0, 72), (0.01, -3.2)])])
 def test_usable_memory_is_what_the_process_may_take(fraction, usable):
     """Of 80 GB 70 are free and 6 are held by the allocator; a reserve of 4 is left."""

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cases import rows_in_full
+from cases import full, rows_in_full
 from hf_bmtrain.features.memory.plan import Plan, make_plan
 
 INPUT, TEMPORARY = 2, 1
@@ -74,6 +74,7 @@ def test_alike_blocks_keep_as_many_as_any_choice_within_the_rooms():
         assert list(plan.kept) == [False] * (blocks - best) + [True] * best, "not the last ones"
 
 
+@full
 def test_more_room_never_keeps_fewer():
     for activations, parameters, limit in random_cases(3_000):
         activations = [activations[0]] * len(activations)
@@ -111,6 +112,7 @@ def test_cases(activations, parameters, rooms, kept, whole):
     assert "".join("01"[one] for one in plan.whole) == whole
 
 
+@full
 def test_the_table():
     gib = 2**30
     plan = Plan((False, True, True), (False, False, True))

@@ -620,7 +620,6 @@ def test_the_peak_is_kept(which, micro_batches):
         [
             ("dropout", 3, SCHEDULE),
             ("a block twice", 3, SCHEDULE),
-            ("accumulation", 2, SCHEDULE),
             ("batches grow", 3, None),
             ("each layer, True", 3, SCHEDULE),
             ("t5", 3, None),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full, pairwise
+from cases import full, in_full, pairwise
 from hf_bmtrain.features.offload import delta
 from offloaded import Trainee, as_on_a_gpu, assert_equal
 from ranks import on_ranks
@@ -105,6 +105,7 @@ def test_changes_nothing(way, dtype):
         assert trainees[0].optimizer.get_var_delta() > 0
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_ordinary_parameters_count_once():
     torch.manual_seed(0)

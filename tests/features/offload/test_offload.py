@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from float_masters import FloatMasters
 from hf_bmtrain.engine.base import pinned
 from hf_bmtrain.engine.sharding.pending_update import PendingUpdate
@@ -337,6 +337,7 @@ def test_streamed_is_the_same(world, size, dtype, seed):
     world(size)(streamed, dtype, seed)
 
 
+@full
 def test_streamed_with_a_short_exp_avg_is_the_same(world):
     world(2)(streamed, torch.bfloat16, 5, torch.bfloat16)
 
@@ -372,6 +373,7 @@ def test_a_file_fits_all_kinds_and_any_number_of_ranks(world, tmp_path):
     world(1)(loaded_by_others, str(tmp_path))
 
 
+@full
 def test_gradients_are_kept_until_the_current_stream_has_waited():
     class Late:
         waited = False

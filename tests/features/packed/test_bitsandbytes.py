@@ -13,7 +13,7 @@ import four_bit
 import hf_bmtrain as bmt
 import hf_bmtrain.hf
 from beside_twin import loss_of, rows, shared_folder, train_beside
-from cases import in_full
+from cases import full, in_full
 from hf_bmtrain.features.packed.arithmetic import FORMATS, Format
 from hf_bmtrain.features.packed.storage import QuantizedParameter
 from log_lines import log_lines
@@ -143,6 +143,7 @@ def dtypes(source):
                 assert torch.equal(loss_of(model.train(), 0), loss_of(twin.train(), 0))
 
 
+@full
 def test_dtypes(world):
     world(1)(dtypes, "stand-in")
 
@@ -176,6 +177,7 @@ def odd_model(double):
     return model
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_outside_blocks_and_odd_sizes():
     for double in (True, False):
@@ -192,6 +194,7 @@ def test_outside_blocks_and_odd_sizes():
         check_gradients(model, twin)
 
 
+@full
 @on_ranks(1)
 def test_unpacked_weights_are_reported():
     with log_lines() as lines:
@@ -432,6 +435,7 @@ def test_refused():
         bmt.auto_wrap(model)
 
 
+@full
 @on_ranks(2)
 def test_ranks_that_differ():
     with pytest.raises(RuntimeError, match="quantized 'model.layers.0.self_attn.q_proj.weight'.*nf4.*nf4_float32"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from hf_bmtrain.features.packed.arithmetic import BLOCK, CELL, FORMATS, dynamic_values, nf4_values
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -99,6 +99,7 @@ def test_cells_do_not_depend_on_each_other(name: str, dtype: torch.dtype) -> Non
     assert form.pack(values[:0]).numel() == 0
 
 
+@full
 @pytest.mark.parametrize("value", [torch.inf, *in_full(torch.nan)])
 @pytest.mark.parametrize("name", by_default(FORMATS, "fp8"))
 def test_not_finite(name: str, value: float) -> None:
@@ -108,6 +109,7 @@ def test_not_finite(name: str, value: float) -> None:
         FORMATS[name].pack(values)
 
 
+@full
 @pytest.mark.parametrize("name", by_default(FORMATS, "fp8"))
 def test_tiny_and_zero(name: str) -> None:
     """Blocks of zeros stay zeros in fp8, and nearly in nf4, whose scales are compressed; tiny ones stay finite."""

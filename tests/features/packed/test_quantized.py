@@ -217,6 +217,7 @@ def test_loaded_by_ranges():
         assert torch.equal(mine, value), key
 
 
+@full
 @on_ranks(1)
 def test_adapters_that_are_not_active():
     """The weights of an adapter that is not active are frozen, and are trained after a switch: they are not packed."""
@@ -243,6 +244,7 @@ def trained_before(folder):
     bmt.load_state(folder, model)
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_what_was_trained_is_not_loaded_into_a_quantized_weight(world, tmp_path, size):
     with pytest.raises(AssertionError, match=rf"1 weights that are quantized here \({NAME}\).*without quantize_frozen"):

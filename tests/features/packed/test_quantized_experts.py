@@ -8,7 +8,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from beside_twin import loss_of, shared_folder, train_beside
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from hf_bmtrain.features.options import QUANTIZE_FROZEN
 from hf_bmtrain.features.packed.arithmetic import CELL, FORMATS
 from hf_bmtrain.features.packed.storage import QuantizedParameter
@@ -108,6 +108,7 @@ def test_models(world, size, form, name):
     world(size)(adapters, name, "eager", ON_EXPERTS, form, {"zero_level": 2})
 
 
+@full
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("wrap", [{"keep_frozen": True}, *in_full({"zero_level": 2, "use_checkpoint": False})], ids=str)
 def test_options(world, size, wrap):
@@ -135,6 +136,7 @@ def test_predicted_memory(world, size, form):
     assert prediction.table["shard"] == world(size)(stored_bytes, form)[0]
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_adapters_that_come_later():
     """The base is wrapped first, and PEFT puts adapters on its packed experts."""
@@ -189,6 +191,7 @@ def test_loaded_by_ranges(name):
         assert torch.equal(value, expected[key]), key
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_refused():
     """Adapters cannot be merged into packed experts, in either way, nor can these be trained."""
@@ -227,6 +230,7 @@ class Mixed(nn.Module):
         return x + sum(parameter.double().sin().mean() for parameter in self.parameters())
 
 
+@full
 @pytest.mark.parametrize("form", by_default(QUANTIZE_FROZEN, "nf4"))
 @on_ranks(2, full=(1,))
 def test_what_is_packed(form):

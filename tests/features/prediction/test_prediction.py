@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import float8_models
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from hf_bmtrain.features.memory.meter import SavedBytes
 from hf_bmtrain.features.prediction.device_choices import cuda_choices
 from hf_bmtrain.features.prediction.live_bytes import LiveBytes
@@ -143,6 +143,7 @@ def test_auto_keeps_what_fits():
     assert scarce.kept == (False, False, False)
 
 
+@full
 def test_zero_2_keeps_all_blocks_whole_and_offload_takes_host_memory():
     three, two = (predicted(ranks=4, rows=64, length=32, zero_level=level) for level in (3, 2))
     assert two.peak > three.peak
@@ -153,6 +154,7 @@ def test_zero_2_keeps_all_blocks_whole_and_offload_takes_host_memory():
     assert predicted().host == 0
 
 
+@full
 def test_live_bytes_follow_storages():
     live = LiveBytes(lambda: "here")
     with live:
@@ -216,6 +218,7 @@ def test_one_rank_alone_may_predict_and_nothing_changes(world):
     assert world(2)(predict_on_one_rank_and_train) == world(2)(train_without)
 
 
+@full
 def test_plain_training_goes_on_after_a_prediction():
     predicted(rows=8, length=32)
     first, second = losses_of(build("llama"))
@@ -231,6 +234,7 @@ def test_a_wrapped_model_is_refused():
         bmt.predict_memory(build("llama"), batch("llama", 0), micro_batches=0)
 
 
+@full
 def test_a_large_difference_is_a_warning(caplog):
     prediction, model = predicted(), torch.nn.Linear(1, 1)
     with caplog.at_level(logging.INFO, "hf_bmtrain"):

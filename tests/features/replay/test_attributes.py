@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import pairwise
+from cases import full, pairwise
 from ranks import on_ranks
 from twins import Layer, Tower, check_gradients, ids
 
@@ -174,6 +174,7 @@ def test_state(layer, use_checkpoint, together):
             assert (mine.history, mine.table, mine.state) == (plain.history, plain.table, plain.state)
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_dropped():
     """What is kept of the attributes makes no circle: a dropped model is freed at once."""

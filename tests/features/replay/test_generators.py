@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from cases import by_default
+from cases import by_default, full
 from hf_bmtrain.features.replay.generators import Generators, generators_of
 from ranks import on_ranks
 from twins import Layer, Tower, check_twins, ids
@@ -61,6 +61,7 @@ def test_recomputed(kind):
     check_twins(make, lambda model, step, rank: model(ids(step, 0)), use_checkpoint=True)
 
 
+@full
 @pytest.mark.parametrize("kind", by_default(DRAWS, "numpy.Generator"))
 def test_states(kind):
     layer = Drawing(kind)

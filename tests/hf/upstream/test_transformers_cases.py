@@ -36,6 +36,7 @@ def test_transformers_case(world, tmp_path, case, size):
     world(size)(case, str(tmp_path))
 
 
+@full
 def test_every_case_is_in_the_table():
     """Each function of a folder alone is a case, and stands there under its own name."""
     known = {name: case for name, case, _ in cases()}

@@ -96,7 +96,7 @@ class ObserverHandle:
     """What `Schedule.observe` returns."""
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
-        self._observers, self._observer = observers, observer
+        self._observers, self._observer = observers, weakref.ref(observer)  # an observer may own its handle
         self._freed = None if owner is None else weakref.finalize(owner, observers.remove, observer)
         if self._freed is not None:
             self._freed.atexit = False
@@ -105,4 +105,6 @@ class ObserverHandle:
         """Remove the observer. A second call does nothing."""
         if self._freed is not None:
             self._freed.detach()
-        self._observers.remove(self._observer)
+        observer = self._observer()
+        if observer is not None:
+            self._observers.remove(observer)

@@ -1,14 +1,20 @@
-"""The contents of mutable containers: copy them, and put them back in place."""
+"""The contents of mutable containers, and the attributes of modules: copy them, and put them back in place."""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import is_not, itemgetter
 from typing import Any
 
 import torch
 
 from ...engine.blocks.containers import ATOMS, containers_of, items_of
+
+_STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
+"""Attributes that are no state of a forward: those of every module, ours, and a configuration, which is read only."""
 
 
 class Contents:
@@ -67,3 +73,82 @@ def _fill(container: Any, contents: Any) -> None:
     else:
         container.clear()
         container.update(contents) if isinstance(container, set) else container.extend(contents)
+
+
+class Attributes:
+    """The attributes of a layer's modules at one moment, and the contents of the containers in them.
+
+    Modules of torch itself change none, and are left out unless they have hooks.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        """modules: the layer and those in it."""
+        self._layer = weakref.ref(modules[0])  # the layer owns this object, and its dict of attributes
+        # All attributes (None: of the layer), and copies of the modules' own.
+        self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
+        self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
+        children = []
+        for module in modules:
+            if module._modules:
+                children.append(module._modules)
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            if hooked or not type(module).__module__.startswith("torch.nn."):
+                own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
+                names = [*own, "training", "_modules"]  # a getter of two names or more returns a tuple
+                self._modules.append((attributes, own))
+                self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
+        self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])
+        containers = self._inside.containers
+        self._dicts = [each for each in containers if isinstance(each, dict)]
+        self._rows = [each for each in containers if not isinstance(each, dict)]
+        self._values = self._read()
+
+    def _read(self) -> list[Any] | None:
+        """Return all values, None if attributes have come or gone."""
+        values: list[Any] = []
+        try:
+            for attributes, getter, count in self._getters:
+                present = vars(self._layer()) if attributes is None else attributes
+                if len(present) != count:
+                    return None
+                values += getter(present)
+        except KeyError:
+            return None
+        if self._dicts:
+            values += chain.from_iterable(self._dicts)
+            values += chain.from_iterable(map(dict.values, self._dicts))
+        if self._rows:
+            values += chain.from_iterable(self._rows)
+        return values
+
+    def is_present(self) -> bool:
+        """Return whether nothing has changed since."""
+        known, values = self._values, self._read()
+        assert known is not None
+        return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
+
+    def restore(self) -> Callable[[], None]:
+        """Make the attributes and containers as they were. Returns a function that undoes it."""
+        present = []
+        for attributes, own in self._modules:
+            changed = vars(self._layer()) if attributes is None else attributes
+            present.append((changed, _own(changed)))
+            _replace(changed, own)
+        inside = self._inside.restore()
+
+        def undo() -> None:
+            inside.restore()
+            for attributes, own in present:
+                _replace(attributes, own)
+
+        return undo
+
+
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in _STANDARD}
+
+
+def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
+    for name in _own(attributes).keys() - own.keys():
+        del attributes[name]
+    attributes.update(own)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from .attributes import Attributes
-from .contents import Contents
+from ...engine.base.torch_internals import optimize_scripts
+from .contents import Attributes, Contents
 from .generators import Generators, generators_of
-from .scripts import ends_recomputation, keep_scripts
 
 
 @dataclass
@@ -121,3 +120,24 @@ class Replay:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+# -- TorchScript ------------------------------------------------------------------------------------------------------
+# TorchScript profiles the first call of a function and optimizes the second. Autograd then saves other tensors than in
+# the first, in another order, and a recomputation would take one for another. So nothing is optimized from the first
+# recomputed layer on: each function stays what it is, optimized or not.
+
+
+def keep_scripts() -> None:
+    """Optimize no further TorchScript function in this thread."""
+    optimize_scripts(False)
+
+
+def ends_recomputation(error: RuntimeError) -> bool:
+    """Return whether this is the exception by which torch ends a recomputation once all tensors are there.
+
+    TorchScript turns what passes through it into a RuntimeError of its own, with the place and the message, and that
+    one has no message. Torch checks afterwards that no tensor is missing.
+    """
+    message = str(error)
+    return "TorchScript interpreter" in message and message.rstrip().endswith("RuntimeError:")

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from .attributes import Attributes
-from .contents import Contents
+from .contents import Attributes, Contents
 from .generators import Generators, generators_of
 
 

@@ -9,8 +9,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base.torch_internals import (
-    differentiates_by_functorch, disable_compiler, functorch_transforms_active, is_exporting,
-)  # fmt: skip
+    differentiates_by_functorch,
+    disable_compiler,
+    functorch_transforms_active,
+    is_exporting,
+)
 from ..blocks.block import CheckpointBlock
 from ..blocks.sharded_module import RefuseDataParallel, moved
 from ..runtime.launcher import check_accelerator

@@ -16,7 +16,7 @@ import hf_bmtrain as bmt
 import jobs
 from cases import by_default, full, in_full
 from log_lines import log_lines
-from ranks import on_ranks
+from ranks import Ranks, on_ranks
 from resumable import damage
 from tiny_models import build
 
@@ -308,10 +308,7 @@ def test_hooks_of_the_user(folder):
     assert len(loop.accelerator._save_model_state_pre_hook) == len(loop.accelerator._load_model_state_pre_hook) == 1
 
 
-@full
-@on_ranks(2)
-def test_a_script_without_the_line(folder):
-    """Without the one line: Accelerate's own files, a line in the log, and they can still be loaded."""
+def without_the_line(folder):
     loop = Loop(folder, sharded=False)
     loop.epochs(1)
     with log_lines() as lines:
@@ -322,6 +319,18 @@ def test_a_script_without_the_line(folder):
     other = Loop(folder)
     other.accelerator.load_state(f"{folder}/checkpoints/checkpoint_0")
     assert other.epochs(2) == ahead
+
+
+@full
+def test_a_script_without_the_line(tmp_path):
+    """Without the one line: Accelerate's own files, a line in the log, and they can still be loaded.
+
+    On ranks of its own, since a process logs the line once.
+    """
+    ranks = Ranks(2)
+    ranks(without_the_line, str(tmp_path))
+    ranks.stop()
+
 
 
 def accumulating(folder, resume):

@@ -290,6 +290,7 @@ def refused(folder):
     ):
         load(cls, mine)
     (mismatched := build("llama")).lm_head = torch.nn.Linear(24, 61 + bmt.rank(), bias=False)
+    mismatched.config.vocab_size += bmt.rank()
     state = {"config": mismatched.config, "state_dict": mismatched.state_dict(), "ignore_mismatched_sizes": True}
     with pytest.raises(RuntimeError, match=r"'lm_head.weight': rank 0 has \(61, 24\) .*, rank 1 has \(62, 24\)"):
         load(transformers.LlamaForCausalLM, None, **state)

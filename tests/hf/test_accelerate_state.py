@@ -332,7 +332,6 @@ def test_a_script_without_the_line(tmp_path):
     ranks.stop()
 
 
-
 def accumulating(folder, resume):
     """The count of Accelerate's accumulation is restored on ranks that did not exist."""
     loop = Loop(folder, dropout=0.0, accumulate=2)

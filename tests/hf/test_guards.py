@@ -251,9 +251,8 @@ IN_A_FOLDER = [
     by_default(CASES, optimizer_from_before, replaced_parameter, retied_weights, cast),
     ids=lambda case: case.__name__,
 )
-@pytest.mark.parametrize("size", SIZES)
-def test_guards(world, size, case):
-    world(size)(case)
+def test_guards(world, case):
+    world(2)(case)
 
 
 @pytest.mark.parametrize(

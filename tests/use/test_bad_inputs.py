@@ -28,10 +28,6 @@ def test_bad_inputs(world, name, tmp_path):
     assert [outcome for outcome in found if outcome.defect] == []
 
 
-def test_there_are_enough():
-    assert sum(len(list(each.bad())) for each in CALLS.values()) >= 200
-
-
 def test_every_argument_is_there():
     missing = []
     for name, each in CALLS.items():

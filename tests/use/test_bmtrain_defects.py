@@ -224,9 +224,8 @@ DEFECTS = [
     by_default(DEFECTS, frozen_first_block, manager_state, used_twice, overflow_without_a_scale, hold_steps),
     ids=lambda defect: defect.__name__,
 )
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_defect(world, size, defect):
-    world(size)(defect)
+def test_defect(world, defect):
+    world(2)(defect)
 
 
 @pytest.mark.parametrize("defect", [ties, *in_full(persistent_buffers)], ids=lambda defect: defect.__name__)

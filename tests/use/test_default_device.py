@@ -59,7 +59,7 @@ def train(device, optimizer="adam", dtype=torch.float32, **wrap):
 
 
 @pytest.mark.parametrize("case", by_default(CASES, CASES[1], CASES[4]), ids=lambda case: "-".join(case) or "plain")
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_default_device(case):
     (shown, values), (expected, others) = (train(device, **case) for device in ("meta", "cpu"))
     assert shown[:-1] == expected[:-1]

@@ -102,13 +102,6 @@ def check(folder: Path, processes: list[subprocess.Popen[str]], places: list[lis
 COMMANDS = commands()
 
 
-def test_the_table_is_the_one_tested_here():
-    assert list(COMMANDS) == [
-        "one GPU, or one process on CPU", "4 GPUs", "4 GPUs, the older launcher", "4 GPUs, Accelerate", "2 hosts",
-        "Slurm", "2 processes on CPU", "2 processes on CPU, Accelerate",
-    ]  # fmt: skip
-
-
 ONE_HOST = [
     ("Slurm", 2),
     *rows_in_full([

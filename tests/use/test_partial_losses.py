@@ -142,6 +142,6 @@ CASES = [
     [*CASES[2:3], *CASES[5:6], *rows_in_full(CASES[:2] + CASES[3:5] + CASES[6:])],
     ids=lambda each: getattr(each, "__name__", None),
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_partial_losses(make, loss, use_checkpoint) -> None:
     check_twins(make, loss, use_checkpoint=use_checkpoint)

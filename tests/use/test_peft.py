@@ -108,7 +108,7 @@ def train(name, model, twin, steps=2, prepare=None):
         *rows_in_full((name, True) for name in AFTER if name != "everywhere"),
     ],
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_adapters(name, after):
     """Trained like PEFT's; the frozen base is neither reduced nor given a gradient or an optimizer's state."""
     model, twin = sharded(name, after)
@@ -149,7 +149,7 @@ def sgd(model):
     ("name", "make_optimizer"),
     [("llama", lora_fa), *rows_in_full([("biases", lora_plus), ("everywhere", lora_plus), ("adalora", sgd)])],
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_optimizers(name, make_optimizer, after):
     """PEFT's own optimizers, and AdaLoRA's update between two steps, over slices as over whole parameters."""
     model, twin = sharded(name, after)
@@ -404,7 +404,7 @@ def test_merging():
     ("name", "after"),
     [("llama", True), *rows_in_full([("llama", False), ("gpt2", False), ("dora", False), ("experts", False)])],
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_merged_whole(name, after):
     """On whole parameters adapters are merged, and taken out again; the model runs, trains and is saved as PEFT's."""
     family = FAMILIES[CONFIGS[name][0]]
@@ -433,7 +433,7 @@ def test_merged_whole(name, after):
 
 
 @pytest.mark.parametrize("name", ["experts", *in_full("llama", "dora", "ia3")])
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_merged_and_unloaded(name):
     """`merge_and_unload` of slices puts the adapters into the base; inside `gathered` it is refused."""
     refusing = bmt.auto_wrap(plain(name))

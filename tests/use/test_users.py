@@ -292,9 +292,8 @@ CASES = [
     by_default(CASES, *CASES[:1], *CASES[-8:-5]),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_users(world, size, case):
-    world(size)(*case)
+def test_users(world, case):
+    world(2)(*case)
 
 
 @pytest.mark.parametrize("case", [data_is_written, *in_full(masters_follow_a_load)], ids=lambda case: case.__name__)

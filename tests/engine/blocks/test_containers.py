@@ -295,6 +295,5 @@ CASES = [identities, returned, nested_outputs, after_an_exception, without_gradi
 @pytest.mark.parametrize(
     "case", by_default(CASES, identities, after_an_exception, two_forwards_at_once), ids=lambda case: case.__name__
 )
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_containers(world, size, case, options):
-    world(size)(case, options)
+def test_containers(world, case, options):
+    world(2)(case, options)

@@ -47,7 +47,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 @full
 @pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
-@pytest.mark.parametrize(("n", "offset"), [(20011, 5), *rows_in_full([(1, 0), (7, 1), (1000, 3), (4096, 0)])])
+@pytest.mark.parametrize(("n", "offset"), [(20011, 5), (1, 0), (1000, 3)])
 def test_squared_norm(place: checks.Place, dtype: torch.dtype, n: int, offset: int) -> None:
     checks.check_squared_norm(place, dtype, n, offset)
 
@@ -62,7 +62,7 @@ def test_segments(place: checks.Place, dtype: torch.dtype, offsets: list[int]) -
 @pytest.mark.parametrize("dtype", EACH_DTYPE, ids=NAMES)
 @pytest.mark.parametrize(
     ("n", "size", "offset"),
-    [(4096, 5, 3), *rows_in_full([(1, 2, 0), (7, 3, 1), (1000, 4, 0), (1003, 2, 0), (4096, 3, 0)])],
+    [(4096, 5, 3), *rows_in_full([(1, 2, 0), (7, 3, 1), (1000, 4, 0)])],
 )
 def test_peer_mean(place: checks.Place, dtype: torch.dtype, n: int, size: int, offset: int) -> None:
     checks.check_peer_mean(place, dtype, n, size, offset)
@@ -137,7 +137,7 @@ def test_adam_update(place: checks.Place, dtypes, n: int, offsets) -> None:
 
 @pytest.mark.parametrize("exp_avg", [torch.bfloat16, *in_full(torch.float32)], ids=NAMES)
 @pytest.mark.parametrize("grad", [torch.bfloat16, *in_full(torch.float32)], ids=NAMES)
-@pytest.mark.parametrize(("n", "offsets"), [checks.LYING[-1], *rows_in_full(checks.LYING[:-1])], ids=str)
+@pytest.mark.parametrize(("n", "offsets"), [checks.LYING[-1], *rows_in_full(checks.LYING[:1])], ids=str)
 def test_update_of_residuals(place: checks.Place, grad: torch.dtype, exp_avg: torch.dtype, n: int, offsets) -> None:
     checks.check_residual(place, grad, exp_avg, n, offsets)
 

@@ -182,7 +182,7 @@ def test_torch_is_left_alone_until_something_is_sharded():
 @pytest.mark.parametrize(
     ("cls", "options"), [ELEMENT_WISE[4], ELEMENT_WISE[5], *rows_in_full(ELEMENT_WISE[:4] + ELEMENT_WISE[6:])]
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_element_wise_ones_are_accepted(cls, options):
     model = bmt.auto_wrap(Tower())
     optimizer = cls(model.parameters(), **options)

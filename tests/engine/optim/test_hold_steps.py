@@ -144,7 +144,7 @@ def streamed_bits(dtype, seed):
     ),
     ids=str,
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_holds(way, dtype, hold):
     """Eight steps: while held, weights and masters keep their bits; m, v and everything after it are the loop's."""
     patch, (cls, options) = WAYS[way]
@@ -196,7 +196,7 @@ def test_skipped_steps_are_not_held(way, dtype):
 
 @pytest.mark.parametrize("whole", [True, *in_full(False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)], ids=str)
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_goes_on(dtype, whole):
     """Saved while held and loaded by an optimizer that was told another number: the saved one counts."""
     torch.manual_seed(0)

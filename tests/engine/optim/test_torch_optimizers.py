@@ -28,7 +28,7 @@ TOLERANCE = dict.fromkeys(("adam", "adamw", "adamw-loop", "nadam", "adamax", "ad
 
 @pytest.mark.parametrize(("max_norm", "loss_scale"), [(0.05, 1024.0), *rows_in_full([(None, None)])])
 @pytest.mark.parametrize("name", by_default(MAKERS, "momentum", "adamw", "adagrad"))
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_as_in_one_process(name, max_norm, loss_scale):
     rank, size = bmt.rank(), bmt.world_size()
     model, twin = bmt.auto_wrap(Tower()), Tower()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default
 from twins import WIDTH, Layer, check_gradients, check_twins, ids
 
 VOCABULARY = (1 << 20) // WIDTH + 1  # an embedding large enough for a buffer of its own
@@ -216,9 +216,8 @@ each_case = pytest.mark.parametrize(
 
 
 @each_case
-@pytest.mark.parametrize("size", [2, *in_full(3)])
-def test_reads(world, size, case):
-    world(size)(*case)
+def test_reads(world, case):
+    world(2)(*case)
 
 
 @each_case

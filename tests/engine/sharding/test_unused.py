@@ -163,7 +163,7 @@ each_case = pytest.mark.parametrize(
 
 
 @each_case
-@pytest.mark.parametrize("size", [3, *in_full(1, 2)])
+@pytest.mark.parametrize("size", [3, *in_full(1)])
 def test_unused(world, size, case):
     world(size)(*case)
 

@@ -20,7 +20,7 @@ NAMES = {
     ("name", "use_checkpoint"),
     pairwise([("all", False), ("in a block", True), ("outside", True), ("some", True)], list(NAMES), [True, False]),
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_backward(name, use_checkpoint):
     model, twin = bmt.auto_wrap(Tower(), use_checkpoint=use_checkpoint), Tower()
     mine, twins = dict(model.named_parameters()), dict(twin.named_parameters())

@@ -88,7 +88,7 @@ def train(optimizer, model, gradients):
     ),
     ids=str,
 )
-@on_ranks(2, full=(3,))
+@on_ranks(2)
 def test_optimizers(name, options):
     _, _, full_params, others = make()
     plain = nn.ParameterList(full_params)

@@ -21,7 +21,6 @@ def these_functions(labels):
 
 
 @pytest.mark.parametrize("part", [0, *in_full(*range(1, PARTS))])
-@pytest.mark.parametrize("size", [2])
-def test_functions(world, size, part):
+def test_functions(world, part):
     assert len(LABELS) >= 300
-    world(size)(these_functions, LABELS[part::PARTS])
+    world(2)(these_functions, LABELS[part::PARTS])

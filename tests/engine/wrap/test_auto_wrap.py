@@ -392,7 +392,7 @@ CASES = [
     by_default(CASES, lists_in_lists, experts, shared_layers, torch_transformer, mixed_precision),
     ids=lambda case: case.__name__,
 )
-@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_wrap(world, size, case):
     world(size)(case)
 

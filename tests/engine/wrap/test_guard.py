@@ -54,7 +54,7 @@ RENAMING = {
 
 @pytest.mark.parametrize("name", ["pruned", *in_full("pruned by nothing")])
 @pytest.mark.parametrize("path", ["layers.1.linear", *in_full("head")])
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_renamed(name, path):
     """Pruning after wrapping would mask slices by the numbers in them."""
     model = bmt.auto_wrap(Quiet())
@@ -115,7 +115,7 @@ def walks_once():
     "name",
     by_default(CHANGES, "replaced in the dict", "added to one without", "a module replaced", "an adapter around"),
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_changes(name, forwards):
     """After so many forwards that found nothing; the error comes every time until the model is mended."""
     model = bmt.auto_wrap(Quiet())

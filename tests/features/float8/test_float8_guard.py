@@ -180,7 +180,7 @@ def test_the_ratio_is_that_of_all_ranks(world):
 @pytest.mark.parametrize(
     "options", [{"use_checkpoint": True}, *in_full({"use_checkpoint": False}, {"zero_level": 2})], ids=str
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_the_measurement_leaves_no_trace(options: dict) -> None:
     """The same bits and as many graphs as without it: random states, buffers, attributes and arguments are put back."""
     found = []

@@ -346,14 +346,13 @@ def sharded(options, wrap):
     assert len(calls) >= 3 * 3 * 7
 
 
-@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize(
     "wrap",
     [{}, {"keep_frozen": True}, *in_full({"zero_level": 2, "use_checkpoint": False}, {"use_checkpoint": False})],
     ids=str,
 )
-def test_sharded(world, size, wrap):
-    world(size)(sharded, {"use_rslora": "zero_level" in wrap}, wrap)
+def test_sharded(world, wrap):
+    world(2)(sharded, {"use_rslora": "zero_level" in wrap}, wrap)
 
 
 @pytest.mark.parametrize("family", ["gpt2", *in_full("llama")])

@@ -89,7 +89,7 @@ def gathered_in_steps(model, count=2, first=1):
     ("zero_level", "use_checkpoint"),
     pairwise([(3, True), (2, "auto")], [2, 3], [True, False, "auto"]),
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_kept_and_equal(zero_level, use_checkpoint):
     options = {"zero_level": zero_level, "use_checkpoint": use_checkpoint}
     several = bmt.world_size() > 1

@@ -363,9 +363,8 @@ CASES = [
     ),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_offload(world, size, case):
-    world(size)(*case, 7)
+def test_offload(world, case):
+    world(2)(*case, 7)
 
 
 def test_a_file_fits_all_kinds_and_any_number_of_ranks(world, tmp_path):

@@ -94,18 +94,16 @@ def adapters(name, way, targets, form, wrap):
     assert numel <= stored * bmt.world_size() <= numel + 2 * bmt.world_size() * form.cell_bytes
 
 
-@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("targets", [ON_EXPERTS, *in_full(ON_ATTENTION)], ids=["experts", "attention"])
 @pytest.mark.parametrize("way", ["grouped_mm", *in_full("eager", "batched_mm")])
-def test_ways_to_compute(world, size, targets, way):
-    world(size)(adapters, "Mixtral", way, targets, "nf4", {})
+def test_ways_to_compute(world, targets, way):
+    world(2)(adapters, "Mixtral", way, targets, "nf4", {})
 
 
-@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("form", by_default(QUANTIZE_FROZEN, "nf4"))
 @pytest.mark.parametrize("name", ["GptOss", *in_full("Mixtral", "Qwen3Moe", "DeepseekV3")])
-def test_models(world, size, form, name):
-    world(size)(adapters, name, "eager", ON_EXPERTS, form, {"zero_level": 2})
+def test_models(world, form, name):
+    world(2)(adapters, name, "eager", ON_EXPERTS, form, {"zero_level": 2})
 
 
 @full

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import rows_in_full
 from docstrings import Documented, problems
 from processes import environment
 
@@ -36,15 +37,17 @@ RAISES = "\nRaises:\n    ValueError: `scale` is negative.\n"
 @pytest.mark.parametrize(
     ("function", "text", "found"),
     [
-        (one, "Return it.", []),
-        (one, " ", ["has no docstring"]),
-        (one, "Return it.\n\nArgs:\n    y: it.\n", ["Args: has y; the parameters are x"]),
         (two, "Scale.", ["has no Args:", "raises and has no Raises:"]),
-        (two, "Scale." + ARGS, ["raises and has no Raises:"]),
-        (two, "Scale." + ARGS.replace("scale:", "factor:") + RAISES, [
-            "Args: has x, *rest, factor; the parameters are x, *rest, scale"
-        ]),
         (two, "Scale." + ARGS + RAISES, []),
+        *rows_in_full([
+            (one, "Return it.", []),
+            (one, " ", ["has no docstring"]),
+            (one, "Return it.\n\nArgs:\n    y: it.\n", ["Args: has y; the parameters are x"]),
+            (two, "Scale." + ARGS, ["raises and has no Raises:"]),
+            (two, "Scale." + ARGS.replace("scale:", "factor:") + RAISES, [
+                "Args: has x, *rest, factor; the parameters are x, *rest, scale"
+            ]),
+        ]),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_seen(function, text, found):

@@ -28,6 +28,7 @@ def test_one_process_follows_plain_torch(small, plain):
     assert ours["epochs"][-1]["accuracy"] > 0.75  # so does the order of the predictions
 
 
+@full
 def test_two_processes_follow_one(plain, two_ranks):
     check_same_curves(two_ranks, plain)
     assert two_ranks["world_size"] == 2
@@ -49,6 +50,7 @@ def test_float8_learns_the_same(small, plain):
     assert all(abs(mine - other) < 0.02 * expected[0] for mine, other in zip(losses[-10:], expected[-10:]))
 
 
+@full
 def test_metrics_hold_the_whole_run(two_ranks, small):
     assert two_ranks["arguments"]["lr"] == 3e-3
     assert two_ranks["arguments"]["dtype"] == "float32"

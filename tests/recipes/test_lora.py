@@ -30,6 +30,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
     return train(folder, PYTHON, *TINY), folder
 
 
+@full
 def test_adapters_open_in_plain_peft(one):
     metrics, folder = one
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -221,7 +221,7 @@ DEFECTS = [
 
 @pytest.mark.parametrize(
     "defect",
-    by_default(DEFECTS, frozen_first_block, manager_state, used_twice, overflow_without_a_scale, hold_steps),
+    by_default(DEFECTS, frozen_first_block, used_twice, overflow_without_a_scale),
     ids=lambda defect: defect.__name__,
 )
 def test_defect(world, defect):

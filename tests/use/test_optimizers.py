@@ -138,14 +138,14 @@ def name_of(case):
     return "-".join([function.__name__, *(cls.__name__ for cls in getattr(case, "args", ()))])
 
 
-@pytest.mark.parametrize("case", by_default(CASES, *CASES[:3], CASES[4], CASES[6]), ids=name_of)
+@pytest.mark.parametrize("case", by_default(CASES, CASES[1], CASES[4], CASES[6]), ids=name_of)
 def test_optimizers(world, case):
     world(2)(getattr(case, "func", case), *getattr(case, "args", ()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)])
 @pytest.mark.parametrize("exp_avg_dtype", [torch.float32, *in_full(torch.bfloat16)])
-@pytest.mark.parametrize("cls", ADAMS)
+@pytest.mark.parametrize("cls", [ADAMS[1], *in_full(ADAMS[0])])
 @on_ranks(2)
 def test_l2_regularisation(cls, dtype, exp_avg_dtype):
     """decoupled=False is torch.optim.Adam, for masters of every dtype; per group, and restored with the state."""

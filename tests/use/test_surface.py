@@ -92,7 +92,7 @@ def waiting():
 CASES = [config, groups, linear, whole_parameter, not_offered, waiting]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, groups, linear, not_offered), ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", by_default(CASES, groups, not_offered), ids=lambda case: case.__name__)
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_surface(world, size, case):
     world(size)(case)

@@ -12,7 +12,6 @@ PEFT = ("reference_by_disabled_adapter", "two_adapters")
 
 
 DEFAULT = (
-    "simcse",
     "r_drop",
     "clip_by_torch",
     "sam",
@@ -21,9 +20,7 @@ DEFAULT = (
     "gan_alternating",
     "dpo",
     "output_changed_in_place",
-    "accumulation",
     "lengths_of_each_rank",
-    "autocast_with_a_scaler",
     "lora_by_hand",
 )
 KEPT = ("freezing", "transforms")

@@ -134,9 +134,7 @@ def make_forward(name, by_keyword):
     pairwise(
         [
             ("list in a tuple", True, OPTIONS[0]),
-            ("deque", False, OPTIONS[1]),
             ("default dict", True, OPTIONS[2]),
-            ("model output", False, OPTIONS[0]),
             ("dataclass in a dataclass", True, OPTIONS[0]),
         ],
         list(STATES),

@@ -273,7 +273,6 @@ def test_adam(world, size, case):
         (half_precision, torch.bfloat16),
         (edited_gradients,),
         (writes_are_counted, torch.bfloat16),
-        (ordinary_parameters,),
     ),
     ids=name,
 )

@@ -133,9 +133,7 @@ def streamed_bits(dtype, seed):
     pairwise(
         [
             ("torch", torch.float16, 1),
-            ("kernels", torch.bfloat16, HOLD),
             ("short exp_avg", torch.float32, HOLD),
-            ("offload on cpu", torch.bfloat16, 0),
             ("streamed", torch.float16, HOLD),
         ],
         list(WAYS),

@@ -167,10 +167,8 @@ PLANTED = {
 @pytest.mark.parametrize(
     ("plant", "size"),
     [
-        *((plant, 2) for plant in PLANTED),
-        *rows_in_full(
-            (plant, size) for plant in PLANTED for size in (1, 3) if size > 1 or plant is not weight_is_stale
-        ),
+        *((plant, 2) for plant in [gradient_is_doubled, weight_is_stale, update_is_wrong]),
+        *rows_in_full((plant, 3) for plant in PLANTED),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

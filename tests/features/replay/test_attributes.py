@@ -141,7 +141,7 @@ LAYERS = [Counting, Late, Averaging, Remembering, Swapping, Hooked, Scheduled]
 @pytest.mark.parametrize(
     ("layer", "use_checkpoint", "together"),
     pairwise(
-        [(Counting, True, True), (Averaging, True, False), (Swapping, True, True), (Hooked, False, True)],
+        [(Counting, True, True), (Swapping, True, True), (Hooked, False, True)],
         LAYERS,
         [True, False],
         [False, True],

@@ -22,11 +22,9 @@ PLANS = ("outside", "each layer", "all layers", "everything")
     ("plan", "reentrant", "listed", "use_checkpoint", "zero_level"),
     pairwise(
         [
-            ("outside", True, True, True, 3),
             ("each layer", False, True, True, 3),
             ("all layers", True, False, True, 2),
             ("everything", False, True, False, 3),
-            ("everything", True, False, True, 3),
         ],
         PLANS,
         (False, True),

@@ -21,7 +21,7 @@ MODULES = (
 )  # fmt: skip
 
 
-DEFAULT = ("gradient_accumulation", "can_resume_training", "evaluate", "early_stopping_callback", "save_checkpoints")
+DEFAULT = ("gradient_accumulation", "evaluate", "early_stopping_callback", "save_checkpoints")
 """The others are `full`; on one rank `python tests upstream_cases` runs them."""
 
 

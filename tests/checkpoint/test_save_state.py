@@ -15,20 +15,23 @@ from resumable import OPTIMIZERS, Training, damage, interrupted, three_checkpoin
 from state_dicts import check_equal
 from tiny_models import build
 
+IN_BF16 = {"family": "gpt2", "dtype": torch.bfloat16, "zero_level": 2}
+TIED = {"family": "t5", "optimizer": "adamw", "tied": True}
+OFFLOADED = {"family": "gpt2", "optimizer": "offload", "dtype": torch.bfloat16, "tied": True}
 CASES = [
     {"family": "llama"},
-    {"family": "gpt2", "dtype": torch.bfloat16, "zero_level": 2},
+    IN_BF16,
     {"family": "bert", "dtype": torch.float16},
-    {"family": "t5", "optimizer": "adamw", "tied": True},
+    TIED,
     {"family": "llama", "optimizer": "sgd", "frozen": True, "use_checkpoint": False},
-    {"family": "gpt2", "optimizer": "offload", "dtype": torch.bfloat16, "tied": True},
+    OFFLOADED,
 ]
 
 
 @pytest.mark.parametrize(
     ("size", "non_blocking", "case"),
     pairwise(
-        [(2, True, CASES[1]), (2, False, CASES[3]), (3, True, CASES[5])],
+        [(2, True, IN_BF16), (2, False, TIED), (3, True, OFFLOADED)],
         [1, 2, 3],
         [False, True],
         CASES,
@@ -60,7 +63,7 @@ def load(folder, case):
     return training.whole()
 
 
-@pytest.mark.parametrize("case", by_default(CASES, CASES[5]), ids=str)
+@pytest.mark.parametrize("case", by_default(CASES, OFFLOADED), ids=str)
 def test_any_number_of_ranks(world, tmp_path, case):
     """2 → 3 → 1 → 4 ranks: every parameter and moment is that of the moment of saving."""
     folder, saved = str(tmp_path), None

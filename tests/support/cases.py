@@ -19,10 +19,20 @@ def in_full(*values: Any) -> list[Any]:
 
 def by_default(cases: Iterable[Any], *default: Any) -> list[Any]:
     """All cases of one parameter, marked `full` but for those of `default`."""
+    return [case if shown else pytest.param(case, marks=full) for case, shown in _divided(cases, default)]
+
+
+def rows_by_default(rows: Iterable[Sequence[Any]], *default: Sequence[Any]) -> list[Any]:
+    """All rows of several parameters, marked `full` but for those of `default`."""
+    return [row if shown else pytest.param(*row, marks=full) for row, shown in _divided(rows, default)]
+
+
+def _divided(cases: Iterable[Any], default: Sequence[Any]) -> list[tuple[Any, bool]]:
+    """Each case, and whether it is in `default`. A case of `default` that is none of them is a ValueError."""
     cases = list(cases)
     if unknown := [case for case in default if case not in cases]:
-        raise ValueError(f"no cases: {unknown}")
-    return [case if case in default else pytest.param(case, marks=full) for case in cases]
+        raise ValueError(f"not among the cases: {unknown}")
+    return [(case, case in default) for case in cases]
 
 
 def rows_in_full(rows: Iterable[Sequence[Any]]) -> list[Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import hf_bmtrain as bmt
 from bad_inputs import SECONDS, as_a_script, calls, outcomes
-from cases import by_default, full, rows_in_full
+from cases import by_default, full
 
 CALLS = {each.name: each for each in calls()}
 
@@ -57,9 +57,7 @@ ON_ONE_RANK = [
 
 
 @full
-@pytest.mark.parametrize(
-    ("name", "argument", "word"), [ON_ONE_RANK[3], *rows_in_full(ON_ONE_RANK[:3] + ON_ONE_RANK[4:])]
-)
+@pytest.mark.parametrize(("name", "argument", "word"), ON_ONE_RANK)
 def test_on_one_rank(name, argument, word):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.modeling_utils", "accelerate", "hf_bmtrain"])

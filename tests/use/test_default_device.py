@@ -58,7 +58,9 @@ def train(device, optimizer="adam", dtype=torch.float32, **wrap):
     return shown, values
 
 
-@pytest.mark.parametrize("case", by_default(CASES, CASES[1], CASES[4]), ids=lambda case: "-".join(case) or "plain")
+@pytest.mark.parametrize(
+    "case", by_default(CASES, {"optimizer": "offload"}, {"float8": True}), ids=lambda case: "-".join(case) or "plain"
+)
 @on_ranks(2)
 def test_default_device(case):
     (shown, values), (expected, others) = (train(device, **case) for device in ("meta", "cpu"))

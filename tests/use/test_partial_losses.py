@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from cases import in_full, rows_in_full
+from cases import in_full, rows_by_default
 from ranks import on_ranks
 from tiny_models import VOCABULARY
 from twins import check_twins
@@ -139,7 +139,7 @@ CASES = [
 @pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
 @pytest.mark.parametrize(
     ("make", "loss"),
-    [*CASES[2:3], *CASES[5:6], *rows_in_full(CASES[:2] + CASES[3:5] + CASES[6:])],
+    rows_by_default(CASES, (bert, another_one_on_each_rank), (actor_critic, policy_alone)),
     ids=lambda each: getattr(each, "__name__", None),
 )
 @on_ranks(2)

@@ -201,7 +201,14 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    by_default(CASES, CASES[1], *CASES[5:9]),
+    by_default(
+        CASES,
+        (by_hand, True),
+        (loading_where_blocks_share,),
+        (reads_at_rest,),
+        (submodules_called_alone,),
+        (hooks_fire_after_the_reduction,),
+    ),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 @pytest.mark.parametrize("size", [2, *in_full(1)])

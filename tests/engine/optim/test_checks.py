@@ -9,7 +9,7 @@ import torch
 from torch import optim
 
 import hf_bmtrain as bmt
-from cases import by_default, full, in_full, rows_in_full
+from cases import by_default, full, in_full, rows_by_default
 from hf_bmtrain.engine.optim import compat as checks
 from ranks import on_ranks
 from twins import Tower, ids
@@ -180,7 +180,8 @@ def test_torch_is_left_alone_until_something_is_sharded():
 
 
 @pytest.mark.parametrize(
-    ("cls", "options"), [ELEMENT_WISE[4], ELEMENT_WISE[5], *rows_in_full(ELEMENT_WISE[:4] + ELEMENT_WISE[6:])]
+    ("cls", "options"),
+    rows_by_default(ELEMENT_WISE, (optim.AdamW, {"fused": True}), (optim.AdamW, {"foreach": True, "lr": 0.0})),
 )
 @on_ranks(2)
 def test_element_wise_ones_are_accepted(cls, options):

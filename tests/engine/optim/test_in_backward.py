@@ -320,7 +320,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", by_default(CASES, *CASES[1:3], an_error_in_backward_leaves_no_hooks), ids=lambda case: case.__name__
+    "case",
+    by_default(
+        CASES,
+        a_neighbour_with_as_many_steps_is_not_taken_for_updated,
+        clipping_comes_too_late,
+        an_error_in_backward_leaves_no_hooks,
+    ),
+    ids=lambda case: case.__name__,
 )
 def test_in_backward(world, case):
     world(2)(case)

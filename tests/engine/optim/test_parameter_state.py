@@ -248,7 +248,7 @@ FILES = [(through_the_manager, False), (through_the_manager, True), (through_acc
 
 @pytest.mark.parametrize(
     "case",
-    by_default(FILES, FILES[1]),
+    by_default(FILES, (through_the_manager, True)),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 @pytest.mark.parametrize("size", [2, *in_full(1)])

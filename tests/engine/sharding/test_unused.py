@@ -157,7 +157,12 @@ CASES = [
 ]  # fmt: skip
 each_case = pytest.mark.parametrize(
     "case",
-    by_default(CASES, TRAINED[5], (hooks_are_called_alike,), (after_a_failed_backward,)),
+    by_default(
+        CASES,
+        (trained_as_in_plain_torch, ours, adamw, False, True),
+        (hooks_are_called_alike,),
+        (after_a_failed_backward,),
+    ),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 

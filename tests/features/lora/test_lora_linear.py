@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 import float8_models
 import hf_bmtrain as bmt
 from beside_twin import train_beside
-from cases import full, in_full, pairwise, rows_in_full
+from cases import full, in_full, pairwise, rows_by_default, rows_in_full
 from hf_bmtrain.features.float8.linear import Float8Linear
 from hf_bmtrain.features.lora import linear as lora_linear
 from hf_bmtrain.features.lora.linear import FusedLoraLinear, fuse_lora
@@ -207,7 +207,7 @@ PEFTS = [
 
 @pytest.mark.parametrize(
     ("prepare", "fused", "options"),
-    [PEFTS[0], *rows_in_full(PEFTS[1:])],
+    rows_by_default(PEFTS, (two_adapters, 1, {})),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_is_not_one_plain_adapter_runs_pefts_forward(prepare, fused, options):

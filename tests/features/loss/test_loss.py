@@ -189,7 +189,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("inplace", [True, *in_full(False)])
-@pytest.mark.parametrize("options", [checks.OPTIONS[-1], *in_full(*checks.OPTIONS[:-1])], ids=str)
+@pytest.mark.parametrize("options", by_default(checks.OPTIONS, {"softcap": 3.0, "num_items_in_batch": 29}), ids=str)
 @pytest.mark.parametrize("dtype", by_default(TOLERANCE, torch.bfloat16))
 def test_options(dtype, options, inplace):
     checks.check_options(CPU, dtype, options, inplace)

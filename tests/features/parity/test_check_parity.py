@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import in_full, rows_in_full
+from cases import in_full, rows_by_default, rows_in_full
 from inner import state_of
 from ranks import on_ranks
 from twins import WIDTH, Layer, Tower, ids
@@ -229,7 +229,11 @@ FAMILY_CASES = [
 @pytest.mark.parametrize("size", [2, *in_full(3)])
 @pytest.mark.parametrize(
     ("name", "dtype", "options", "frozen"),
-    [FAMILY_CASES[2], FAMILY_CASES[13], *rows_in_full(FAMILY_CASES[:2] + FAMILY_CASES[3:13] + FAMILY_CASES[14:])],
+    rows_by_default(
+        FAMILY_CASES,
+        ("llama tied", torch.bfloat16, {}, False),
+        ("t5", torch.float32, {"zero_level": 2, "use_checkpoint": False}, True),
+    ),
 )
 def test_clean_families(world, size, name, dtype, options, frozen):
     table = world(size)(clean_family, name, dtype, options, frozen)[0]

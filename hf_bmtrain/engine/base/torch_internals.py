@@ -25,8 +25,8 @@ from torch._guards import TracingContext
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
-from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
@@ -84,7 +84,9 @@ subclasses, such as Parameter."""
 
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
 
-FOREACH_TYPES: tuple[list[type], ...] = (_optimizer_types, _clipping_types)
+FOREACH_TYPES: tuple[list[type], ...] = (
+    _optimizer_types, getattr(_foreach_utils, "_foreach_supported_types", []),
+)  # fmt: skip
 """The exact types for which optimizers, and the clipping of norms, use functions on lists. DTensor adds itself too."""
 """A context in which subclasses are treated as plain tensors, so that attribute access does not search for overrides.
 torch exports it at its top level without documentation; `torch.overrides` has no such context. Since torch 2.0."""

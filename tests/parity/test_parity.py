@@ -26,7 +26,13 @@ def test_dropout(world, family: str):
     check(world(1)(measure, Cell(family, 3, True, 3, "dropout"))[0])
 
 
-@pytest.mark.parametrize(NAMES[1:], pairwise([("t5", 3, True, 3, "tied")], ("llama", "t5"), *OPTIONS[2:]))
+@pytest.mark.parametrize(
+    NAMES[1:],
+    [
+        *pairwise([("llama", 3, True, 3, "tied")], ["llama"], *OPTIONS[2:]),
+        *pairwise([("t5", 3, True, 1, "tied")], ["t5"], (2, 3), (False, True), [1], VARIANTS),
+    ],
+)
 def test_parity_by_copies(peers, family, zero_level, recompute, accumulation, variant):
     check(peers(2)(measure, Cell(family, zero_level, recompute, accumulation, variant))[0])
 

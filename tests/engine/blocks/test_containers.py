@@ -209,7 +209,7 @@ class BatchTower(Tower):
         for layer in self.layers:
             assert layer(batch) is batch
         assert len(batch["all"]) == 3
-        return self.head(batch["x"]).square().mean() + sum(batch["all"]).mean()
+        return self.head(batch["x"]).square().mean() + sum(batch["all"]).square().mean()
 
 
 def returned(options):

@@ -1,7 +1,5 @@
 """Which optimizers may update slices, found out by trying them; and those from before the wrapping, which may not."""
 
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -158,25 +156,6 @@ def test_ordinary_parameters():
         else:
             with pytest.raises(RuntimeError, match="nobody averages"):
                 optimizer.step()
-
-
-HOOKS = """
-import torch, hf_bmtrain as bmt
-from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
-
-bmt.init_distributed()
-assert not hooks
-for _ in range(2):
-    bmt.auto_wrap(torch.nn.Linear(2, 2), blocks=[])
-    assert len(hooks) == 1
-"""
-
-
-@full
-def test_torch_is_left_alone_until_something_is_sharded():
-    """The hook before every optimizer's step comes with the first buffer, once."""
-    done = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default
 from twins import WIDTH, Tower, ids
 
 
@@ -146,6 +146,5 @@ CASES = [(parameters,), (activations, True), (activations, False), (table,), (re
     by_default(CASES, (parameters,), (activations, True), (table,), (refused,)),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_inspect(world, size, case):
-    world(size)(*case)
+def test_inspect(world, case):
+    world(2)(*case)

@@ -49,7 +49,7 @@ def shifted(model):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", *in_full(".pt", ".bin")])
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_round_trip(folder, suffix):
     """A sharded model's file opens in plain torch and the other way round, buffers included."""
     ours, plain = f"{folder}/ours{suffix}", f"{folder}/plain{suffix}"
@@ -76,7 +76,7 @@ def test_round_trip(folder, suffix):
 
 @full
 @pytest.mark.parametrize("suffix", [".safetensors", *in_full(".pt")])
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_ties(folder, suffix):
     path = f"{folder}/tied{suffix}"
     model, plain = bmt.auto_wrap(build("gpt2", tied=True)), build("gpt2", tied=True)
@@ -228,9 +228,8 @@ CASES = [plain_root, folders_of_hugging_face, other_hosts_formats, behind_the_pr
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_files(world, size, case, tmp_path):
-    world(size)(case, str(tmp_path))
+def test_files(world, case, tmp_path):
+    world(2)(case, str(tmp_path))
 
 
 def on_rank_0_only(folder):

@@ -139,7 +139,7 @@ def check(mine, theirs):
 @needs_protocol
 @pytest.mark.parametrize("sharded", [True, *in_full(False)])
 @pytest.mark.parametrize("kind", by_default(KINDS, "adam"))
-@on_ranks(2, full=(1, 3))
+@on_ranks(2, full=(3,))
 def test_to_torch(folder, kind, sharded):
     model, optimizer = ours(kind, 2)
     dcp.save({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
@@ -155,7 +155,7 @@ def test_to_torch(folder, kind, sharded):
 @needs_protocol
 @pytest.mark.parametrize("sharded", [True, *in_full(False)])
 @pytest.mark.parametrize(("kind", "steps"), [("adamw", 1), *rows_in_full([("adam", 0), ("adam", 1), ("offload", 0)])])
-@on_ranks(2, full=(1, 3))
+@on_ranks(2, full=(3,))
 def test_from_torch(folder, kind, sharded, steps):
     model, optimizer = by_torch(sharded, 2)
     weights, state = get_state_dict(model, optimizer)

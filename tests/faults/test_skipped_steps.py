@@ -208,7 +208,7 @@ def test_skipped_steps(world, size, function):
 
 
 @pytest.mark.parametrize("loss_scale", [8.0, *in_full(None)])
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_training_stops(loss_scale):
     """Only steps that a lower scale cannot have avoided count, and only in a row."""
     model, manager = make(loss_scale=loss_scale, max_skipped_steps=3)

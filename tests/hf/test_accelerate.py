@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 
 import hf_bmtrain as bmt
 import jobs
-from cases import full, in_full
+from cases import full, in_full, pairwise
 from tiny_models import build
 
 SIZES = [2, *in_full(1)]
@@ -90,9 +90,9 @@ def check(ours, plain, tolerance=1e-5):
         torch.testing.assert_close(ours["weights"][name], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("accumulate", [2, *in_full(1)])
-@pytest.mark.parametrize("ours", [bmt_adam, *in_full(jobs.sgd, torch_adam)])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "ours", "accumulate"), pairwise([(2, bmt_adam, 2)], [1, 2], [jobs.sgd, bmt_adam, torch_adam], [1, 2])
+)
 def test_loop(world, size, ours, accumulate):
     plain = train(False, {"make_optimizer": torch_adam if ours is bmt_adam else ours, "accumulate": accumulate})
     for result in world(size)(train, True, {"make_optimizer": ours, "accumulate": accumulate}):

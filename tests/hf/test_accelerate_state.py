@@ -14,7 +14,7 @@ from accelerate.utils import ProjectConfiguration
 
 import hf_bmtrain as bmt
 import jobs
-from cases import by_default, full, in_full
+from cases import full, in_full, pairwise
 from log_lines import log_lines
 from ranks import Ranks, on_ranks
 from resumable import damage
@@ -115,9 +115,9 @@ def resumed(folder, options, own=None):
     return loop.epochs(4)
 
 
-@pytest.mark.parametrize("own", [False, *in_full(True)])
-@pytest.mark.parametrize("optimizer", by_default(OPTIMIZERS, "bmt"))
-@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize(
+    ("size", "optimizer", "own"), pairwise([(2, "bmt", False)], [1, 2], list(OPTIMIZERS), [False, True])
+)
 def test_resume_is_exact(world, tmp_path, size, optimizer, own):
     """10 steps, new objects and 10 more are 20 steps, bit by bit: dropout, shuffled rows and a schedule."""
     options, place = {"optimizer": optimizer}, str(tmp_path / "own") if own else None

@@ -89,12 +89,12 @@ def test_families(world, tmp_path, family, tied, size):
 @pytest.mark.parametrize(
     "given",
     [
-        {"dtype": torch.bfloat16}, *in_full({"dtype": torch.float16}, {"attn_implementation": "sdpa"}),
-        *in_full({"use_safetensors": True}, {"wrap": {"zero_level": 2, "use_checkpoint": False}}),
+        {"dtype": torch.bfloat16}, {"dtype": torch.float16}, {"attn_implementation": "sdpa"}, {"use_safetensors": True},
+        {"wrap": {"zero_level": 2, "use_checkpoint": False}},
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("family", ["t5", *in_full("llama", "mixtral")])
+@pytest.mark.parametrize("family", ["t5", "mixtral"])
 def test_arguments(world, tmp_path, family, given):
     model = build(family)
     model.save_pretrained(tmp_path)

@@ -23,7 +23,7 @@ DEFAULT = (
     "AdamW,_amsgrad-own-2",
     "AdamOffloadOptimizer,_accumulated,_clipped,_scheduled-own-2",
 )
-"""The others are `full`; those on one rank are printed by `python tests trainer_matrix`."""
+"""The others are `full`; `python tests trainer_matrix` prints those on one rank and more with AdamW."""
 
 
 def marked(cell):
@@ -31,7 +31,10 @@ def marked(cell):
     return pytest.param(cell, id=cell.label(), marks=marks)
 
 
-@pytest.mark.parametrize("cell", [marked(cell) for cell in cells() if cell.size == 2])
+@pytest.mark.parametrize(
+    "cell",
+    [marked(cell) for cell in cells() if cell.size == 2 and (cell.optimizer != "AdamW" or cell.label() in DEFAULT)],
+)
 def test_trainer_matrix(matrix, tmp_path, cell):
     errors = matrix.measure(cell, tmp_path)
     assert errors.worst <= 1, errors

@@ -51,7 +51,7 @@ def test_a_question_that_leaves_no_room_is_named_with_the_length_it_needs(tokeni
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(3, 2), *rows_in_full([(2, 4), (4, 1)])])
-@pytest.mark.parametrize("rows", [25, *in_full(23, 24)])
+@pytest.mark.parametrize("rows", [25, *in_full(23)])
 def test_ranks_see_together_the_steps_of_one_process(tokenizer, world_size, batch_size, rows):
     def steps(world: int, size: int, epoch: int) -> list[set[int]]:
         ranks = [

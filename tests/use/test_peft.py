@@ -180,7 +180,7 @@ def test_optimizers(name, make_optimizer, after):
 
 
 @pytest.mark.parametrize("after", [True, *in_full(False)])
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_switching(after):
     """Adapters are added, switched and deleted; one that came after wrapping is sharded by another auto_wrap."""
     model, twin = sharded("llama", after)
@@ -206,7 +206,7 @@ def test_switching(after):
 
 
 @full
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_inactive_when_wrapped():
     """An adapter that was inactive is trained by itself: the frozen base beside it gets no gradient."""
     model, twin = plain("llama"), plain("llama")
@@ -308,9 +308,8 @@ def trained_in_turn(folder, thawed):
 
 
 @pytest.mark.parametrize("thawed", [True, *in_full(False)])
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_what_was_trained_before_is_saved(world, tmp_path, size, thawed):
-    world(size)(trained_in_turn, str(tmp_path), thawed)
+def test_what_was_trained_before_is_saved(world, tmp_path, thawed):
+    world(2)(trained_in_turn, str(tmp_path), thawed)
     names = set(safetensors.torch.load_file(tmp_path / "checkpoint-4" / "trained.safetensors"))
     assert any(".default." in name for name in names) and any(".second." in name for name in names)
     assert ("base_model.model.lm_head.weight" in names) == thawed
@@ -343,9 +342,8 @@ def rolled_back(folder):
 
 
 @full
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_what_is_trained_later_stays(world, tmp_path, size):
-    world(size)(rolled_back, str(tmp_path))
+def test_what_is_trained_later_stays(world, tmp_path):
+    world(2)(rolled_back, str(tmp_path))
     first, second = (
         safetensors.torch.load_file(tmp_path / f"checkpoint-{step}" / "trained.safetensors") for step in (1, 2)
     )
@@ -364,7 +362,7 @@ def test_no_configuration_is_saved(world, tmp_path):
 
 
 @full
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_freezing():
     """Parts of the base are thawed and adapters frozen between epochs."""
 
@@ -380,7 +378,7 @@ def test_freezing():
     train("llama", *sharded("llama", False), steps=4, prepare=prepare)
 
 
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_merging():
     """Adapters are merged into slices, as into whole weights, and taken out again. Or they are switched off."""
     model, twin = sharded("llama", False)
@@ -451,7 +449,7 @@ def test_merged_and_unloaded(name):
 
 
 @full
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_unloading():
     """Adapters taken out again: the base is trained on as it was."""
     model, twin = sharded("llama", False)

@@ -93,9 +93,8 @@ CASES = [config, groups, linear, whole_parameter, not_offered, waiting]
 
 
 @pytest.mark.parametrize("case", by_default(CASES, groups, not_offered), ids=lambda case: case.__name__)
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_surface(world, size, case):
-    world(size)(case)
+def test_surface(world, case):
+    world(2)(case)
 
 
 @full

@@ -86,9 +86,8 @@ def sharded_already():
 
 
 @pytest.mark.parametrize("case", [parts_of_blocks, *in_full(the_rest_of_a_distributed_module, sharded_already)])
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_wrapping(world, size, case):
-    world(size)(case)
+def test_wrapping(world, case):
+    world(2)(case)
 
 
 @full

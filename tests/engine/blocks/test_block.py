@@ -447,6 +447,10 @@ WRITES = [weights_changed_before_backward, weights_changed_under_one_block, weig
 """Refused where ranks copy each other's weights: write_after_a_forward in tests/engine/comm/test_peer.py."""
 
 OTHERS = [case for case in CASES if case not in WRITES]
+COPIED = {
+    exception_in_backward: ZERO_3, input_modified_in_place: KEEPING, tied_over_blocks: ZERO_3,
+    two_forwards_one_backward: KEEPING, kwargs_with_gradients: ZERO_3, unused_parameter: ZERO_3,
+}  # fmt: skip
 
 
 def name(value):
@@ -485,13 +489,8 @@ def test_block(world, size, case, options):
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (exception_in_backward, ZERO_3),
-        (input_modified_in_place, KEEPING),
-        (tied_over_blocks, ZERO_3),
-        (two_forwards_one_backward, KEEPING),
-        (kwargs_with_gradients, ZERO_3),
-        (unused_parameter, ZERO_3),
-        *rows_in_full((case, OPTIONS[number % 4]) for number, case in enumerate(OTHERS)),
+        *COPIED.items(),
+        *rows_in_full((case, OPTIONS[number % 4]) for number, case in enumerate(OTHERS) if case not in COPIED),
     ],
     ids=name,
 )

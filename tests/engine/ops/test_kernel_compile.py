@@ -20,7 +20,7 @@ from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
 from hf_bmtrain.features.packed import arithmetic as quantize
 
 nvrtc = pytest.importorskip("cupy", reason="no CuPy: install the extra 'ci'", exc_type=ImportError).cuda.nvrtc
-ARCHS = (75, 80, 90, 100)
+ARCHS = (75, 90, 100)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MODULES = (grad_norm, adam, cross_entropy, peer_sum, quantize, float8)
 
@@ -125,7 +125,7 @@ def test_the_list_is_what_the_code_asks_for(arch: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("clusters", "limit"), [(True, 227 << 10), *rows_in_full([(False, 163 << 10), (False, 64 << 10)])]
 )
-@pytest.mark.parametrize("row_bytes", [2 * 50257, *in_full(4, 64000, 256512, 512000, 1 << 20, 4 << 20)])
+@pytest.mark.parametrize("row_bytes", [2 * 50257, *in_full(4, 512000, 4 << 20)])
 def test_plan_fits(row_bytes: int, clusters: bool, limit: int) -> None:
     plan = cross_entropy.plan(row_bytes, clusters, limit)
     assert plan.cluster in ((1, 2, 4, 8) if clusters else (1,))

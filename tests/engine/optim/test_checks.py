@@ -203,7 +203,7 @@ SHAPE_AWARE = [factored, hugging_face_adafactor, hugging_face_adafactor_with_a_r
 @pytest.mark.parametrize(
     "make", by_default(SHAPE_AWARE, factored, hugging_face_adafactor), ids=lambda make: make.__name__
 )
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_shape_aware_ones(make):
     """A parameter and its gradient have the whole's shape, and what is not element-wise is computed on wholes."""
     model, twin = bmt.auto_wrap(Tower()), Tower()

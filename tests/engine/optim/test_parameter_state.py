@@ -251,9 +251,8 @@ FILES = [(through_the_manager, False), (through_the_manager, True), (through_acc
     by_default(FILES, (through_the_manager, True)),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_files(world, size, case):
-    world(size)(*case)
+def test_files(world, case):
+    world(2)(*case)
 
 
 @full

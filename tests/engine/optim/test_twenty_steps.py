@@ -14,7 +14,7 @@ from twenty_steps import train
 
 @pytest.mark.parametrize("kernels", [True, *in_full(False)], ids=["kernels", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)], ids=str)
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_twenty_steps(dtype, kernels):
     with mock.patch.object(adam_step, "kernels_serve", return_value=kernels) as asked:
         train(dtype, bmt.optim.AdamOptimizer)

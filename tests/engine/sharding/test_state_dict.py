@@ -16,7 +16,7 @@ from twins import Tower, ids
     ("family", "tied"),
     pairwise([("llama", True), ("mixtral", False)], list(FAMILIES), [False, True]),
 )
-@on_ranks(2, full=(3,))
+@on_ranks(2)
 def test_round_trip(family, tied, folder):
     """Equal keys, values and ties; another model's weights load; save_pretrained opens with from_pretrained."""
     plain, other = build(family, tied), build(family, tied, seed=1)

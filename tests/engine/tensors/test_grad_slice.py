@@ -49,7 +49,7 @@ def test_norms_follow_the_gradients(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *in_full(torch.bfloat16)], ids=str)
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_norms_are_float32(dtype):
     """A logged norm is not rounded to the gradients' dtype, and does not overflow in float16."""
     model = bmt.auto_wrap(Tower().to(dtype))

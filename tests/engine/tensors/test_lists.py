@@ -134,7 +134,7 @@ CHECKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, *in_full(1, 3)])
+@pytest.mark.parametrize("size", [2, *in_full(3)])
 @pytest.mark.parametrize("check", by_default(CHECKS, whole_operands_are_cut, reductions_are_of_whole_tensors))
 def test_lists(world, size, check):
     world(size)(check)

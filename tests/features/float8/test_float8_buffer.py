@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import full, in_full, rows_in_full
+from cases import full, in_full, pairwise, rows_in_full
 from hf_bmtrain.engine.comm.communicator import CollectiveGather
 from hf_bmtrain.engine.comm.streams import DONE
 from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
@@ -115,9 +115,13 @@ def rounds_and_gathers(dtype, companions=()):
     assert all(torch.equal(bits(gathered.values), one) for gathered, one in zip(weights, before))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)], ids=str)
-@pytest.mark.parametrize("companions", [COMPANIONS, *in_full(())], ids=["companions", "alone"])
-@pytest.mark.parametrize("size", [3, *in_full(2)])
+@pytest.mark.parametrize(
+    ("size", "dtype", "companions"),
+    pairwise(
+        [(3, torch.bfloat16, COMPANIONS)], [2, 3], [torch.float32, torch.bfloat16, torch.float16], [(), COMPANIONS]
+    ),
+    ids=lambda value: ("companions" if value else "alone") if isinstance(value, list | tuple) else str(value),
+)
 def test_what_is_gathered_is_the_rounded_whole(world, size, dtype, companions):
     world(size)(rounds_and_gathers, dtype, companions)
 

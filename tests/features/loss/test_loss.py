@@ -188,9 +188,16 @@ def test_wrong_settings_are_explained():
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("inplace", [True, *in_full(False)])
-@pytest.mark.parametrize("options", by_default(checks.OPTIONS, {"softcap": 3.0, "num_items_in_batch": 29}), ids=str)
-@pytest.mark.parametrize("dtype", by_default(TOLERANCE, torch.bfloat16))
+@pytest.mark.parametrize(
+    ("dtype", "options", "inplace"),
+    pairwise(
+        [(torch.bfloat16, {"softcap": 3.0, "num_items_in_batch": 29}, True)],
+        list(TOLERANCE),
+        checks.OPTIONS,
+        [False, True],
+    ),
+    ids=str,
+)
 def test_options(dtype, options, inplace):
     checks.check_options(CPU, dtype, options, inplace)
     checks.check_options(CPU, dtype, options, inplace, (3, 11, 2, 2))

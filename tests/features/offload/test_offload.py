@@ -325,16 +325,14 @@ def a_resident_update_leaves_nothing_pending(seed):
 
 
 @pytest.mark.parametrize("dtype", by_default(DTYPES, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_the_same_on_cpu(world, size, dtype):
-    world(size)(the_same, dtype)
+def test_the_same_on_cpu(world, dtype):
+    world(2)(the_same, dtype)
 
 
 @pytest.mark.parametrize("seed", [0, *in_full(1)])
 @pytest.mark.parametrize("dtype", by_default(DTYPES, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_streamed_is_the_same(world, size, dtype, seed):
-    world(size)(streamed, dtype, seed)
+def test_streamed_is_the_same(world, dtype, seed):
+    world(2)(streamed, dtype, seed)
 
 
 @full

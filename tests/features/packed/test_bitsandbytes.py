@@ -178,7 +178,7 @@ def odd_model(double):
 
 
 @full
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_outside_blocks_and_odd_sizes():
     for double in (True, False):
         model, twin = bmt.auto_wrap(odd_model(double)), odd_model(double)
@@ -226,9 +226,8 @@ def later(source):
     train_beside(model, twin)
 
 
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_adapters_that_come_later(world, size):
-    world(size)(later, "stand-in")
+def test_adapters_that_come_later(world):
+    world(2)(later, "stand-in")
 
 
 def test_adapters_that_come_later_with_bitsandbytes(world, bitsandbytes):
@@ -280,9 +279,8 @@ def saved(source):
         model.merge_and_unload()
 
 
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_saved(world, size):
-    world(size)(saved, "stand-in")
+def test_saved(world):
+    world(2)(saved, "stand-in")
 
 
 def test_saved_with_bitsandbytes(world, bitsandbytes):

@@ -117,7 +117,7 @@ def test_adapters_that_come_later():
     assert changed == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_saved():
     """What is trained is saved and resumed; a file of all holds the base as it is unpacked."""
     folder = [tempfile.mkdtemp()]
@@ -144,7 +144,7 @@ def test_saved():
         assert torch.equal(value, before[key]), key
 
 
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_refused():
     frozen = base().requires_grad_(False)
     with pytest.raises(ValueError, match="quantize_frozen must be None or one of 'nf4', 'fp8', got 'int4'"):
@@ -200,7 +200,7 @@ def test_refused():
         copy.deepcopy(model)
 
 
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_loaded_by_ranges():
     """Loading and quantizing in one step gives the bits of loading whole and wrapping."""
     folder = [tempfile.mkdtemp()]
@@ -244,7 +244,6 @@ def trained_before(folder):
 
 
 @full
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_what_was_trained_is_not_loaded_into_a_quantized_weight(world, tmp_path, size):
+def test_what_was_trained_is_not_loaded_into_a_quantized_weight(world, tmp_path):
     with pytest.raises(AssertionError, match=rf"1 weights that are quantized here \({NAME}\).*without quantize_frozen"):
-        world(size)(trained_before, str(tmp_path))
+        world(2)(trained_before, str(tmp_path))

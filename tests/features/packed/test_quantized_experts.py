@@ -107,10 +107,9 @@ def test_models(world, form, name):
 
 
 @full
-@pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize("wrap", [{"keep_frozen": True}, *in_full({"zero_level": 2, "use_checkpoint": False})], ids=str)
-def test_options(world, size, wrap):
-    world(size)(adapters, "GptOss", "grouped_mm", ON_EXPERTS, "nf4", wrap)
+def test_options(world, wrap):
+    world(2)(adapters, "GptOss", "grouped_mm", ON_EXPERTS, "nf4", wrap)
 
 
 def test_pulled(peers):
@@ -135,7 +134,7 @@ def test_predicted_memory(world, size, form):
 
 
 @full
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_adapters_that_come_later():
     """The base is wrapped first, and PEFT puts adapters on its packed experts."""
     model = bmt.auto_wrap(base("Mixtral").requires_grad_(False), quantize_frozen="nf4")
@@ -147,7 +146,7 @@ def test_adapters_that_come_later():
     train_beside(model, twin, 2)
 
 
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_saved():
     """What is trained is saved and resumed; a file of all holds the experts as they are unpacked."""
     folder, form = shared_folder(), FORMATS["nf4"]
@@ -175,7 +174,7 @@ def test_saved():
 
 
 @pytest.mark.parametrize("name", ["Mixtral", *in_full("GptOss")])
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_loaded_by_ranges(name):
     """Loading and quantizing in one step gives the bits of loading whole and wrapping."""
     folder = shared_folder()
@@ -190,7 +189,7 @@ def test_loaded_by_ranges(name):
 
 
 @full
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_refused():
     """Adapters cannot be merged into packed experts, in either way, nor can these be trained."""
     model = bmt.auto_wrap(plain("Mixtral", targets=ON_EXPERTS | {"target_modules": []}), quantize_frozen="nf4")
@@ -230,7 +229,7 @@ class Mixed(nn.Module):
 
 @full
 @pytest.mark.parametrize("form", by_default(QUANTIZE_FROZEN, "nf4"))
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_what_is_packed(form):
     """Matrices and stacks of them are packed, and nothing else."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import in_full, rows_by_default, rows_in_full
+from cases import in_full, pairwise, rows_in_full
 from inner import state_of
 from ranks import on_ranks
 from twins import WIDTH, Layer, Tower, ids
@@ -218,25 +218,22 @@ def refusals():
     assert bmt.check_parity(model, ids(0, bmt.rank()), verbose=False).ok
 
 
-FAMILY_CASES = [
-    (name, dtype, options, frozen)
-    for name in ("llama tied", "gpt2", "bert", "t5", "mixtral")
-    for dtype in (torch.float32, torch.bfloat16)
-    for options, frozen in (({}, False), ({"zero_level": 2, "use_checkpoint": False}, True))
-]
+AS_IT_IS, KEPT_AND_FROZEN = ({}, False), ({"zero_level": 2, "use_checkpoint": False}, True)
 
 
-@pytest.mark.parametrize("size", [2, *in_full(3)])
 @pytest.mark.parametrize(
-    ("name", "dtype", "options", "frozen"),
-    rows_by_default(
-        FAMILY_CASES,
-        ("llama tied", torch.bfloat16, {}, False),
-        ("t5", torch.float32, {"zero_level": 2, "use_checkpoint": False}, True),
+    ("size", "name", "dtype", "case"),
+    pairwise(
+        [(2, "llama tied", torch.bfloat16, AS_IT_IS), (3, "t5", torch.float32, KEPT_AND_FROZEN)],
+        [1, 2, 3],
+        ["llama tied", "gpt2", "bert", "t5", "mixtral"],
+        [torch.float32, torch.bfloat16],
+        [AS_IT_IS, KEPT_AND_FROZEN],
     ),
+    ids=str,
 )
-def test_clean_families(world, size, name, dtype, options, frozen):
-    table = world(size)(clean_family, name, dtype, options, frozen)[0]
+def test_clean_families(world, size, name, dtype, case):
+    table = world(size)(clean_family, name, dtype, *case)[0]
     assert "sharded and plain agree" in table
 
 
@@ -340,7 +337,7 @@ def test_other_models(world, size, function):
 
 def test_copies_between_ranks(peers):
     """Weights that are pulled from the other ranks' memory, and gradients that are pushed into it."""
-    name, dtype, options, frozen = FAMILY_CASES[0]
+    name, dtype, options, frozen = "llama tied", torch.float32, {}, False
     peers(2)(clean_family, name, dtype, options, frozen)
     kind, block = PLANTED[gradient_is_doubled]
     for parity in peers(2)(gradient_is_doubled):

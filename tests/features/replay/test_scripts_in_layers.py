@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default
 from twins import WIDTH, Layer, Tower, check_twins, ids
 
 
@@ -82,6 +82,5 @@ CASES = [(scripted, False), (scripted, True), (scripted, False, AlsoOutside), (f
     by_default(CASES, (scripted, True), (scripted, False, AlsoOutside)),
     ids=["first", "last", "outside", "failing"],
 )
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_scripts(world, size, case):
-    world(size)(*case)
+def test_scripts(world, case):
+    world(2)(*case)

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..engine.base.arguments import expect_number
+from ..engine.base.device_memory import DeviceMemory
 from ..engine.blocks.schedule import ForwardDepth, Schedule
 from ..engine.optim import compat
 from ..engine.runtime.backend import check_addresses, open_backend
@@ -99,6 +100,7 @@ def init_distributed(
     world = World(
         rank, size, local_rank, device, found.gather, found.reduce, found.shards, found.control, monitor, inside,
         schedule, LayerFeatures(), zero_level, loss_scale_factor, loss_scale_steps, poison,
+        device_memory=None if device.type == "cpu" else DeviceMemory(device),
     )  # fmt: skip
     schedule.observe(GradientWatcher(world))
     world.saved_states["float8"] = SavedState(float8_decision, restore_decision)

@@ -22,8 +22,7 @@ from ..engine.wrap.extension import Extension
 from ..engine.wrap.wrap import wrap
 from .float8 import Float8
 from .lora import Lora
-from .memory import Memory
-from .memory.policy import choose_recompute
+from .memory import Memory, choose_recompute
 from .options import KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_checkpoint
 from .packed import Packed
 from .replay.replay import Replay

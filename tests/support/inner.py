@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.comm.peer_gather import PeerGather
 from hf_bmtrain.engine.comm.peer_reduce import PeerReduction
 from hf_bmtrain.engine.optim.runs import Run
+from hf_bmtrain.engine.runtime.world import simulated
+from hf_bmtrain.features.memory import MemoryPlanner
 from hf_bmtrain.features.offload.slabs import Chunk
 
 
 def state_of(block: Any) -> Any:
     """Return the BlockState of a block: its options, buffers, neighbours and recomputation."""
     return block._bmt
+
+
+@contextmanager
+def device_memory(memory: Any) -> Iterator[None]:
+    """Plan for `memory` under `with`: it stands for the device's, as DeviceMemory does on a GPU."""
+    world = dataclasses.replace(bmt.current_world(), device_memory=memory)
+    with simulated(world):
+        try:
+            yield
+        finally:
+            planner = world.schedule.observer(MemoryPlanner)
+            if planner is not None:
+                world.schedule.observers.remove(planner)
+
+
+def memory_planner() -> MemoryPlanner:
+    """Return what plans for the memory of the device."""
+    planner = bmt.current_world().schedule.observer(MemoryPlanner)
+    assert planner is not None
+    return planner
 
 
 def peer_gather() -> PeerGather:

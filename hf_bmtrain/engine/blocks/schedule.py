@@ -102,17 +102,12 @@ class Schedule:
 
     shards: allocates and gathers shards. blocks, outside: the reductions of gradients of blocks, and of what is outside
     them. inside: the context of a layer's own forward, the first one or a recomputation. observers: what sees the steps
-    of this world. planner: plans the blocks with use_checkpoint="auto". backwards: the number of backwards since the
-    start. memory: counts the bytes of the device; None where they are not known. frozen_plans: choose frozen buffers
-    that stay whole.
+    of this world. backwards: the number of backwards since the start.
     """
 
     def __init__(self, shards: Gather, blocks: Reduction, outside: Reduction, inside: ForwardDepth) -> None:
         self.shards, self.blocks, self.outside, self.inside = shards, blocks, outside, inside
         self.observers = Observers()
-        self.planner: Any = None
-        self.memory: Any = None
-        self.frozen_plans = weakref.WeakSet[Any]()
         self.backwards = 0
         self._pass: ForwardPass | None = None
         self._calibrates = False
@@ -141,11 +136,6 @@ class Schedule:
                 observer.before_forward(model, args, kwargs)
 
     # -- memory -------------------------------------------------------------------------------------------------
-
-    @property
-    def kept_bytes(self) -> int | None:
-        """Bytes of the frozen buffers that stay whole by a plan; None if there is nothing that makes one."""
-        return sum(plan.nbytes for plan in self.frozen_plans) if self.frozen_plans else None
 
     @property
     def mapped_bytes(self) -> int:
@@ -292,8 +282,6 @@ class Schedule:
             raise
         self.wait_for_readers()  # the optimizer may write
         self.backwards += 1
-        for plan in self.frozen_plans:
-            plan.end_backward()
         for observer in self.observers.end_backward:
             observer.end_backward()
 

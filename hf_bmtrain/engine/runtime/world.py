@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from ..base.arguments import expect_number
+from ..base.device_memory import DeviceMemory
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator, Gather
 from ..comm.object_comm import ObjectComm
@@ -64,6 +65,7 @@ class World:
         copying: an event for each checkpoint whose values are being copied; optimizers wait for them before they write
             weights.
         saved_states: what features save in checkpoints, by the key there.
+        device_memory: counts the bytes of the device; None on the CPU, where they are not known.
     """
 
     rank: int
@@ -86,6 +88,7 @@ class World:
     kept: dict[Path, Any] = field(default_factory=dict)
     copying: set[threading.Event] = field(default_factory=set)
     saved_states: dict[str, SavedState] = field(default_factory=dict)
+    device_memory: DeviceMemory | None = None
 
     def assemble(self, occasion: str, seconds: float | None = None) -> None:
         """Wait for every rank, and compare what the ranks have issued since the last time. Collective.

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...engine.base.device_memory import DeviceMemory
 from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.observer import Observer
 from ...engine.blocks.recompute import ALWAYS
@@ -54,8 +53,8 @@ class Shortage(Observer):
             "shards of the gradients": sum(shard.nbytes for shard in gradients),
         }
         taken = self._world.schedule.mapped_bytes
-        if self._world.device.type != "cpu":
-            taken += DeviceMemory(self._world.device).allocated()
+        if self._world.device_memory is not None:
+            taken += self._world.device_memory.allocated()
         rows["optimizer state, activations and temporary tensors"] = max(0, taken - sum(rows.values()))
         rows["all tensors"] = taken
         return [f"  {nbytes / 2**30:8.2f}  {what}" for what, nbytes in rows.items()]

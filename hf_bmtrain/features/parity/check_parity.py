@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...engine.base.device_memory import DeviceMemory
 from ...engine.base.pinned import available_bytes
 from ...engine.runtime.launcher import mixed_precision
 from ...engine.runtime.world import World, current_world
@@ -129,10 +128,10 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
 def _shortage(pieces: Sequence[DistributedParameter], world: World) -> str | None:
     """Return how much memory this rank lacks for whole weights and gradients, or None."""
     needed = 3 * sum(piece.numel() * piece.element_size() for piece in pieces)
-    if world.device.type == "cpu":
+    memory = world.device_memory
+    if memory is None:
         free, where = available_bytes() // world.size, f"of host memory, shared by {world.size} ranks,"
     else:
-        memory = DeviceMemory(world.device)
         free, where = memory.usable() - memory.allocated(), f"of {world.device}"
     if needed <= free:
         return None

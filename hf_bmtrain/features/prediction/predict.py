@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...engine.base.device_memory import DeviceMemory
 from ...engine.blocks.observer import Observer
 from ...engine.optim.adam import AdamOptimizer
 from ...engine.runtime.world import check_zero_level, current_world
@@ -92,13 +91,14 @@ class Comparison(Observer):
             return
         steps, rest = divmod(self._forwards, self._micro_batches)
         self._forwards += 1
-        if rest or not 1 <= steps <= 2:
-            return
         world = current_world()
+        memory = world.device_memory
+        if rest or not 1 <= steps <= 2 or memory is None:
+            return
         if steps == 1:
-            DeviceMemory(world.device).reset_peak()
+            memory.reset_peak()
         else:
-            self.report(DeviceMemory(world.device).peak() + world.schedule.mapped_bytes)
+            self.report(memory.peak() + world.schedule.mapped_bytes)
 
     def out_of_memory(self) -> str | None:
         return f"It was predicted as:\n{self._prediction}" if self._forwards else None

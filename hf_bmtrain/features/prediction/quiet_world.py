@@ -81,8 +81,11 @@ class _MetaPeers:
         pass
 
 
-def quiet_world(size: int, zero_level: int, copies: bool) -> World:
-    """Make rank 0 of a world of `size` ranks. copies: large shards are gathered and reduced by copies (one host)."""
+def quiet_world(size: int, zero_level: int, copies: bool, memory: Any) -> World:
+    """Make rank 0 of a world of `size` ranks, whose devices have a `memory` like `DeviceMemory`.
+
+    copies: large shards are gathered and reduced by copies (one host).
+    """
     communicator, control = _Quiet(size), _Echo(size)
     shards: Gather = CollectiveGather(communicator)
     blocks: Reduction = LocalReduction()
@@ -99,5 +102,5 @@ def quiet_world(size: int, zero_level: int, copies: bool) -> World:
     schedule = Schedule(shards, blocks, outside, inside)
     return World(
         0, size, 0, META, communicator, communicator, shards, control, Monitor(), inside, schedule,
-        LayerFeatures(), zero_level, loss_scale_factor=2.0, loss_scale_steps=1024,
+        LayerFeatures(), zero_level, loss_scale_factor=2.0, loss_scale_steps=1024, device_memory=memory,
     )  # fmt: skip

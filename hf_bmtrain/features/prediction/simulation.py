@@ -48,7 +48,7 @@ class Simulated:
 
 
 class _Memory:
-    """The memory of a device that is not there: see `recompute.memory.DeviceMemory`."""
+    """The memory of a device that is not there: see `DeviceMemory`."""
 
     def __init__(self, live: LiveBytes, usable: int) -> None:
         self._live, self._usable = live, usable
@@ -90,10 +90,9 @@ def simulate(
     quantize_frozen, float8: of `auto_wrap`.
     """
     stage = ["wrap"]
-    world = quiet_world(ranks, zero_level, copies)
     live = LiveBytes(lambda: _label(world, stage[0]))
+    world = quiet_world(ranks, zero_level, copies, _Memory(live, usable))
     with simulated(world), _checked_optimizers(), cuda_choices(), live:
-        world.schedule.memory = _Memory(live, usable)
         frozen: dict[str, Any] = {"keep_frozen": keep_frozen, "quantize_frozen": quantize_frozen}
         auto_wrap(model, zero_level, use_checkpoint, float8=float8, **frozen)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])

@@ -13,10 +13,9 @@ import hf_bmtrain as bmt
 from cases import full, in_full, pairwise, rows_in_full
 from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.engine.comm.collective_log import code
-from hf_bmtrain.features.memory.activations import Planner
 from hf_bmtrain.features.prediction.prediction import predict
 from hf_bmtrain.features.prediction.simulation import on_meta
-from inner import state_of
+from inner import device_memory, memory_planner, state_of
 from log_lines import log_lines
 from ranks import on_ranks
 from tiny_models import batch, build
@@ -283,16 +282,11 @@ class Given:
 
 
 @contextlib.contextmanager
-def memory_of(room, planner=False):
-    """Memory is known, as on a GPU. planner: also to use_checkpoint="auto"."""
-    schedule = bmt.current_world().schedule
-    schedule.memory = memory = Given(room)
-    if planner:
-        schedule.planner = Planner(bmt.current_world(), memory)
-    try:
+def memory_of(room):
+    """Memory is known, as on a GPU. Yields it."""
+    memory = Given(room)
+    with device_memory(memory):
         yield memory
-    finally:
-        schedule.memory = schedule.planner = None
 
 
 def wrapped(memory, make=adapted, **options):
@@ -346,21 +340,21 @@ def test_as_many_as_fit(use_checkpoint):
             assert f"{expected.count('1')} stay whole" in told[0]
 
 
-def auto_twins(planner, wrap):
+def auto_twins(wrap):
     for room in (300, 1 << 40):
         for options in wrap:
-            with memory_of(room, planner):
+            with memory_of(room):
                 check_twins(adapted, loss, 5, thaw_and_freeze, **options)
 
 
 def test_auto_trains_as_plain_torch(world):
-    world(2)(auto_twins, False, [{"zero_level": 2}, {"zero_level": 3}])
+    world(2)(auto_twins, [{"zero_level": 2}, {"zero_level": 3}])
 
 
 @full
 @counts_saved
 def test_auto_beside_recomputation(world):
-    world(2)(auto_twins, True, [{"use_checkpoint": "auto"}])
+    world(2)(auto_twins, [{"use_checkpoint": "auto"}])
 
 
 def least_memory():
@@ -380,8 +374,8 @@ def larger_inputs():
         assert kept(model) == "1111"
         train(model, 1, rows=1)
         assert kept(model) == "1111"
-        seen, schedule = [], bmt.current_world().schedule
-        handle = model.layers[0].register_forward_pre_hook(lambda *_: seen.append(schedule.kept_bytes))
+        seen, planner = [], memory_planner()
+        handle = model.layers[0].register_forward_pre_hook(lambda *_: seen.append(planner.resident_bytes))
         train(model, 1, rows=3 if bmt.rank() == 1 else 2)
         assert seen[0] == 0, "the larger batch had not all memory"
         handle.remove()
@@ -436,7 +430,7 @@ def evaluation():
 def recomputation_first():
     """use_checkpoint="auto" takes the memory first; and its plan does not count what frozen parameters take."""
     outside, block = sizes()
-    with memory_of(0, planner=True) as memory:
+    with memory_of(0) as memory:
         model = wrapped(memory, use_checkpoint="auto")
         train(model, 1)
         activations = [state_of(layer).recompute.nbytes for layer in model.layers]
@@ -447,7 +441,7 @@ def recomputation_first():
         (1 << 40, "111", "1111"),
     ]
     for room, recomputing, expected in cases:
-        with memory_of(room, planner=True) as memory, log_lines(logging.INFO) as lines:
+        with memory_of(room) as memory, log_lines(logging.INFO) as lines:
             model = wrapped(memory, use_checkpoint="auto")
             train(model, 5)
             policies = [state_of(layer).recompute for layer in model.layers]
@@ -487,9 +481,9 @@ def two_models():
             train(one, 1)
             train(two, 1)
         assert (kept(one), kept(two)) == ("1111", "1100")
-        assert bmt.current_world().schedule.kept_bytes == whole + outside + block
+        assert memory_planner().resident_bytes == whole + outside + block
         del one
-        assert bmt.current_world().schedule.kept_bytes == outside + block
+        assert memory_planner().resident_bytes == outside + block
 
 
 def told_on_the_cpu():

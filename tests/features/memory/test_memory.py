@@ -1,4 +1,4 @@
-"""What is counted as saved is what a forward that keeps its activations leaves behind."""
+"""What is counted as saved is what a forward that keeps its activations leaves behind, and which inputs are known."""
 
 import weakref
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from cases import full, in_full, rows_in_full
 from hf_bmtrain.engine.base.device_memory import DeviceMemory
 from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
-from hf_bmtrain.features.memory.meter import SavedBytes
+from hf_bmtrain.features.memory.meter import MeasuredInputs, SavedBytes
 from recomputed_models import Created
 from tiny_models import batch, build
 
@@ -109,3 +109,22 @@ def test_usable_memory_is_what_the_process_may_take(fraction, usable):
     )  # fmt: skip
     with mock.patch.object(torch, "get_device_module", return_value=device):
         assert DeviceMemory(torch.device("cuda", 0)).usable() == pytest.approx(usable * 10**9)
+
+
+def test_inputs_no_larger_than_measured_ones_are_covered():
+    def shapes(*sizes):
+        return tuple(map(torch.Size, sizes))
+
+    inputs = MeasuredInputs()
+    assert not inputs.cover(shapes((2, 3)))
+    inputs.add(shapes((2, 3), (5,)), 1)
+    inputs.add(shapes((4, 1), (5,)))
+    for covered, number in [(((2, 3), (5,)), 1), (((1, 3), (4,)), 0), (((2, 1), (5,)), 1), (((4, 1), (5,)), 0)]:
+        assert inputs.cover(shapes(*covered), number)
+        assert inputs.cover(shapes(*covered), number), "the second time"
+    for unknown, number in [(((2, 3), (6,)), 0), (((2, 3), (5,)), 2), (((4, 1), (5,)), 1), (((4, 3), (5,)), 0)]:
+        assert not inputs.cover(shapes(*unknown), number)
+    assert not inputs.cover(shapes((2, 3))), "another number of tensors"
+    assert not inputs.cover(shapes((2, 3, 1), (5,))), "another number of dimensions"
+    inputs.add(shapes((4, 3), (6,)), 2)
+    assert inputs.cover(shapes((4, 1), (5,)), 1)

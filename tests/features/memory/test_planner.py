@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 import hf_bmtrain as bmt
 from cases import by_default, full, pairwise
 from hf_bmtrain.engine.blocks.recompute import ALWAYS, NEVER
-from hf_bmtrain.features.memory import policy
-from hf_bmtrain.features.memory.activations import Planner
-from inner import state_of
+from hf_bmtrain.features import memory as memory_feature
+from hf_bmtrain.features.memory import MemoryPlanner
+from inner import device_memory, memory_planner, state_of
 from log_lines import log_lines
 from ranks import on_ranks
 from recomputed_models import Cache, Created, Decoder, Ranged, Recomputing
@@ -53,13 +53,9 @@ class Given:
 @contextlib.contextmanager
 def memory_of(room):
     """The planner of this world finds so much memory. Yields it."""
-    world = bmt.current_world()
     memory = Given(room)
-    world.schedule.planner = Planner(world, memory)
-    try:
+    with device_memory(memory):
         yield memory
-    finally:
-        world.schedule.planner = None
 
 
 class Noisy(Layer):
@@ -205,21 +201,17 @@ def less_is_usable():
 
 
 class Untouchable:
-    """A planner that raises at any use."""
+    """A memory that raises at any use."""
 
     def __getattribute__(self, name):
-        raise AssertionError(f"planner.{name} is used")
+        raise AssertionError(f"memory.{name} is used")
 
 
 def fixed():
-    """Blocks with use_checkpoint=True or False have nothing to do with a planner."""
-    step = bmt.current_world().schedule
-    step.planner = Untouchable()
-    try:
+    """With use_checkpoint=True or False, and nothing frozen, memory is not looked at."""
+    with device_memory(Untouchable()):
         for use_checkpoint in (True, False):
             check_twins(tower_of(Noisy), plain_loss, use_checkpoint=use_checkpoint)
-    finally:
-        step.planner = None
 
 
 class Witness(Given):
@@ -236,16 +228,14 @@ class Witness(Given):
 
 def gradients_of_the_last_step():
     """They are freed before the memory is read, unless they are added to."""
-    world = bmt.current_world()
     memory = Witness()
-    world.schedule.planner = Planner(world, memory)
-    model = bmt.auto_wrap(Tower(), use_checkpoint="auto")
-    memory.buffers = [buffer for policy in policies(model) for buffer in policy.block.buffers]
-    for step in range(4):
-        model(ids(step, 0)).backward()
-        if step % 2 == 0:
-            model.zero_grad()
-    world.schedule.planner = None
+    with device_memory(memory):
+        model = bmt.auto_wrap(Tower(), use_checkpoint="auto")
+        memory.buffers = [buffer for policy in policies(model) for buffer in policy.block.buffers]
+        for step in range(4):
+            model(ids(step, 0)).backward()
+            if step % 2 == 0:
+                model.zero_grad()
     assert memory.seen == [False, False, True, False]
 
 
@@ -266,12 +256,12 @@ def dropped_forward():
     """What only a forward without backward has shown is not known."""
     with memory_of(ENOUGH) as memory:
         model = check_twins(Tower, plain_loss, use_checkpoint="auto")
-        step = bmt.current_world().schedule
+        activations = memory_planner().activations
         model(rows(7))
-        step.planner.measuring = False
+        activations.measuring = False
         assert memory.resets == 8 + 1
         model(rows(7))
-        assert step.planner.measuring, "the dropped forward counts as measured"
+        assert activations.measuring, "the dropped forward counts as measured"
         assert memory.resets == 8 + 2
 
 
@@ -301,17 +291,18 @@ def two_models():
         one(rows(5)).backward()
         one(rows(5)).backward()
         assert kept(one) == "111"
-        planner = bmt.current_world().schedule.planner
+        plan = memory_planner().activations
         three = bmt.auto_wrap(Tower(), use_checkpoint="auto")
-        assert policies(three)[2].planner is planner
+        assert policies(three)[2].activations is plan
         del one, three
         four = bmt.auto_wrap(Tower(), use_checkpoint="auto")
-        assert policies(four)[0].planner is policies(four)[2].planner is not planner, "the last models' maxima hold"
+        shared = {policy.activations for policy in policies(four)}
+        assert len(shared) == 1 and plan not in shared, "the last models' maxima hold"
 
 
 def a_torch_whose_hooks_cannot_be_read():
     """As 2.6: refused with the way out."""
-    with memory_of(ENOUGH), mock.patch.object(policy, "top_saved_tensors_hooks", None):
+    with memory_of(ENOUGH), mock.patch.object(memory_feature, "top_saved_tensors_hooks", None):
         model = Tower()
         with pytest.raises(RuntimeError, match="pass True or False, or install a newer torch"):
             bmt.auto_wrap(model, use_checkpoint="auto")
@@ -333,7 +324,7 @@ def asked_for_later():
 
 
 def on_the_cpu():
-    assert bmt.current_world().schedule.planner is None
+    assert bmt.current_world().schedule.observer(MemoryPlanner) is None
     model = check_twins(Tower, plain_loss, use_checkpoint="auto")
     assert [state_of(layer).recompute for layer in model.layers] == [NEVER] * 3
     with pytest.raises(ValueError, match="must be True, False or 'auto', not 'some'"):
@@ -424,11 +415,9 @@ PEAKS = {
 
 def peaks_under(limit, use_checkpoint, make, micro_batches):
     """The memory that each step's forwards and backwards have taken at most, and how many blocks keep."""
-    world = bmt.current_world()
     allocator, peaks, batch = Allocator(), [], torch.randint(11, (64, 16))
     allocator.limit = limit
-    world.schedule.planner = Planner(world, allocator)
-    try:
+    with device_memory(allocator):
         model = bmt.auto_wrap(make(), use_checkpoint=use_checkpoint)
         optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3)
         with allocator:
@@ -439,8 +428,6 @@ def peaks_under(limit, use_checkpoint, make, micro_batches):
                 peaks.append(allocator.most)
                 optimizer.step()
                 optimizer.zero_grad()
-    finally:
-        world.schedule.planner = None
     return peaks, kept(model).count("1")
 
 

@@ -19,7 +19,7 @@ from ...engine.blocks.block import uncompiled
 from ...engine.blocks.observer import Observer, ObserverHandle
 from ...engine.runtime.world import World
 from ...engine.wrap.find import adapter_parameters
-from ..replay.snapshot import ForwardState
+from ..replay.snapshot import Snapshot
 from .gather import gather_float8
 from .linear import Float8Linear, Float8State
 
@@ -147,7 +147,7 @@ class CalibrationAhead(Calibration):
 
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        before = ForwardState(model, self._world.device, (*args, *kwargs.values()))
+        before = Snapshot.of(model, self._world.device, (*args, *kwargs.values()))
         # The forward may modify tensors in place, also those inside of lists and dictionaries.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
         for state in self.states.values():

@@ -10,7 +10,7 @@ from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.recompute import ALWAYS, NEVER
 from ...engine.runtime.world import World
 from ...engine.sharding.parameter import DistributedParameter
-from ..replay.snapshot import ForwardState
+from ..replay.snapshot import Snapshot
 
 
 class TrainingState:
@@ -22,7 +22,7 @@ class TrainingState:
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
         self._world = world
-        self._forward = ForwardState(model, world.device)
+        self._forward = Snapshot.of(model, world.device)
         pieces = [p for p in model.parameters() if isinstance(p, DistributedParameter)]
         self._weights = [(piece, piece.part.clone()) for piece in pieces]
         self._others = [(p, p.grad) for p in model.parameters() if not isinstance(p, DistributedParameter)]

@@ -5,29 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...engine.base.torch_internals import optimize_scripts
-from .contents import Attributes, Contents
 from .generators import Generators, generators_of
-
-
-@dataclass
-class Snapshot:
-    """The state at the beginning of one forward.
-
-    buffers: values of the buffers that the forward changed, by number. attributes: those of the layer's modules.
-    arguments: the contents of the mutable containers (lists, dicts, caches) among its arguments. generators: the states
-    of the random generators from which the forward draws, None if it draws from none.
-    """
-
-    buffers: dict[int, torch.Tensor]
-    attributes: Attributes
-    arguments: Contents
-    generators: Generators | None
+from .snapshot import Attributes, Buffers, Contents, Snapshot
 
 
 class Replay:
@@ -65,8 +49,8 @@ class Replay:
         versions = {n: _version(buffer) for n, buffer in before.items()}
         copies = {n: buffer.clone() for n, buffer in before.items() if known is None or n in known}
         drawn = generators_of(self._layer) if known is None else self._drawn[training]
-        generators = Generators(drawn) if drawn else None
-        snapshot = Snapshot(copies, self._present_attributes(), Contents((*args, *kwargs.values())), generators)
+        generators, arguments = Generators(drawn), Contents((*args, *kwargs.values()))
+        snapshot = Snapshot(self._by_module(copies), self._present_attributes(), arguments, generators)
         yield snapshot
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
@@ -80,39 +64,27 @@ class Replay:
             )
         if known is None:
             self._changing[training] = changed
-            self._drawn[training] = [] if generators is None else generators.moved()
-            snapshot.buffers = {n: copies[n] for n in changed}
+            self._drawn[training] = generators.moved()
+            snapshot.buffers = self._by_module({n: copies[n] for n in changed})
 
     @contextmanager
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
-        """Under `with`, buffers, attributes and containers are as in the snapshot; at the end they are as before.
+        """Under `with`, all is as in the snapshot; at the end it is as before.
 
         The exception by which torch ends a recomputation inside a TorchScript function ends the context.
         """
         keep_scripts()
-        present, attributes = self._present(), self._present_attributes()
-        undo = None if snapshot.attributes is attributes else snapshot.attributes.restore()
-        arguments = snapshot.arguments.restore()
-        generators = None if snapshot.generators is None else snapshot.generators.restore()
-        for n, value in snapshot.buffers.items():
-            buffers, name = self._places[n]
-            buffers[name] = value.clone()
+        undo = snapshot.show()
         try:
             yield
         except RuntimeError as error:
             if not ends_recomputation(error):
                 raise
         finally:
-            for n in snapshot.buffers:
-                buffers, name = self._places[n]
-                buffers[name] = present[n]
-            arguments.restore()
-            if generators is not None:
-                generators.restore()
-            if undo is not None:
-                undo()
-            elif not attributes.is_present():
-                attributes.restore()
+            undo()
+
+    def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
+        return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
         return [buffers.get(name) for buffers, name in self._places]

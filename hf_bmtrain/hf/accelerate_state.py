@@ -20,8 +20,8 @@ from ..checkpoint.load_state import load_state
 from ..checkpoint.save_state import let_others_save, save_state
 from ..engine.base.arguments import expect_kind
 from ..engine.base.files import delete_abandoned, staged_folder
-from ..engine.runtime.launcher import check_accelerator
 from ..engine.runtime.world import World, current_world
+from ..engine.wrap.accelerator import check_accelerator
 
 
 def shard_checkpoints(accelerator: Accelerator) -> Accelerator:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ..engine.runtime.launcher import check_accelerator
 from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
+from ..engine.wrap.accelerator import check_accelerator
 
 _log = logging.getLogger("hf_bmtrain")
 _OLDEST_ACCELERATE = (1, 14)

@@ -7,8 +7,10 @@ all communicators in the same order, from one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 from .collective_log import CollectiveLog, code
-from .object_comm import PATIENCE, comes, end_group, keep_group, wait_for
 from .streams import DONE, Ticket
 
 # torch 2.13 renames the collective and warns about its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
+_CHECK_SECONDS = 1.0  # how often a wait looks whether the ranks have been found to differ
+_DIAGNOSIS_SECONDS = 5.0  # an operation fails at once if another process has ended, before that is found out
+PATIENCE = 5.0
+"""Seconds beyond the timeout, so that the watch ends the wait, which knows more."""
 _LATER = timedelta(seconds=60)  # for which gloo waits longer, so that the reason comes from here
 
 Ranges = Sequence[tuple[int, int]]
@@ -244,3 +249,57 @@ class GlooCommunicator:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as uint8, which all collectives accept, with its own version counter."""
     return tensor.detach().data.view(-1).view(torch.uint8)
+
+
+# -- waiting for gloo, and ending its groups --------------------------------------------------------------------------
+
+
+def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
+    """Wait until an operation of gloo is complete, at most `seconds`.
+
+    Raises RuntimeError if it fails, and the journal's problem as soon as there is one.
+    """
+    end = time.monotonic() + seconds
+    while not work.is_completed():
+        left = end - time.monotonic()
+        if left <= 0:
+            raise RuntimeError(f"Not all ranks came within {seconds:.0f} s.")
+        if comes(work, min(left, _CHECK_SECONDS)):
+            return
+        collective_log.check()
+    with explained_by(collective_log):
+        work.wait()  # raises its error
+
+
+@contextlib.contextmanager
+def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
+    """Replace an error of gloo or NCCL by the journal's problem, if the watch finds one within seconds."""
+    try:
+        yield
+    except RuntimeError:
+        collective_log.check(_DIAGNOSIS_SECONDS)
+        raise
+
+
+def comes(work: Any, seconds: float) -> bool:
+    """Return whether an operation succeeds within `seconds`."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 0.001)))
+    except RuntimeError:
+        return False
+    return True
+
+
+def keep_group(group: Any) -> None:
+    """Never destroy a process group whose threads wait for another rank: its destructor would wait for them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def end_group(group: Any) -> None:
+    """Destroy a process group. Its threads end when the caller drops its own reference as well.
+
+    They must end before the interpreter: a gloo thread that frees the tensors of its last operation while the
+    interpreter shuts down aborts the process ("terminate called without an active exception").
+    """
+    with contextlib.suppress(ValueError):  # already destroyed with the default group
+        dist.destroy_process_group(group)

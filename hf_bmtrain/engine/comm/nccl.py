@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from .collective_log import CollectiveLog, code
-from .communicator import Communicator
-from .object_comm import explained_by
+from .communicator import Communicator, explained_by
 from .streams import Ticket
 
 _NCCL_TYPES = {

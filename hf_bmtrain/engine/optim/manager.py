@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..base.arguments import expect_flag, expect_kind, expect_number, expect_tensor
-from ..base.host_flag import HostFlag
 from ..base.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
 from ..comm.agreement import contents
 from ..comm.collective_log import value_code
@@ -18,7 +17,7 @@ from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from .adam import AdamOptimizer
 from .runs import Run, gradient_versions, is_unchanged, neighbours, with_gradients
-from .skipped_steps import SkippedSteps
+from .skipped_steps import HostFlag, SkippedSteps
 from .state import load_state, save_state
 
 

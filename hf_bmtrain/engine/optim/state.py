@@ -13,11 +13,11 @@ import torch
 
 from ..base.arguments import expect_kind
 from ..comm.agreement import contents, fingerprint
-from ..runtime.launcher import accelerator_is_running
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
 from ..tensors.tensor import ShardTensor
+from ..wrap.accelerator import accelerator_is_running
 from .runs import stored_numel
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)

@@ -1,14 +1,9 @@
-"""The rank, device and precision of this process, read from the launcher and a running Accelerator.
-
-Accelerate is not imported: its state is looked up where the program has imported it.
-"""
+"""The rank and the device of this process, read from the launcher's variables or torch's process group."""
 
 from __future__ import annotations
 
 import os
 import random
-import sys
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,43 +64,3 @@ def seed_everything(seed: int, rank: int, device: torch.device) -> None:
     torch.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed + rank)
-
-
-# -- a running Accelerator ------------------------------------------------------------------------------------------
-
-_OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-
-
-def accelerator_is_running() -> bool:
-    """Return whether an Accelerator exists in this process. Trainer creates one as well."""
-    return _state() is not None
-
-
-def mixed_precision() -> str:
-    """Return the Accelerator's mixed precision: 'no', 'fp16' or 'bf16'; 'no' without an Accelerator."""
-    state = _state()
-    return "no" if state is None else str(state.mixed_precision)
-
-
-def check_accelerator(size: int) -> None:
-    """Raise RuntimeError if the Accelerator shards models itself, or does not see the `size` ranks of the world."""
-    state = _state()
-    if state is None:
-        return
-    kind = getattr(state.distributed_type, "value", str(state.distributed_type))
-    if kind in _OWN_SHARDING:
-        raise RuntimeError(
-            f"Accelerate was started with {kind} beside hf_bmtrain: two libraries would shard one model. Leave out "
-            "the FSDP, DeepSpeed or Megatron options (arguments, plugin, config file, ACCELERATE_USE_* variables)."
-        )
-    if state.num_processes != size:
-        raise RuntimeError(
-            f"Accelerate sees {state.num_processes} process(es), hf_bmtrain {size}: every rank would train on the "
-            "same rows. Start the script with torchrun or accelerate launch; on CPU also set "
-            "ACCELERATE_USE_CPU=true (or TrainingArguments(use_cpu=True), Accelerator(cpu=True))."
-        )
-
-
-def _state() -> Any:
-    module = sys.modules.get("accelerate.state")
-    return None if module is None or not module.AcceleratorState._shared_state else module.AcceleratorState()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import weakref
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -16,9 +20,9 @@ from ..base.torch_internals import (
 )
 from ..blocks.block import CheckpointBlock
 from ..blocks.sharded_module import RefuseDataParallel, moved
-from ..runtime.launcher import check_accelerator
 from ..runtime.world import World, current_world
 from ..sharding.parameter import DistributedParameter
+from .accelerator import check_accelerator
 
 
 def install_hook(model: torch.nn.Module) -> None:
@@ -123,3 +127,25 @@ def _check_places(block: CheckpointBlock) -> None:
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
+    """Turn `use_cache` off in training forwards.
+
+    A recomputed forward would append to the key-value cache twice, and a compiled layer would have its own graph.
+    """
+    states = weakref.WeakSet(block._bmt for block in blocks)
+
+    def without_cache(position, module, args, kwargs):
+        if torch.is_grad_enabled() and any(state.keeps_no_cache for state in states):
+            if position < len(args):
+                return (*args[:position], False, *args[position + 1 :]), kwargs
+            kwargs = {**kwargs, "use_cache": False}
+        return args, kwargs
+
+    for module in modules:
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            names = list(inspect.signature(module.forward).parameters)
+            if "use_cache" in names:
+                hook = functools.partial(without_cache, names.index("use_cache"))
+                module.register_forward_pre_hook(hook, with_kwargs=True)

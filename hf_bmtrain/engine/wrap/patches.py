@@ -1,4 +1,4 @@
-"""All patches on instances of models: their own recomputation, caching and casting give way to the blocks'."""
+"""Methods of wrapped models that are replaced: gradient checkpointing, layer-drop, generation and resizing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..base.torch_internals import pytree
 from ..blocks.block import weak_method
 from ..blocks.block_state import BlockState
 from ..blocks.recompute import ALWAYS, NEVER
-from ..runtime.launcher import mixed_precision
 
 _log = logging.getLogger("hf_bmtrain")
-_log_once = functools.cache(_log.log)
-_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
@@ -54,28 +50,6 @@ def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwarg
         state.recompute = ALWAYS if on else NEVER
 
 
-def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
-    """Turn `use_cache` off in training forwards.
-
-    A recomputed forward would append to the key-value cache twice, and a compiled layer would have its own graph.
-    """
-    states = weakref.WeakSet(block._bmt for block in blocks)
-
-    def without_cache(position, module, args, kwargs):
-        if torch.is_grad_enabled() and any(state.keeps_no_cache for state in states):
-            if position < len(args):
-                return (*args[:position], False, *args[position + 1 :]), kwargs
-            kwargs = {**kwargs, "use_cache": False}
-        return args, kwargs
-
-    for module in modules:
-        if hasattr(getattr(module, "config", None), "use_cache"):
-            names = list(inspect.signature(module.forward).parameters)
-            if "use_cache" in names:
-                hook = functools.partial(without_cache, names.index("use_cache"))
-                module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
     """Make all ranks call the same blocks, because a collective runs in every block.
 
@@ -107,45 +81,6 @@ def _drops_layers(module: torch.nn.Module) -> bool:
     rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []
     config = getattr(module, "config", None)
     return bool(getattr(module, "layerdrop", 0)) or any(getattr(config, name, 0) for name in rates)
-
-
-def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
-    """Run `model`'s forward in the mixed precision of the process's Accelerator (Trainer makes one), if there is one.
-
-    Accelerate does this for the models it prepares, but regards a sharded one as prepared. As in Accelerate,
-    half-precision outputs are converted to float32, and fp16 on the CPU, where it has no loss scale, becomes float32,
-    with a warning.
-    """
-    forward = weak_method(model.forward)
-    weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-
-    @functools.wraps(forward)
-    def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
-        precision = mixed_precision()
-        if precision == "fp16" and device.type == "cpu":
-            _log_once(
-                logging.WARNING,
-                "mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.",
-            )
-            precision = "no"
-        if precision == "no":
-            return forward(*args, **kwargs)
-        if precision not in _HALF:
-            raise RuntimeError(
-                f"mixed_precision='{precision}' is not supported by a sharded model: use 'bf16', 'fp16' or 'no'."
-            )
-        if weights == {_HALF[precision]}:
-            _log_once(
-                logging.INFO,
-                "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in "
-                "float32, which takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 "
-                "does; our optimizers keep float32 masters either way.", precision, precision,
-            )  # fmt: skip
-        with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
-            outputs = forward(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF.values() else t, outputs)
-
-    model.forward = forward_in_mixed_precision
 
 
 def refuse_resizing(model: torch.nn.Module) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...engine.base.pinned import available_bytes
-from ...engine.runtime.launcher import mixed_precision
 from ...engine.runtime.world import World, current_world
 from ...engine.sharding.parameter import DistributedParameter
+from ...engine.wrap.accelerator import mixed_precision
 from .outputs import Outputs, recorded, watched_modules
 from .parity import Difference, Parity, largest_difference, largest_of, merge
 from .plain import Wholes, gather_full_params, shown_plain

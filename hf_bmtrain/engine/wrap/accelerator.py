@@ -1,0 +1,95 @@
+"""What a wrapped model follows of the process's Accelerator: its mixed precision, and the number of its ranks.
+
+Accelerate is not imported: its state is looked up where the program has imported it. Trainer makes an Accelerator too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any
+
+import torch
+
+from ..base.torch_internals import pytree
+from ..blocks.block import weak_method
+
+_log = logging.getLogger("hf_bmtrain")
+_log_once = functools.cache(_log.log)
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+
+
+def accelerator_is_running() -> bool:
+    """Return whether an Accelerator exists in this process. Trainer creates one as well."""
+    return _state() is not None
+
+
+def mixed_precision() -> str:
+    """Return the Accelerator's mixed precision: 'no', 'fp16' or 'bf16'; 'no' without an Accelerator."""
+    state = _state()
+    return "no" if state is None else str(state.mixed_precision)
+
+
+def check_accelerator(size: int) -> None:
+    """Raise RuntimeError if the Accelerator shards models itself, or does not see the `size` ranks of the world."""
+    state = _state()
+    if state is None:
+        return
+    kind = getattr(state.distributed_type, "value", str(state.distributed_type))
+    if kind in _OWN_SHARDING:
+        raise RuntimeError(
+            f"Accelerate was started with {kind} beside hf_bmtrain: two libraries would shard one model. Leave out "
+            "the FSDP, DeepSpeed or Megatron options (arguments, plugin, config file, ACCELERATE_USE_* variables)."
+        )
+    if state.num_processes != size:
+        raise RuntimeError(
+            f"Accelerate sees {state.num_processes} process(es), hf_bmtrain {size}: every rank would train on the "
+            "same rows. Start the script with torchrun or accelerate launch; on CPU also set "
+            "ACCELERATE_USE_CPU=true (or TrainingArguments(use_cpu=True), Accelerator(cpu=True))."
+        )
+
+
+def _state() -> Any:
+    module = sys.modules.get("accelerate.state")
+    return None if module is None or not module.AcceleratorState._shared_state else module.AcceleratorState()
+
+
+def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
+    """Run `model`'s forward in the mixed precision of the process's Accelerator (Trainer makes one), if there is one.
+
+    Accelerate does this for the models it prepares, but regards a sharded one as prepared. As in Accelerate,
+    half-precision outputs are converted to float32, and fp16 on the CPU, where it has no loss scale, becomes float32,
+    with a warning.
+    """
+    forward = weak_method(model.forward)
+    weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+
+    @functools.wraps(forward)
+    def forward_in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
+        precision = mixed_precision()
+        if precision == "fp16" and device.type == "cpu":
+            _log_once(
+                logging.WARNING,
+                "mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.",
+            )
+            precision = "no"
+        if precision == "no":
+            return forward(*args, **kwargs)
+        if precision not in _HALF:
+            raise RuntimeError(
+                f"mixed_precision='{precision}' is not supported by a sharded model: use 'bf16', 'fp16' or 'no'."
+            )
+        if weights == {_HALF[precision]}:
+            _log_once(
+                logging.INFO,
+                "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in "
+                "float32, which takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 "
+                "does; our optimizers keep float32 masters either way.", precision, precision,
+            )  # fmt: skip
+        with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
+            outputs = forward(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in _HALF.values() else t, outputs)
+
+    model.forward = forward_in_mixed_precision

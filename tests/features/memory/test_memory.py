@@ -77,7 +77,8 @@ def test_counted_inside_a_checkpoint():
     alive = created.alive()
     for tensor in (x, *layer.parameters()):
         alive.pop(StorageWeakRef(tensor.untyped_storage()), None)
-    assert set(alive) == {StorageWeakRef(output.untyped_storage())}
+    # torch's checkpoint keeps tensors without elements before 2.12
+    assert {each for each, size in alive.items() if size} == {StorageWeakRef(output.untyped_storage())}
     assert inside.nbytes == plain.nbytes == 2 * 5 * 8 * 4
     output.square().mean().backward()
     assert torch.equal(x.grad, expected)

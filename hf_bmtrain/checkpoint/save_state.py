@@ -107,6 +107,8 @@ def save_state(
     world, root = current_world(), Path(folder).resolve()
     world.assemble("save_state")
     keeper = world.kept.setdefault(root, _Keeper())
+    unfinished = keeper.saving and keeper.saving.folder.name
+    world.agree("save_state", {"checkpoint still being saved to the folder": unfinished}, {"folder": os.fspath(folder)})
     keeper.finish(world)
     bases, others = _entries(world, model, optimizer, trained_only)
     state = small_state.collect(world, model, optimizer, others, scheduler, extra)
@@ -148,7 +150,8 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     """Begin on rank 0, and broadcast step, number and folder.
 
-    Raises RuntimeError on all ranks if that fails, or if the ranks have different files.
+    Raises RuntimeError on all ranks if that fails, if a rank does not see the folder, or if the ranks have different
+    files.
     """
     problem = None
     if world.rank == 0:
@@ -157,10 +160,15 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
         except Exception as error:
             problem = _describe(error)
     digest = zlib.crc32(b"".join(file.head for file in job.files))
-    first, begun = world.control.broadcast_object((digest, (job.step, job.number, job.staged)))
+    first, begun, root = world.control.broadcast_object((digest, (job.step, job.number, job.staged), str(job.root)))
     job.step, job.number, job.staged = begun
     if first != digest:
         problem = problem or "it holds other tensors than rank 0: the ranks' models or optimizers differ"
+    elif job.staged and not os.path.isdir(job.staging):
+        problem = problem or (
+            f"{job.root} lacks the folder {job.staged}, which rank 0 has made in {root}: all ranks must pass the same "
+            "folder, in a file system that all of them see"
+        )
     _raise(job, _agreement(world)("begin", problem))
 
 

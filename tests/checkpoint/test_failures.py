@@ -84,6 +84,31 @@ def test_faults_of_the_disk(world, tmp_path, non_blocking):
     assert world(2)(fails, str(tmp_path), FAULTS, non_blocking) == [True, True]
 
 
+def other_folders(folder, non_blocking):
+    """Each rank names a folder of its own, as where the name has the time in it."""
+    training = saved_before(folder)
+    own = f"{folder}/{bmt.rank()}"
+    with pytest.raises(RuntimeError, match=rf"rank 1: {folder}/1 lacks .*, which rank 0 has made in {folder}/0: all"):
+        training.save(own, keep=1, non_blocking=non_blocking)
+    bmt.synchronize()
+    assert not Path(folder, "1").exists() and names(f"{folder}/0") == [".lock"]
+    bmt.synchronize()
+    saving = training.save(folder, non_blocking=non_blocking)
+    if non_blocking:  # the ranks would otherwise wait for it at different places
+        with pytest.raises(RuntimeError, match=r"save_state: the ranks differ.*checkpoint-7.*folder: .*/1"):
+            training.save(folder if bmt.rank() == 0 else own)
+    saving.wait()
+    return [names(folder), training.load(folder).step]
+
+
+@full
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_another_folder_on_each_rank(world, tmp_path, non_blocking):
+    """Every rank is told of it, and what was saved before or is being saved remains."""
+    saved = [[".lock", "0", "checkpoint-1", "checkpoint-7"], 7]
+    assert world(2)(other_folders, str(tmp_path), non_blocking) == [saved, saved]
+
+
 def too_little_space(folder):
     training = saved_before(folder)
     with mock.patch.object(shutil, "disk_usage", return_value=mock.Mock(free=10_000)):

@@ -43,6 +43,11 @@ def scratch() -> str:
     return tempfile.mkdtemp(prefix="bad_inputs-")
 
 
+def shared() -> str:
+    """An empty folder, the same on every rank. Collective."""
+    return bmt.current_world().control.broadcast_object(scratch())
+
+
 def written(name: str, content: str) -> str:
     path = Path(scratch(), name)
     path.write_text(content)
@@ -74,7 +79,7 @@ def trained(loss_scale: float | None = None) -> tuple[Any, Any, Any]:
 def saved() -> dict[str, Any]:
     """The arguments of `load_state` for a checkpoint."""
     model, _, made = trained()
-    folder = scratch()
+    folder = shared()
     bmt.save_state(folder, model, made, step=1)
     return {"folder": folder, "model": model, "optimizer": made}
 

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from bad_calls import by_hand, manager, saved, scratch, sgd, tiny, trained, wrapped
+from bad_calls import by_hand, manager, saved, scratch, sgd, shared, tiny, trained, wrapped
 from twins import Tower, ids
 
 ERRORS = (ValueError, TypeError, RuntimeError)
@@ -155,7 +155,7 @@ def products() -> dict[str, Any]:
 
 
 def saved_file() -> dict[str, Any]:
-    model, path = wrapped(), f"{scratch()}/model.pt"
+    model, path = wrapped(), f"{shared()}/model.pt"
     bmt.save(model, path)
     return {"model": model, "file_name": path}
 

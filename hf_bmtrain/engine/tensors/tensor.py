@@ -23,6 +23,7 @@ from ..base.torch_internals import WithoutTorchFunction, foreach_norm, is_tracin
 from ..comm.resizable import shares_storage
 from ..runtime.world import current_world
 from .backward import backward_to, refuse_grad
+from .collectives import override_collectives
 from .functions import (
     CONVERSIONS,
     ELEMENT_WISE,
@@ -597,3 +598,7 @@ def _refuse_whole_target(name: str, target: torch.Tensor, like: Any) -> None:
         f"{tuple(like.full_shape)} to an ordinary tensor of shape {tuple(target.shape)}. Use parameter.gather() for "
         "the whole values, or keep such tensors as slices: parameter.detach().clone()."
     )
+
+
+if torch.__version__ < "2.12":  # before, some or all functions of torch.distributed did not ask a tensor's class
+    override_collectives((ShardBase, WholeCopy))

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import hf_bmtrain as bmt
 from cases import in_full
@@ -62,7 +64,6 @@ def test_slice(world, size, case):
     world(size)(case)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="its functions do not ask a tensor's class before")
 @on_ranks(2)
 def test_collectives():
     """By hand, as in scripts without DistributedDataParallel; the gradients are averaged already."""
@@ -75,3 +76,45 @@ def test_collectives():
     torch.testing.assert_close(model.layers[0].linear.weight.gather_gradient(), gradient)
     with pytest.raises(RuntimeError, match="no async_op=True"):
         torch.distributed.all_reduce(model.head.weight.grad, async_op=True)
+
+
+def broadcast(slice, whole, copies, first):
+    dist.broadcast(slice, 1)
+
+
+def reduce(slice, whole, copies, first):
+    dist.reduce(slice, 0, dist.ReduceOp.MAX)
+
+
+def all_gather(slice, whole, copies, first):
+    dist.all_gather(copies, slice)
+    assert all(torch.equal(copy, whole) for copy in copies)
+
+
+def gather(slice, whole, copies, first):
+    dist.gather(slice, copies if first else None)
+    assert not first or all(torch.equal(copy, whole) for copy in copies)
+
+
+def scatter(slice, whole, copies, first):
+    dist.scatter(slice, [whole, whole] if first else None)
+
+
+def all_to_all_single(slice, whole, copies, first):
+    result = whole.new_empty(whole.shape)
+    dist.all_to_all_single(result, slice)
+    half = whole[: len(whole) // 2] if first else whole[len(whole) // 2 :]
+    assert torch.equal(result, torch.cat([half, half]))
+
+
+@pytest.mark.parametrize("function", [broadcast, *in_full(reduce, all_gather, gather, scatter, all_to_all_single)])
+@on_ranks(2)
+def test_collectives_are_of_wholes(function):
+    """Each rank has the values of the whole, and not another rank's part; what they write to a slice is its part."""
+    model = bmt.auto_wrap(nn.ModuleList([nn.Linear(32, 16, bias=False)]))  # the parts are of one length
+    weight = model[0].weight
+    whole = weight.gather().detach().clone()
+    function(weight.data, whole, [torch.zeros_like(whole) for _ in range(2)], bmt.rank() == 0)
+    assert torch.equal(weight.gather(), whole)
+    with pytest.raises(RuntimeError, match="no subgroup"):
+        dist.broadcast(weight.data, 0, async_op=True)

@@ -417,6 +417,44 @@ def hypernetwork(side: Side) -> None:
 Pair = collections.namedtuple("Pair", "hidden extra")
 
 
+class Convolution(nn.Module):
+    """A graph convolution. Returns its output and a part of its weight, both sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = torch.sparse.mm(adjacency, x @ self.weight).relu()
+        diagonal = torch.arange(WIDTH).expand(2, WIDTH)
+        return product.to_sparse(), torch.sparse_coo_tensor(diagonal, self.weight[0], (WIDTH, WIDTH))
+
+
+class Graph(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = Convolution()
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.convolution(super().forward(x), adjacency)
+
+
+def sparse_tensors(side: Side) -> None:
+    """Sparse tensors that autograd saves, in two layouts, and that the model returns; one is a view of a weight."""
+    model = side.wrap(Graph())
+    adjacency = torch.eye(4).flip(0) + torch.eye(4)
+
+    def loss(rank):
+        outputs = [*model(vectors(0, rank), adjacency.to_sparse()), *model(vectors(1, rank), adjacency.to_sparse_csr())]
+        return sum(output.to_dense().square().mean() for output in outputs)
+
+    side.loss(loss).backward()
+    side.gradients(model)
+    with torch.no_grad():
+        for output in model(vectors(2, side.rank), adjacency.to_sparse()):
+            side.see("output", output.to_dense())
+
+
 def named_tuples_between_layers(side: Side) -> None:
     """Layers take and return a namedtuple."""
 

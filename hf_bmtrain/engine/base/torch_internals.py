@@ -7,6 +7,7 @@ These private attributes, which cannot have an alias, are used as well:
 
 * `Tensor._version`, the counter that autograd compares (inference tensors have none);
 * `Tensor._backward_hooks` and `._post_accumulate_grad_hooks`, since hooks of a parameter cannot be listed otherwise;
+* `Tensor._values`, the values of a sparse tensor, whose public `values` refuses one that is not coalesced;
 * `UntypedStorage._cdata`, the address of the storage object, since that of its memory is null while it is released;
 * `Module._parameters`, `._buffers` and `._modules`, the dictionaries behind `register_parameter` and similar methods,
   whose checks would cost time in every forward; `._forward_hooks` and similar, since hooks cannot be listed otherwise;

@@ -52,4 +52,13 @@ class ResizableStorage:
 
 
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    """Return whether the elements of `tensor`, which may be sparse, are in the storage of `other`, which is not."""
+    try:
+        return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    except NotImplementedError:  # a sparse tensor has no storage, nor has one inside vmap
+        if tensor.is_sparse:
+            return shares_storage(tensor._values(), other)
+        return tensor.layout in _COMPRESSED and shares_storage(tensor.values(), other)
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -235,9 +235,18 @@ def functional_gradient(side: Side) -> None:
 
 
 def vmapped(side: Side) -> None:
-    """torch.func.vmap of the model over rows."""
+    """torch.func.vmap of the model over rows, without gradients."""
     model = side.wrap(MLP())
-    side.see("output", torch.func.vmap(lambda x: model(x[None])[0])(vectors(0, side.rank)))
+    with torch.no_grad():
+        side.see("output", torch.func.vmap(lambda x: model(x[None])[0])(vectors(0, side.rank)))
+
+
+@expect(refused="transform of torch.func")
+def vmapped_training(side: Side) -> None:
+    """The same with a backward of the outputs."""
+    model = side.wrap(MLP())
+    side.loss(lambda rank: torch.func.vmap(lambda x: model(x[None])[0])(vectors(0, rank)).square().mean()).backward()
+    side.gradients(model)
 
 
 @expect(refused="transform of torch.func")

@@ -54,13 +54,6 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambd
 disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._disable_dynamo
 """Exclude a function from compilation. torch.compiler.disable does the same, but imports the compiler at once: 1 s."""
 
-
-def differentiates_by_functorch() -> bool:
-    """Return whether one of the active transforms of torch.func is not vmap. There is no public equivalent."""
-    functorch: Any = _C._functorch
-    return any(each.key() != functorch.TransformType.Vmap for each in functorch.get_interpreter_stack())
-
-
 optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
 """Set whether TorchScript functions that are not optimized yet may be, in this thread. The public
 `torch.jit.optimized_execution` is a context, which ends."""

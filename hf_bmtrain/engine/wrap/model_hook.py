@@ -13,7 +13,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base.torch_internals import (
-    differentiates_by_functorch,
     disable_compiler,
     functorch_transforms_active,
     is_exporting,
@@ -71,11 +70,11 @@ class ModelHook:
             )
         if not torch.is_grad_enabled():
             return
-        if functorch_transforms_active() and differentiates_by_functorch():
+        if functorch_transforms_active():
             raise RuntimeError(
                 f"A transform of torch.func around a sharded {type(model).__name__}: its blocks are gathered and "
                 "released by autograd's own backward. Use loss.backward(), torch.autograd.grad with respect to "
-                "inputs, or a model that is not wrapped."
+                "inputs, or a model that is not wrapped; vmap without gradients under torch.no_grad()."
             )
         if DistributedDataParallel._active_ddp_module is not None:
             iter(RefuseDataParallel())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -16,6 +17,9 @@ from .status import Status
 
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
+_FAREWELL_SECONDS = 5.0
+"""For which rank 0, which serves the store, waits for the others to read there who has not come."""
+_MET = "met"
 _CAUSES = "raised or ended before (its own log says why), hangs, was not started, or was given another address"
 
 
@@ -39,8 +43,14 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
     for seconds in (min(warned, limit), limit):
         try:
             store = store or _come(place, rank, size, begun + seconds)
-            _wait_for_all(store, begun + seconds)
-            return store
+            missed = _wait_for_all(store, begun + seconds) or (_give_up(store, size) if seconds == limit else None)
+            if missed == []:
+                return store
+            if missed is not None:
+                absent, reason = missed, "a rank has waited for the whole timeout"
+                _say_farewell(store, rank)
+                break
+            reason = "the others have not come"
         except (RuntimeError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
         if store is None and rank == 0:
@@ -76,7 +86,7 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
     store = TCPStore(*place, world_size=size, is_master=serves, timeout=left, wait_for_workers=False, multi_tenant=True)
     store.set(_key(str(rank)), "")
     if store.add(_key("count"), 1) == size:
-        store.set(_key("all"), "")
+        store.compare_set(_key("all"), "", _MET)
     return store
 
 
@@ -92,12 +102,35 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
         time.sleep(_PAUSE)
 
 
-def _wait_for_all(store: TCPStore, end: float) -> None:
-    """Wait until every rank has come, at most until `end`. torch logs warnings if it waits for that in vain."""
+def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
+    """Wait until every rank has come or one has given up, at most until `end`. torch would log warnings at the end.
+
+    Returns the ranks that did not come, none if all have, or None if it is not known yet.
+    """
     while not store.check([_key("all")]):
         if time.monotonic() >= end:
-            raise TimeoutError("the others have not come")
+            return None
         time.sleep(_PAUSE)
+    return _ranks_of(store.get(_key("all")))
+
+
+def _give_up(store: TCPStore, size: int) -> list[int]:
+    """Show the ranks that have not come, so that none begins any more. Returns those that the first one has shown."""
+    return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size)))))
+
+
+def _ranks_of(shown: bytes) -> list[int]:
+    return [] if shown.decode() == _MET else [int(rank) for rank in shown.decode().split()]
+
+
+def _say_farewell(store: TCPStore, rank: int) -> None:
+    """Note that this rank knows who has not come. Rank 0 waits for the others, whose store ends with its process."""
+    end = time.monotonic() + _FAREWELL_SECONDS
+    with contextlib.suppress(RuntimeError):  # rank 0 may have ended already
+        told = store.add(_key("told"), 1)
+        while rank == 0 and told < store.add(_key("count"), 0) and time.monotonic() < end:
+            time.sleep(_PAUSE)
+            told = store.add(_key("told"), 0)
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:

@@ -183,11 +183,13 @@ def test_a_rank_that_does_not_come_is_missed_on_all_others(absent):
 @full
 @pytest.mark.parametrize("absent", [1, *in_full(0)])
 def test_a_rank_that_does_not_come_to_the_start_is_named(absent):
+    """The last one starts late, so that its time is not up when the first one gives up."""
     port, processes = free_port(), []
     for rank in {0, 1, 2} - {absent}:
         place = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment = {**os.environ, **place, "ACCELERATE_USE_CPU": "true", "HF_BMTRAIN_HANG_SECONDS": "1"}
-        code = "import hf_bmtrain as bmt\nbmt.init_distributed(timeout=15)"
+        environment = {**os.environ, **place, "ACCELERATE_USE_CPU": "true", "HF_BMTRAIN_HANG_SECONDS": "10"}
+        late = 3 if rank == 2 else 0
+        code = f"import time, hf_bmtrain as bmt; time.sleep({late})\nbmt.init_distributed(timeout=16)"
         processes.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE))
     told = [process.communicate(timeout=120)[1].decode() for process in processes]
     first = min({0, 1, 2} - {absent})

@@ -1,0 +1,131 @@
+"""Products with the two narrow matrices of an adapter, A and B, of which r rows or columns count as nothing.
+
+*Rounded* factors are of the dtype that is computed in. u = x Aᵀ is of it too, s enters with B.
+
+*Split* factors stand for float32 matrices in products of bfloat16 matrices, whose sums are in float32. P = hi + lo with
+hi = bf16(P) and lo = bf16(P - hi), which leaves 2⁻¹⁷ of P. The factor of P is [hi, lo, hi, hi], four times as many rows
+(of A) or columns (of B). The first three give s x [hi, lo, hi]ᵀ = [p, q, p] in float32. With lo(p) = bf16(p - hi(p))
+
+    u = [lo(p), hi(p), hi(q), hi(p)]        is kept,
+    u [hi, lo, hi, hi]                      is u times P but for what is below 2⁻¹⁷, as one product,
+
+and since the first three quarters of u sum to s x Aᵀ, gradients are the sum of three products with them. So y and dx
+are as exact as PEFT's in float32, and dA and dB are to 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT 4e-7; one rounding to
+bfloat16 1.7e-3).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...engine.base.torch_internals import autocast_type
+
+_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # since torch 2.8
+
+
+class Adapter(NamedTuple):
+    """How one adapter is computed with.
+
+    scaling: by which its product is multiplied, dropout's factor included. rate: of dropout. wide: whether products of
+    16-bit matrices can be had in float32.
+    """
+
+    scaling: float
+    rate: float
+    split: bool
+    wide: bool
+
+
+@functools.cache
+def has_wide_products(device: torch.device) -> bool:
+    """Return whether products of 16-bit matrices can be had in float32, without copies of them on a GPU."""
+    return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
+
+
+def factor_of(matrix: Tensor, axis: int, dtype: torch.dtype, adapter: Adapter) -> Tensor:
+    """Return A (axis 0) or B (axis 1) as it enters products; split, its r rows or columns fourfold."""
+    if not adapter.split:
+        return matrix.to(dtype)
+    shape = list(matrix.shape)
+    shape.insert(axis, 4)
+    if torch.compiler.is_compiling():  # `out` of a view is not compiled, and this is one kernel
+        high = _high(matrix)
+        made = torch.stack([high, matrix - high, high, high], axis).to(dtype)
+    else:
+        made = matrix.new_empty(shape, dtype=dtype).copy_(matrix.unsqueeze(axis))
+        torch.sub(matrix, made.select(axis, 0), out=made.select(axis, 1))
+    return made.flatten(axis, axis + 1)
+
+
+def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
+    """Return x times a factor, with the scaling if `scaled`. x: (rows, width). factor: (width, r), or (width, 4 r)."""
+    scaling = adapter.scaling if scaled else 1.0
+    if not adapter.split:
+        return _scaled_product(x, factor, scaling)
+    wide = _wide_product(x, factor[:, : 3 * rank], scaling, adapter)
+    if torch.compiler.is_compiling():
+        p, q, _ = wide.split(rank, 1)
+        high = _high(p)
+        return torch.cat([p - high, high, q, high], 1).to(x.dtype)
+    made = x.new_empty(x.shape[0], 4 * rank)
+    made[:, rank:] = wide
+    torch.sub(wide[:, :rank], made[:, rank : 2 * rank], out=made[:, :rank])
+    return made
+
+
+def _high(values: Tensor) -> Tensor:
+    """Return float32 `values` rounded to the upper 16 bits, those of bfloat16.
+
+    Inductor leaves out conversions to bfloat16 and back, and so would leave nothing of `values - values.bfloat16()`.
+    """
+    return ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+
+
+def add_output(y: Tensor, u: Tensor, factor: Tensor, adapter: Adapter) -> None:
+    """Add the adapter's product to y. factor: of Bᵀ."""
+    y.addmm_(u, factor, alpha=1.0 if adapter.split else adapter.scaling)
+
+
+def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
+    """Return duᵀ x in `dtype`."""
+    if not adapter.split:
+        return _parameter_product(du.t(), x, 1.0, adapter, dtype)
+    return _wide_product(du[:, : 3 * rank].t(), x, 1.0, adapter).view(3, rank, -1).sum(0)
+
+
+def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
+    """Return s dyᵀ u in `dtype`."""
+    if not adapter.split:
+        return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
+    return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)
+
+
+def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
+    """Return factor · one @ other in `dtype`: that of float32 parameters is not rounded on its way, if possible."""
+    if dtype == torch.float32 != one.dtype and adapter.wide:
+        return _wide_product(one, other, factor, adapter)
+    return _scaled_product(one, other, factor).to(dtype)
+
+
+def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
+    """Return factor · one @ other, rounded once: in float16 the product alone may overflow."""
+    if factor == 1:
+        return one @ other
+    return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)
+
+
+def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
+    """Return factor · one @ other of 16-bit matrices in float32."""
+    if one.is_cuda and torch.compiler.is_compiling():  # Inductor knows this one
+        return torch.mm(one, other, out_dtype=torch.float32) * factor
+    total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)
+    if one.is_meta:
+        return total
+    if one.is_cuda:
+        return torch.addmm(total, one, other, out_dtype=torch.float32, beta=0, alpha=factor, out=total)
+    with torch.autocast(autocast_type(one.device), enabled=False):
+        return total.addmm_(one.float(), other.float(), beta=0, alpha=factor)

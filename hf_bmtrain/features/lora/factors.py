@@ -3,8 +3,8 @@
 *Rounded* factors are of the dtype that is computed in. u = x Aᵀ is of it too, s enters with B.
 
 *Split* factors stand for float32 matrices in products of bfloat16 matrices, whose sums are in float32. P = hi + lo with
-hi = bf16(P) and lo = bf16(P - hi), which leaves 2⁻¹⁷ of P. The factor of P is [hi, lo, hi, hi], four times as many rows
-(of A) or columns (of B). The first three give s x [hi, lo, hi]ᵀ = [p, q, p] in float32. With lo(p) = bf16(p - hi(p))
+hi = bf16(P) and lo = bf16(P - hi), which leaves 2⁻¹⁷ of P. The factor of P, A or Bᵀ, has four times as many rows: those
+of hi, lo, hi and hi. The first three give s x [hi, lo, hi]ᵀ = [p, q, p] in float32. With lo(p) = bf16(p - hi(p))
 
     u = [lo(p), hi(p), hi(q), hi(p)]        is kept,
     u [hi, lo, hi, hi]                      is u times P but for what is below 2⁻¹⁷, as one product,
@@ -46,27 +46,26 @@ def has_wide_products(device: torch.device) -> bool:
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
 
-def factor_of(matrix: Tensor, axis: int, dtype: torch.dtype, adapter: Adapter) -> Tensor:
-    """Return A (axis 0) or B (axis 1) as it enters products; split, its r rows or columns fourfold."""
+def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor]:
+    """Return A and Bᵀ as they enter products: (r, K) and (r, N), or split (4 r, K) and (4 r, N)."""
     if not adapter.split:
-        return matrix.to(dtype)
-    shape = list(matrix.shape)
-    shape.insert(axis, 4)
+        return a.to(dtype), b.to(dtype).t()
+    matrix = torch.cat([a, b.t()], 1)  # both at once
     if torch.compiler.is_compiling():  # `out` of a view is not compiled, and this is one kernel
         high = _high(matrix)
-        made = torch.stack([high, matrix - high, high, high], axis).to(dtype)
+        made = torch.stack([high, matrix - high, high, high]).to(dtype)
     else:
-        made = matrix.new_empty(shape, dtype=dtype).copy_(matrix.unsqueeze(axis))
-        torch.sub(matrix, made.select(axis, 0), out=made.select(axis, 1))
-    return made.flatten(axis, axis + 1)
+        made = matrix.new_empty((4, *matrix.shape), dtype=dtype).copy_(matrix)
+        torch.sub(matrix, made[0], out=made[1])
+    of_a, of_b = made.flatten(0, 1).split([a.shape[1], b.shape[0]], 1)
+    return of_a, of_b
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Return x times a factor, with the scaling if `scaled`. x: (rows, width). factor: (width, r), or (width, 4 r)."""
-    scaling = adapter.scaling if scaled else 1.0
+    """Return x times a transposed factor, with the scaling if it is split or `scaled`. x: (rows, width)."""
     if not adapter.split:
-        return _scaled_product(x, factor, scaling)
-    wide = _wide_product(x, factor[:, : 3 * rank], scaling, adapter)
+        return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
+    wide = _wide_product(x, factor[: 3 * rank].t(), adapter.scaling, adapter)
     if torch.compiler.is_compiling():
         p, q, _ = wide.split(rank, 1)
         high = _high(p)
@@ -85,9 +84,12 @@ def _high(values: Tensor) -> Tensor:
     return ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
 
 
-def add_output(y: Tensor, u: Tensor, factor: Tensor, adapter: Adapter) -> None:
-    """Add the adapter's product to y. factor: of Bᵀ."""
-    y.addmm_(u, factor, alpha=1.0 if adapter.split else adapter.scaling)
+def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> None:
+    """Add each scaling · u @ factor to y; split ones, which are scaled, at once, so that y is rounded once."""
+    if split and len(us) > 1:
+        us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
+    for u, factor, scaling in zip(us, factors, scalings):
+        y.addmm_(u, factor, alpha=1.0 if split else scaling)
 
 
 def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:

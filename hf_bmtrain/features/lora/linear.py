@@ -221,7 +221,7 @@ class LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, transposed: bool, dtype: torch.dtype, adapters: tuple[Adapter, ...], *matrices):
-        flat, whole = x.to(dtype), weight.to(dtype)
+        flat, whole, needs_x = x.to(dtype), weight.to(dtype), ctx.needs_input_grad[0]
         y = linear(flat, whole.t() if transposed else whole, None if bias is None else bias.to(dtype))
         kept: list[Tensor | None] = [weight]
         us: list[Tensor] = []
@@ -237,7 +237,9 @@ class LoraProduct(torch.autograd.Function):
             u = enter(seen, of_a, adapter, a.shape[0], False)
             us.append(u)
             factors.append(of_b)
-            kept += [seen if needs_a else None, mask, of_a, of_b, u if needs_b else None]
+            needs_u = needs_x or needs_a  # its gradient
+            kept += [seen if needs_a else None, mask if needs_x else None]
+            kept += [of_a if needs_x else None, of_b if needs_u else None, u if needs_b else None]
         add_products(y, us, factors, [each.scaling for each in adapters], _all_split(adapters))
         ctx.transposed, ctx.dtype, ctx.dtype_of_x, ctx.adapters = transposed, dtype, x.dtype, adapters
         ctx.kinds = [(each.dtype, each.shape) for each in matrices]

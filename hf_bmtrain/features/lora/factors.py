@@ -122,12 +122,13 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
     """Return factor · one @ other of 16-bit matrices in float32."""
-    if one.is_cuda and torch.compiler.is_compiling():  # Inductor knows this one
+    device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
+    if device == "cuda" and torch.compiler.is_compiling():  # Inductor knows this one
         return torch.mm(one, other, out_dtype=torch.float32) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)
-    if one.is_meta:
+    if device == "meta":
         return total
-    if one.is_cuda:
+    if device == "cuda":
         return torch.addmm(total, one, other, out_dtype=torch.float32, beta=0, alpha=factor, out=total)
     with torch.autocast(autocast_type(one.device), enabled=False):
         return total.addmm_(one.float(), other.float(), beta=0, alpha=factor)

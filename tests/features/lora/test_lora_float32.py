@@ -9,6 +9,7 @@ import torch
 import transformers
 from test_lora_linear import counted, nothing
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
@@ -134,8 +135,15 @@ def test_compiled(backend):
     """In one graph. Inductor leaves out conversions to bfloat16 and back, on which the parts must not rely."""
     torch._dynamo.reset()
     counters.clear()
-    check(compile=backend)
+    graphs = []
+
+    def compile(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return lookup_backend(backend)(graph, inputs)
+
+    check(compile=compile)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert len(graphs) == 1 and "autograd_function_apply" in graphs[0], "PEFT's forward was compiled"
 
 
 class Kernels(TorchDispatchMode):

@@ -31,13 +31,15 @@ class Adapter(NamedTuple):
     """How one adapter is computed with.
 
     scaling: by which its product is multiplied, dropout's factor included. rate: of dropout. wide: whether products of
-    16-bit matrices can be had in float32.
+    16-bit matrices can be had in float32. needs_a, needs_b: whether A and B need a gradient.
     """
 
     scaling: float
     rate: float
     split: bool
     wide: bool
+    needs_a: bool
+    needs_b: bool
 
 
 @functools.cache
@@ -52,8 +54,8 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
         return a.to(dtype), b.to(dtype).t()
     matrix = torch.cat([a, b.t()], 1)  # both at once
     if torch.compiler.is_compiling():  # `out` of a view is not compiled, and this is one kernel
-        high = _high(matrix)
-        made = torch.stack([high, matrix - high, high, high]).to(dtype)
+        high, low = _parts(matrix)
+        made = torch.stack([high, low, high, high]).to(dtype)
     else:
         made = matrix.new_empty((4, *matrix.shape), dtype=dtype).copy_(matrix)
         torch.sub(matrix, made[0], out=made[1])
@@ -68,28 +70,47 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     wide = _wide_product(x, factor[: 3 * rank].t(), adapter.scaling, adapter)
     if torch.compiler.is_compiling():
         p, q, _ = wide.split(rank, 1)
-        high = _high(p)
-        return torch.cat([p - high, high, q, high], 1).to(x.dtype)
+        high, low = _parts(p)
+        return torch.cat([low, high, q, high], 1).to(x.dtype)
     made = x.new_empty(x.shape[0], 4 * rank)
     made[:, rank:] = wide
     torch.sub(wide[:, :rank], made[:, rank : 2 * rank], out=made[:, :rank])
     return made
 
 
-def _high(values: Tensor) -> Tensor:
-    """Return float32 `values` rounded to the upper 16 bits, those of bfloat16.
+def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 `values` rounded to the upper 16 bits, those of bfloat16, and the rest.
 
     Inductor leaves out conversions to bfloat16 and back, and so would leave nothing of `values - values.bfloat16()`.
     """
-    return ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    return values - low, low  # exact; torch 2.6 cannot concatenate what was only viewed as float32
 
 
-def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> None:
-    """Add each scaling · u @ factor to y; split ones, which are scaled, at once, so that y is rounded once."""
+def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
+    """Return y plus each scaling · u @ factor, in place unless compiled; split ones at once, so that y is rounded once.
+
+    They are scaled already. Compiled by torch 2.11, a Function that modifies its output in place has gradients of zero.
+    """
     if split and len(us) > 1:
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
     for u, factor, scaling in zip(us, factors, scalings):
-        y.addmm_(u, factor, alpha=1.0 if split else scaling)
+        add = torch.addmm if torch.compiler.is_compiling() else Tensor.addmm_
+        y = add(y, u, factor, alpha=1.0 if split else scaling)
+    return y
+
+
+def draw_mask(x: Tensor, rate: float) -> Tensor:
+    """Return which elements of x dropout keeps. On the CPU the same as torch.nn.Dropout, unless compiled."""
+    if torch.compiler.is_compiling():
+        return torch.rand(x.shape, device=x.device) >= rate
+    return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - rate)
+
+
+def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
+    """Return y plus the elements of `product` in `mask`, in place unless compiled."""
+    add = torch.addcmul if torch.compiler.is_compiling() else Tensor.addcmul_
+    return add(y, product, mask)
 
 
 def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
@@ -123,8 +144,9 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
     """Return factor · one @ other of 16-bit matrices in float32."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
-    if device == "cuda" and torch.compiler.is_compiling():  # Inductor knows this one
-        return torch.mm(one, other, out_dtype=torch.float32) * factor
+    if torch.compiler.is_compiling():  # not in place: see `add_products`
+        wide = device == "cuda"
+        return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)
     if device == "meta":
         return total

@@ -38,7 +38,17 @@ from torch.nn.functional import linear
 from ...engine.base.torch_internals import autocast_type, functorch_transforms_active, has_global_hooks
 from ...engine.blocks.sharded_module import extend_class
 from ...engine.tensors.backward import double_backward
-from .factors import Adapter, add_products, enter, factors_of, gradient_of_a, gradient_of_b, has_wide_products
+from .factors import (
+    Adapter,
+    add_masked,
+    add_products,
+    draw_mask,
+    enter,
+    factors_of,
+    gradient_of_a,
+    gradient_of_b,
+    has_wide_products,
+)
 
 _log = logging.getLogger("hf_bmtrain")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -69,7 +79,9 @@ class FusedLoraLinear(torch.nn.Module):
         base = self.base_layer
         flat = x.reshape(-1, x.shape[-1])
         transposed = not isinstance(base, torch.nn.Linear)
-        y: Any = LoraProduct.apply(flat, base.weight, base.bias, transposed, dtype, adapters, *matrices)
+        y: Any = LoraProduct.apply(
+            flat, base.weight, base.bias, transposed, dtype, flat.requires_grad, adapters, *matrices
+        )
         return y.view(*x.shape[:-1], y.shape[-1])  # outside: a view that a Function returns cannot be modified in place
 
 
@@ -154,7 +166,8 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
             return f"A is of {a.weight.dtype}, B of {b.weight.dtype} and the frozen layer of {dtype}{range_}"
         if split and not (layer.wide and getattr(layer, "cast_input_dtype_enabled", True)):
             return "this torch or GPU has no float32 products of bfloat16 matrices, or PEFT is not to convert the input"
-        adapters.append(Adapter(scaling / (1 - rate), rate, split, layer.wide))
+        needs = (a.weight.requires_grad, b.weight.requires_grad)
+        adapters.append(Adapter(scaling / (1 - rate), rate, split, layer.wide, *needs))
         matrices += [a.weight, b.weight]
     if dtype == torch.float32 or (compiling and not all(each.split for each in adapters)):
         return ""
@@ -217,31 +230,32 @@ class LoraProduct(torch.autograd.Function):
     """y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, of `dtype`. x: (rows, K). A: (r, K). B: (N, r). W and b are frozen.
 
     transposed: W is (K, N), as that of transformers' Conv1D, and not (N, K). matrices: A and B of each adapter.
+    needs_x: whether x needs a gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, transposed: bool, dtype: torch.dtype, adapters: tuple[Adapter, ...], *matrices):
-        flat, whole, needs_x = x.to(dtype), weight.to(dtype), ctx.needs_input_grad[0]
+    def forward(ctx, x, weight, bias, transposed: bool, dtype: torch.dtype, needs_x: bool, adapters, *matrices):
+        flat, whole = x.to(dtype), weight.to(dtype)
         y = linear(flat, whole.t() if transposed else whole, None if bias is None else bias.to(dtype))
         kept: list[Tensor | None] = [weight]
         us: list[Tensor] = []
         factors: list[Tensor] = []
         for index, adapter in enumerate(adapters):
             a, b = matrices[2 * index], matrices[2 * index + 1]
-            needs_a, needs_b = ctx.needs_input_grad[6 + 2 * index : 8 + 2 * index]
             seen, mask = flat, None
             if adapter.rate > 0:
-                mask = torch.empty(flat.shape, dtype=torch.bool, device=flat.device).bernoulli_(1 - adapter.rate)
+                mask = draw_mask(flat, adapter.rate)
                 seen = flat * mask
             of_a, of_b = factors_of(a, b, dtype, adapter)
             u = enter(seen, of_a, adapter, a.shape[0], False)
             us.append(u)
             factors.append(of_b)
-            needs_u = needs_x or needs_a  # its gradient
-            kept += [seen if needs_a else None, mask if needs_x else None]
-            kept += [of_a if needs_x else None, of_b if needs_u else None, u if needs_b else None]
-        add_products(y, us, factors, [each.scaling for each in adapters], _all_split(adapters))
-        ctx.transposed, ctx.dtype, ctx.dtype_of_x, ctx.adapters = transposed, dtype, x.dtype, adapters
+            needs_u = needs_x or adapter.needs_a  # its gradient
+            kept += [seen if adapter.needs_a else None, mask if needs_x else None]
+            kept += [of_a if needs_x else None, of_b if needs_u else None, u if adapter.needs_b else None]
+        y = add_products(y, us, factors, [each.scaling for each in adapters], _all_split(adapters))
+        ctx.transposed, ctx.dtype, ctx.dtype_of_x = transposed, dtype, x.dtype
+        ctx.adapters, ctx.needs_x = adapters, needs_x
         ctx.kinds = [(each.dtype, each.shape) for each in matrices]
         ctx.save_for_backward(*kept)
         return y
@@ -251,8 +265,8 @@ class LoraProduct(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward()
         weight, *kept = ctx.saved_tensors
-        needs_x, dx = ctx.needs_input_grad[0], None
-        if needs_x:
+        dx = None
+        if ctx.needs_x:
             whole = weight.to(ctx.dtype)
             dx = dy @ (whole.t() if ctx.transposed else whole)
         gradients: list[Tensor | None] = []
@@ -260,20 +274,19 @@ class LoraProduct(torch.autograd.Function):
         factors: list[Tensor] = []
         for index, adapter in enumerate(ctx.adapters):
             seen, mask, of_a, of_b, u = kept[5 * index : 5 * index + 5]
-            needs_a, needs_b = ctx.needs_input_grad[6 + 2 * index : 8 + 2 * index]
             (dtype_of_a, shape), (dtype_of_b, _) = ctx.kinds[2 * index : 2 * index + 2]
             rank, da = shape[0], None
-            db = gradient_of_b(dy, u, adapter, rank, dtype_of_b) if needs_b else None
-            if needs_a or needs_x:
+            db = gradient_of_b(dy, u, adapter, rank, dtype_of_b) if adapter.needs_b else None
+            if adapter.needs_a or ctx.needs_x:
                 du = enter(dy, of_b, adapter, rank, True)
-                if needs_a:
+                if adapter.needs_a:
                     da = gradient_of_a(du, seen, adapter, rank, dtype_of_a)
                 if dx is not None and mask is not None:
-                    dx.addcmul_(du @ of_a, mask)
+                    dx = add_masked(dx, du @ of_a, mask)
                 elif dx is not None:
                     dus.append(du)
                     factors.append(of_a)
             gradients += [da, db]
         if dx is not None:
-            add_products(dx, dus, factors, [1.0] * len(dus), _all_split(ctx.adapters))
-        return None if dx is None else dx.to(ctx.dtype_of_x), None, None, None, None, None, *gradients
+            dx = add_products(dx, dus, factors, [1.0] * len(dus), _all_split(ctx.adapters))
+        return None if dx is None else dx.to(ctx.dtype_of_x), None, None, None, None, None, None, *gradients

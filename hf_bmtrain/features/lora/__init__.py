@@ -11,10 +11,11 @@ biases of adapters or hooks inside run PEFT's own forward, and the log says so.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from ...engine.wrap.extension import Extension, WrapPlan
 from ...engine.wrap.find import adapter_parameters
-from .linear import FusedLoraLinear, fuse_lora
+from .linear import COMPILES, FusedLoraLinear, fuse_lora
 from .parametrize import let_parametrize
 
 _log = logging.getLogger("hf_bmtrain")
@@ -27,7 +28,9 @@ class Lora(Extension):
         return adapter_parameters(plan.model)
 
     def connect(self, plan: WrapPlan) -> None:
-        fused = sum(fuse_lora(block.modules(), plan.world.device) for block in plan.layers)
+        blocks: list[Any] = plan.layers
+        chosen = [block for block in blocks if COMPILES or not block._bmt.compiled]
+        fused = sum(fuse_lora(block.modules(), plan.world.device) for block in chosen)
         if fused and plan.world.rank == 0:
             _log.info("%d LoRA layers add their adapter in the product of their frozen layer", fused)
             for name, module in plan.model.named_modules():

@@ -53,6 +53,8 @@ from .factors import (
 _log = logging.getLogger("hf_bmtrain")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LAYERS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+COMPILES = torch.__version__ >= "2.11"
+"""Whether a fused layer is compiled in one graph; by torch 2.6 it is not, and compiled blocks keep PEFT's layers."""
 _logged: set[str] = set()
 
 

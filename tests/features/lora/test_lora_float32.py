@@ -19,7 +19,7 @@ from beside_twin import loss_of
 from cases import in_full, rows_in_full
 from hf_bmtrain.features.lora import factors
 from hf_bmtrain.features.lora import linear as lora_linear
-from hf_bmtrain.features.lora.linear import FusedLoraLinear, fuse_lora
+from hf_bmtrain.features.lora.linear import COMPILES, FusedLoraLinear, fuse_lora
 from hf_bmtrain.features.packed.bitsandbytes import Linear4bit
 from log_lines import log_lines
 from ranks import on_ranks
@@ -130,6 +130,7 @@ def test_four_bits_of_bitsandbytes():
     check(prepare=adopt)
 
 
+@pytest.mark.skipif(not COMPILES, reason="compiled blocks keep PEFT's layers")
 @pytest.mark.parametrize("backend", ["inductor", *in_full("aot_eager")])
 def test_compiled(backend):
     """In one graph. Inductor leaves out conversions to bfloat16 and back, on which the parts must not rely."""
@@ -251,6 +252,7 @@ def test_sharded(world, wrap):
     world(2)(sharded, wrap)
 
 
+@pytest.mark.skipif(not COMPILES, reason="compiled blocks keep PEFT's layers")
 @on_ranks(1)
 def test_compiled_blocks():
     """One graph for all layers, and no break in it; the fused product is in it."""

@@ -63,7 +63,13 @@ optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
 
 def has_global_hooks() -> bool:
     """Return whether hooks of all modules are registered. The public functions only register them."""
-    return bool(torch.nn.modules.module._has_any_global_hook())
+    module: Any = torch.nn.modules.module  # in torch 2.6 without `_has_any_global_hook`
+    return bool(
+        module._global_forward_hooks
+        or module._global_forward_pre_hooks
+        or module._global_backward_hooks
+        or module._global_backward_pre_hooks
+    )
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

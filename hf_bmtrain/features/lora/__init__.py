@@ -1,10 +1,11 @@
 """PEFT's LoRA layers, with the adapter added in the matrix product of the frozen layer.
 
 Adapters, even frozen ones, get separate buffers, so that activating one later does not reduce its neighbours. Layers in
-blocks that are not compiled add their adapter in fewer passes over the output. Layers with dropout, DoRA, several
-active adapters or hooks inside run PEFT's own forward.
+blocks add their adapters in fewer passes over the output, and without float32 copies of activations. Layers with DoRA,
+biases of adapters or hooks inside run PEFT's own forward, and the log says so.
 
-`linear` is the layer; `parametrize` lets PEFT's adapters on parameters (`target_parameters`) work on sharded ones.
+`linear` is the layer, `factors` its products with A and B; `parametrize` lets PEFT's adapters on parameters
+(`target_parameters`) work on sharded ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from ...engine.wrap.extension import Extension, WrapPlan
 from ...engine.wrap.find import adapter_parameters
-from .linear import fuse_lora
+from .linear import COMPILES, FusedLoraLinear, fuse_lora
 from .parametrize import let_parametrize
 
 _log = logging.getLogger("hf_bmtrain")
@@ -28,7 +29,11 @@ class Lora(Extension):
 
     def connect(self, plan: WrapPlan) -> None:
         blocks: list[Any] = plan.layers
-        fused = sum(fuse_lora(block.modules()) for block in blocks if not block._bmt.compiled)
+        chosen = [block for block in blocks if COMPILES or not block._bmt.compiled]
+        fused = sum(fuse_lora(block.modules(), plan.world.device) for block in chosen)
         if fused and plan.world.rank == 0:
             _log.info("%d LoRA layers add their adapter in the product of their frozen layer", fused)
+            for name, module in plan.model.named_modules():
+                if isinstance(module, FusedLoraLinear):
+                    vars(module)["fused_name"] = name
         let_parametrize(plan.model)

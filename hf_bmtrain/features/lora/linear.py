@@ -1,10 +1,25 @@
-"""FusedLoraLinear: PEFT's LoRA layer in a block, whose adapter is added where the frozen layer's product is.
+"""FusedLoraLinear: PEFT's LoRA layer in a block, whose adapters are added where the frozen layer's product is.
 
 With s the scaling of the adapter, the forward computes u = x Aᵀ and y = x Wᵀ + b + s u Bᵀ, the backward du = s dy B,
 dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same with a tensor of the output's size for u Bᵀ, one
-for its multiple and one for the sum, and in backward two more; here cuBLAS adds to what is there. Under autocast PEFT
-converts x to the adapters' dtype, float32 by default, and autocast converts it back, which autograd keeps for each
-layer; here autograd keeps x.
+for its multiple and one for the sum, and in backward two more; here cuBLAS adds to what is there. `factors` has the
+products with A and B, of which there are two kinds:
+
+* *rounded*: A and B are rounded to the dtype that is computed in, if they are not of it. So does autocast.
+* *split*: A and B in float32 beside bfloat16 without autocast, PEFT's default, enter as sums of bfloat16 matrices.
+  PEFT converts x, dy and the output to float32 and multiplies them there.
+
+[Note: kernels and bytes]
+One layer of M rows, K inputs and N outputs, and what it moves beyond the frozen layer's own two products, in units of M
+elements of 2 bytes; matrices of r columns or rows count as nothing.
+
+                        PEFT, float32    split          PEFT, autocast   rounded
+    kernels, forward    7                8              9                5
+    kernels, backward   10               9              11               5
+    moved, forward      5 K + 14 N       1 K + 2 N      7 K + 6 N        1 K + 2 N
+    moved, backward     10 K + 14 N      3 K + 2 N      11 K + 4 N       3 K + 2 N
+
+DistributedDataParallel runs PEFT's. Of split's 17 kernels 9 touch nothing but A, B, u or du, and are short.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
@@ -12,8 +27,9 @@ Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,79 +38,163 @@ from torch.nn.functional import linear
 from ...engine.base.torch_internals import autocast_type, functorch_transforms_active, has_global_hooks
 from ...engine.blocks.sharded_module import extend_class
 from ...engine.tensors.backward import double_backward
+from .factors import (
+    Adapter,
+    add_masked,
+    add_products,
+    draw_mask,
+    enter,
+    factors_of,
+    gradient_of_a,
+    gradient_of_b,
+    has_wide_products,
+)
 
+_log = logging.getLogger("hf_bmtrain")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LAYERS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+COMPILES = torch.__version__ >= "2.11"
+"""Whether a fused layer is compiled in one graph; by torch 2.6 it is not, and compiled blocks keep PEFT's layers."""
+_logged: set[str] = set()
 
 
 class FusedLoraLinear(torch.nn.Module):
     """A LoRA layer of PEFT's, extended in place.
 
-    Its own forward runs for what is not one plain adapter of a frozen layer: with dropout, several active adapters,
-    DoRA and other variants, merged or disabled adapters, a base layer in float8 or with a forward of its own, hooks on
-    the modules inside, or, without autocast, an adapter of another dtype; in compiled code, where the compiler fuses;
-    under transforms of torch.func; with a scaling that is a tensor; and in float32, so that it is rounded as by PEFT.
+    PEFT's own forward runs for what is not plain adapters of a frozen layer (`_adapters_of` has the reasons, each of
+    which is logged once); in float32 throughout, so that it is rounded as by PEFT; under transforms of torch.func; and
+    in compiled code unless the adapters are split, since the compiler fuses the rest as well.
+
+    wide: whether products of 16-bit matrices can be had in float32.
     """
 
     base_layer: Any
+    wide: ClassVar[bool]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        adapter = None if args or kwargs or torch.compiler.is_compiling() else _adapter_of(self, x)
-        if adapter is None:
+        found = "arguments besides the input" if args or kwargs else _adapters_of(self, x)
+        if isinstance(found, str):
+            if found and not torch.compiler.is_compiling():
+                _log_once(found, self)
             return super().forward(x, *args, **kwargs)
+        dtype, adapters, matrices = found
         base = self.base_layer
         flat = x.reshape(-1, x.shape[-1])
-        y: Any = LoraProduct.apply(flat, base.weight, base.bias, *adapter, not isinstance(base, torch.nn.Linear))
+        transposed = not isinstance(base, torch.nn.Linear)
+        y: Any = LoraProduct.apply(
+            flat, base.weight, base.bias, transposed, dtype, flat.requires_grad, adapters, *matrices
+        )
         return y.view(*x.shape[:-1], y.shape[-1])  # outside: a view that a Function returns cannot be modified in place
 
 
-def fuse_lora(modules: Iterable[torch.nn.Module]) -> int:
-    """Extend PEFT's LoRA layers among `modules` that are not yet. Return how many."""
+def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = None) -> int:
+    """Extend PEFT's LoRA layers among `modules` that are not yet. Return how many.
+
+    device: that they compute on, the CPU if None.
+    """
+    wide = device is None or has_wide_products(device)
     found = [module for module in modules if _is_lora(module)]
     for module in found:
-        module.__class__ = _extended_class(type(module))
+        module.__class__ = _extended_class(type(module), wide)
     return len(found)
 
 
 @functools.cache
-def _extended_class(cls: Any) -> Any:
+def _extended_class(cls: Any, wide: bool) -> Any:
     """Return the one class for all LoRA layers of `cls`."""
-    return extend_class(FusedLoraLinear, cls, {})
+    return extend_class(FusedLoraLinear, cls, {"wide": wide})
 
 
 def _is_lora(module: Any) -> bool:
     """Return whether `module` is PEFT's LoRA layer of a linear layer, or of transformers' Conv1D."""
     cls = type(module)
-    if (cls.__module__, cls.__name__) != ("peft.tuners.lora.layer", "Linear") or isinstance(module, FusedLoraLinear):
+    if (cls.__module__, cls.__name__) not in _LAYERS or isinstance(module, FusedLoraLinear):
         return False
     return hasattr(module, "lora_variant") and _is_supported(module.base_layer)
 
 
-def _adapter_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, float, torch.dtype] | None:
-    """Return A, B, the scaling and the dtype to compute in, None if PEFT's own forward has to run."""
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(active) != 1 or layer.disable_adapters or layer.merged or active[0] in layer.lora_variant:
-        return None
-    name, base = active[0], layer.base_layer
-    a, b, dropout, scaling = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
-    if (dropout.training and getattr(dropout, "p", 0) > 0) or not isinstance(scaling, (int, float)):
-        return None
-    if not (_is_plain(a) and _is_plain(b) and _is_supported(base)) or functorch_transforms_active():
-        return None
-    if has_global_hooks() or any(getattr(module, hooks) for module in (base, a, b, dropout) for hooks in _HOOKS):
-        return None
+Found = tuple[torch.dtype, tuple[Adapter, ...], list[Tensor]]
+
+
+def _adapters_of(layer: Any, x: Tensor) -> Found | str:
+    """Return the dtype to compute in, the active adapters, and A and B of each.
+
+    If PEFT's own forward has to run, return why: "" where there is nothing to say.
+    """
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if not names or layer.disable_adapters or layer.merged:
+        return ""
+    base, compiling = layer.base_layer, torch.compiler.is_compiling()
+    if not _is_supported(base):
+        return "the frozen layer has a forward of its own"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
-        return None
-    if a.bias is not None or b.bias is not None or not x.is_floating_point() or x.is_nested:
-        return None
-    kind, dtype = autocast_type(x.device), x.dtype
-    dtypes = {x.dtype, base.weight.dtype, a.weight.dtype, b.weight.dtype}
+        return "the layer below is trained"
+    if not compiling and functorch_transforms_active():
+        return ""
+    if not x.is_floating_point() or x.is_nested:
+        return "its input is nested, or not of floating point"
+    if has_global_hooks() or _has_hooks(base):
+        return "it has hooks inside"
+    dtype, rounds = x.dtype, False
+    kind = autocast_type(x.device)
+    dtypes = [x.dtype, base.weight.dtype]
+    for name in names:
+        dtypes += [layer.lora_A[name].weight.dtype, layer.lora_B[name].weight.dtype]
     if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:  # which autocast leaves alone
-        dtype = torch.get_autocast_dtype(kind)
-    elif len(dtypes) > 1:
-        return None
-    if dtype == torch.float32:
-        return None
-    return a.weight, b.weight, scaling, dtype
+        dtype, rounds = torch.get_autocast_dtype(kind), True
+    elif x.dtype != base.weight.dtype:
+        return f"its input is of {x.dtype}, and the frozen weight of {base.weight.dtype}"
+    if not _returns(base, x.dtype, dtype):
+        return f"bitsandbytes' layer computes in {base.compute_dtype}, its input is of {x.dtype}"
+    adapters, matrices = [], []
+    for name in names:
+        a, b, dropout, scaling = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
+        if name in layer.lora_variant:
+            return f"{type(layer.lora_variant[name]).__name__.removesuffix('LinearVariant')} adapters are not a sum"
+        if not isinstance(scaling, (int, float)):
+            return "its scaling is a tensor"
+        if not (_is_plain(a) and _is_plain(b)):
+            return "A or B has a forward of its own"
+        if _has_hooks(a) or _has_hooks(b) or _has_hooks(dropout):
+            return "it has hooks inside"
+        if a.bias is not None or b.bias is not None:
+            return "the adapter has a bias (lora_bias=True)"
+        rate = _rate(dropout)
+        if rate is None:
+            return f"its dropout is {dropout}"
+        split = not rounds and a.weight.dtype == b.weight.dtype == torch.float32 and dtype == torch.bfloat16
+        if not (rounds or split or a.weight.dtype == b.weight.dtype == dtype):
+            range_ = ", whose range is too small for the parts of a float32 matrix" if dtype == torch.float16 else ""
+            return f"A is of {a.weight.dtype}, B of {b.weight.dtype} and the frozen layer of {dtype}{range_}"
+        if split and not (layer.wide and getattr(layer, "cast_input_dtype_enabled", True)):
+            return "this torch or GPU has no float32 products of bfloat16 matrices, or PEFT is not to convert the input"
+        needs = (a.weight.requires_grad, b.weight.requires_grad)
+        adapters.append(Adapter(scaling / (1 - rate), rate, split, layer.wide, *needs))
+        matrices += [a.weight, b.weight]
+    if dtype == torch.float32 or (compiling and not all(each.split for each in adapters)):
+        return ""
+    return dtype, tuple(adapters), matrices
+
+
+def _log_once(reason: str, layer: Any) -> None:
+    """Say why `layer`, and those like it, run PEFT's own forward; each reason once."""
+    if reason not in _logged:
+        _logged.add(reason)
+        name = getattr(layer, "fused_name", "")  # set on rank 0
+        if name:
+            _log.info("LoRA layers run PEFT's own forward, '%s' first: %s", name, reason)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def _rate(dropout: torch.nn.Module) -> float | None:
+    """Return the share of elements that `dropout` drops now, None if it does something else."""
+    if type(dropout) is torch.nn.Dropout:
+        rate = dropout.p if dropout.training else 0.0
+        return rate if rate < 1 and not dropout.inplace else None
+    return 0.0 if type(dropout) is torch.nn.Identity else None
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
@@ -103,48 +203,92 @@ def _is_plain(module: torch.nn.Module) -> bool:
 
 
 def _is_supported(base: torch.nn.Module) -> bool:
-    """Return whether `base` computes what torch.nn.Linear or transformers' Conv1D does, in the weight's own dtype."""
-    return _is_plain(base) or (
-        type(base).forward.__module__ == "transformers.pytorch_utils" and "forward" not in vars(base)
-    )
+    """Return whether `base` computes what torch.nn.Linear or transformers' Conv1D does, in the weight's own dtype.
+
+    bitsandbytes' layer, too, whose weight has been unpacked: see `_returns`.
+    """
+    if _is_plain(base):
+        return True
+    if "forward" in vars(base):
+        return False
+    return type(base).forward.__module__ == "transformers.pytorch_utils" or _is_four_bit(base)
+
+
+def _is_four_bit(base: Any) -> bool:
+    """Return whether `base` is bitsandbytes' Linear4bit, whose weight is whole while it computes."""
+    return type(base).__name__ == "Linear4bit" and hasattr(base, "compute_dtype") and base.weight.is_floating_point()
+
+
+def _returns(base: Any, given: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether `base` computes in, and returns, `dtype` for an input of dtype `given`."""
+    return not _is_four_bit(base) or (given == dtype and base.compute_dtype in (None, dtype))
+
+
+def _all_split(adapters: tuple[Adapter, ...]) -> bool:
+    return all(adapter.split for adapter in adapters)
 
 
 class LoraProduct(torch.autograd.Function):
-    """y = x Wᵀ + b + s u Bᵀ with u = x Aᵀ, of `dtype`. x: (rows, K). A: (r, K). B: (N, r). W and b are frozen.
+    """y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, of `dtype`. x: (rows, K). A: (r, K). B: (N, r). W and b are frozen.
 
-    transposed: W is (K, N), as that of transformers' Conv1D, and not (N, K).
+    transposed: W is (K, N), as that of transformers' Conv1D, and not (N, K). matrices: A and B of each adapter.
+    needs_x: whether x needs a gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scaling: float, dtype: torch.dtype, transposed: bool):
-        ctx.scaling, ctx.transposed, ctx.dtype, ctx.dtypes = scaling, transposed, dtype, (x.dtype, a.dtype, b.dtype)
+    def forward(ctx, x, weight, bias, transposed: bool, dtype: torch.dtype, needs_x: bool, adapters, *matrices):
         flat, whole = x.to(dtype), weight.to(dtype)
-        u = flat @ a.to(dtype).t()
         y = linear(flat, whole.t() if transposed else whole, None if bias is None else bias.to(dtype))
-        y.addmm_(u, b.to(dtype).t(), alpha=scaling)
-        _, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(flat if needs_a else None, weight, a, b, u if needs_b else None)
+        kept: list[Tensor | None] = [weight]
+        us: list[Tensor] = []
+        factors: list[Tensor] = []
+        for index, adapter in enumerate(adapters):
+            a, b = matrices[2 * index], matrices[2 * index + 1]
+            seen, mask = flat, None
+            if adapter.rate > 0:
+                mask = draw_mask(flat, adapter.rate)
+                seen = flat * mask
+            of_a, of_b = factors_of(a, b, dtype, adapter)
+            u = enter(seen, of_a, adapter, a.shape[0], False)
+            us.append(u)
+            factors.append(of_b)
+            needs_u = needs_x or adapter.needs_a  # its gradient
+            kept += [seen if adapter.needs_a else None, mask if needs_x else None]
+            kept += [of_a if needs_x else None, of_b if needs_u else None, u if adapter.needs_b else None]
+        y = add_products(y, us, factors, [each.scaling for each in adapters], _all_split(adapters))
+        ctx.transposed, ctx.dtype, ctx.dtype_of_x = transposed, dtype, x.dtype
+        ctx.adapters, ctx.needs_x = adapters, needs_x
+        ctx.kinds = [(each.dtype, each.shape) for each in matrices]
+        ctx.save_for_backward(*kept)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise double_backward()
-        x, weight, a, b, u = ctx.saved_tensors
-        weight, a, b = (each.to(ctx.dtype) for each in (weight, a, b))
-        needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
-        dx = da = db = None
-        if needs_b:
-            db = _scaled_product(dy.t(), u, ctx.scaling).to(ctx.dtypes[2])
-        if needs_a or needs_x:
-            du = _scaled_product(dy, b, ctx.scaling)
-            if needs_a:
-                da = (du.t() @ x).to(ctx.dtypes[1])
-            if needs_x:
-                dx = (dy @ (weight.t() if ctx.transposed else weight)).addmm_(du, a).to(ctx.dtypes[0])
-        return dx, None, None, da, db, None, None, None
-
-
-def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
-    """Return factor · one @ other, rounded once: in float16 the product alone may overflow."""
-    return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)
+        weight, *kept = ctx.saved_tensors
+        dx = None
+        if ctx.needs_x:
+            whole = weight.to(ctx.dtype)
+            dx = dy @ (whole.t() if ctx.transposed else whole)
+        gradients: list[Tensor | None] = []
+        dus: list[Tensor] = []
+        factors: list[Tensor] = []
+        for index, adapter in enumerate(ctx.adapters):
+            seen, mask, of_a, of_b, u = kept[5 * index : 5 * index + 5]
+            (dtype_of_a, shape), (dtype_of_b, _) = ctx.kinds[2 * index : 2 * index + 2]
+            rank, da = shape[0], None
+            db = gradient_of_b(dy, u, adapter, rank, dtype_of_b) if adapter.needs_b else None
+            if adapter.needs_a or ctx.needs_x:
+                du = enter(dy, of_b, adapter, rank, True)
+                if adapter.needs_a:
+                    da = gradient_of_a(du, seen, adapter, rank, dtype_of_a)
+                if dx is not None and mask is not None:
+                    dx = add_masked(dx, du @ of_a, mask)
+                elif dx is not None:
+                    dus.append(du)
+                    factors.append(of_a)
+            gradients += [da, db]
+        if dx is not None:
+            dx = add_products(dx, dus, factors, [1.0] * len(dus), _all_split(ctx.adapters))
+        return None if dx is None else dx.to(ctx.dtype_of_x), None, None, None, None, None, None, *gradients

@@ -140,6 +140,20 @@ def test_float16_does_not_overflow_before_it_is_scaled():
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
 
 
+def two_adapters(model):
+    torch.manual_seed(4)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["first"], r=2, init_lora_weights=False))
+    model.double()
+    model.base_model.set_adapter(["default", "other"])
+
+
+@pytest.mark.parametrize("kind", ["linear", *in_full("conv1d")])
+@pytest.mark.parametrize("dropout", [0.5, *in_full(0.0)])
+def test_several_adapters_and_dropout(kind, dropout):
+    """Dropout draws as PEFT's does on a CPU."""
+    compare(two_adapters, 2, kind=kind, lora_dropout=dropout)
+
+
 def freeze_a(model):
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
@@ -156,13 +170,6 @@ def freeze_b(model):
 @pytest.mark.parametrize("prepare", [freeze_a, *in_full(freeze_b)])
 def test_one_factor_is_frozen(prepare):
     compare(prepare, 2)
-
-
-def two_adapters(model):
-    torch.manual_seed(4)
-    model.add_adapter("other", peft.LoraConfig(target_modules=["first"], r=2, init_lora_weights=False))
-    model.double()
-    model.base_model.set_adapter(["default", "other"])
 
 
 def other_adapter(model):
@@ -198,19 +205,19 @@ def disable(model):
 
 
 PEFTS = [
-    (two_adapters, 1, {}), (other_adapter, 1, {}), (hooked, 1, {}), (patched, 1, {}),
+    (other_adapter, 1, {}), (hooked, 1, {}), (patched, 1, {}),
     (patched, 1, {"kind": "conv1d"}), (learned_scaling, 1, {}), (train_the_base, 1, {}), (merge, 0, {}),
-    (disable, 0, {}), (nothing, 0, {"lora_dropout": 0.5}), (nothing, 0, {"use_dora": True}),
+    (disable, 0, {}), (nothing, 0, {"lora_dropout": 1.0}), (nothing, 0, {"use_dora": True}),
     (nothing, 0, {"lora_bias": True}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("prepare", "fused", "options"),
-    rows_by_default(PEFTS, (two_adapters, 1, {})),
+    rows_by_default(PEFTS, (hooked, 1, {})),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_what_is_not_one_plain_adapter_runs_pefts_forward(prepare, fused, options):
+def test_what_is_not_plain_adapters_runs_pefts_forward(prepare, fused, options):
     compare(prepare, fused, **options)
 
 
@@ -293,8 +300,9 @@ def test_autocast_leaves_float64_alone():
 
 
 @full
-def test_adapters_of_another_dtype_without_autocast():
-    compare(float_adapters, 0, rtol=0.05, dtype=torch.bfloat16)
+def test_float32_adapters_beside_float16_run_pefts_forward():
+    """The range of float16 is too small for the low parts."""
+    compare(float_adapters, 0, rtol=0.05, dtype=torch.float16)
 
 
 def saved_bytes(model, around):
@@ -324,7 +332,7 @@ def test_no_more_is_kept_than_by_peft(around, prepare):
         float_adapters(model)
     fuse_lora(model.modules())
     mine, theirs = saved_bytes(model, around), saved_bytes(plain, around)
-    assert mine < theirs if around is autocast else mine <= theirs
+    assert mine < theirs if around is autocast and prepare is not freeze_a else mine <= theirs
 
 
 def sharded(options, wrap):

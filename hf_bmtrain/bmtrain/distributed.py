@@ -107,7 +107,7 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     """
     current_world().check_comm(comm)
     size = current_world().size
-    expect_number("root", root, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, whole=True)
+    expect_number("root", root, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, integer=True)
     _check_alike("broadcast", "x", x)
     return _Broadcast.apply(x, root)
 
@@ -132,10 +132,10 @@ def _stack(x: torch.Tensor) -> torch.Tensor:
     """Return `x` of all ranks, (world size, ...), on the device of `x`."""
     world = current_world()
     local = x.detach().to(world.device).contiguous()
-    whole = local.new_empty((world.size, *local.shape))
+    full = local.new_empty((world.size, *local.shape))
     if local.numel():
-        world.gather.all_gather(as_bytes(whole), as_bytes(local)).wait()
-    return whole.to(x.device)
+        world.gather.all_gather(as_bytes(full), as_bytes(local)).wait()
+    return full.to(x.device)
 
 
 class _AllGather(torch.autograd.Function):

@@ -77,11 +77,11 @@ def init_distributed(
     check_seed(seed)
     check_zero_level(zero_level)
     expect_number("loss_scale_factor", loss_scale_factor, "at least 1 and finite", lambda x: 1 <= x < float("inf"))
-    expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, whole=True)
+    expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
     expect_number("timeout", timeout, "of seconds, above 0 and at most 1e8", lambda seconds: 0 < seconds <= 1e8)
     check_addresses(gather, init_method)
     for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
-        expect_number(name, parts, "1", whole=True)
+        expect_number(name, parts, "1", integer=True)
         if parts not in (1, -1):  # BMTrain takes -1 for 1
             refuse_parallelism(f"{name}={parts}")
     check_no_world()

@@ -101,7 +101,7 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     expect_module("model", model)
     expect_kind("param_name", param_name, str, "a pattern of names, such as '*.weight'")
     expect_kind("prefix", prefix, str, "a str")
-    world.assemble("inspect_model")
+    world.barrier("inspect_model")
     mine, sharded = [], []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if fnmatch.fnmatchcase(prefix + name, param_name):
@@ -166,7 +166,7 @@ class InspectTensor:
             RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place.
         """
         world = current_world()
-        world.assemble("get_summary")
+        world.barrier("get_summary")
         written = ", ".join(record.name for record in self._records if record.tensor._version != record.version)
         world.raise_everywhere(
             "Recorded tensors were modified in place afterwards, so their values are gone: record x.clone(), or write "

@@ -39,7 +39,7 @@ class Linear(DistributedModule):
         super().__init__()
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             wanted = "one of the positive sizes below 2**48"
-            expect_number(name, size, wanted, lambda size: 1 <= size < 2**48, whole=True)
+            expect_number(name, size, wanted, lambda size: 1 <= size < 2**48, integer=True)
         expect_flag("bias", bias)
         if dtype is not None:
             expect_kind("dtype", dtype, torch.dtype, "a floating torch.dtype or None")

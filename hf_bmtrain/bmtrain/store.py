@@ -39,7 +39,7 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
     world = current_world()
     world.check_comm(comm)
     size = world.size
-    expect_number("src", src, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, whole=True)
+    expect_number("src", src, f"a rank: ranks are 0 to {size - 1}", lambda rank: 0 <= rank < size, integer=True)
     if src == 0:
         return world.control.broadcast_object(obj)
     return world.gather_objects(obj if world.rank == src else None)[src]
@@ -100,7 +100,7 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
         _fill(model, destination, prefix)
         return destination
     world = current_world()
-    world.assemble("state_dict")
+    world.barrier("state_dict")
     state = StateDict(keep=world.rank == 0)
     _fill(model, state, prefix)
     return state.on_cpu() if world.rank == 0 else OrderedDict()

@@ -60,8 +60,8 @@ def round_up(x: int, d: int) -> int:
         x: an integer of any sign.
         d: an integer of at least 1.
     """
-    expect_number("x", x, "of any sign", whole=True)
-    expect_number("d", d, "at least 1", lambda step: step >= 1, whole=True)
+    expect_number("x", x, "of any sign", integer=True)
+    expect_number("d", d, "at least 1", lambda step: step >= 1, integer=True)
     return -(-x // d) * d
 
 

@@ -58,7 +58,7 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
         if chosen is None or chosen(name, parameter)
     ]
     for name, buffer in named_persistent_buffers(model):
-        entries.append(_whole(name, buffer))
+        entries.append(_full(name, buffer))
     return entries
 
 
@@ -89,13 +89,13 @@ def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torc
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
     """Return the entry of `values`, which are laid out like `parameter`."""
     if not isinstance(parameter, DistributedParameter):
-        return _whole(name, values)
+        return _full(name, values)
     part = values.part if isinstance(values, ShardBase) else values
     spec = TensorSpec(name, part.dtype, tuple(parameter.full_shape))
-    return Entry(spec, parameter.placement.piece.tensor_start, part.detach().reshape(-1), True)
+    return Entry(spec, parameter.placement.range.tensor_start, part.detach().reshape(-1), True)
 
 
-def _whole(name: str, tensor: torch.Tensor) -> Entry:
+def _full(name: str, tensor: torch.Tensor) -> Entry:
     part = tensor.detach().reshape(-1)
     return Entry(TensorSpec(name, tensor.dtype, tuple(tensor.shape)), 0, part, False)
 
@@ -181,21 +181,21 @@ def optimizer_entries(
         state = optimizer.stored_state()
     with WithoutTorchFunction():
         held = {name: state[parameter] for name, parameter in parameters.items() if parameter in state}
-    sliced, others = divide_state(parameters, held, world)
+    sharded, others = divide_state(parameters, held, world)
     for name, values in others.items():
         for key, value in values.items():
-            if _holds_slices(value):
+            if _holds_local(value):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} keeps '{key}' of {name}, which is not laid out like a parameter: its "
                     "state cannot be saved in parts. Save optimizer.state_dict() of each rank with torch.save."
                 )
-    entries = [_of_parameter(f"{name}.{key}", parameters[name], held[name][key]) for key, name in sliced]
+    entries = [_of_parameter(f"{name}.{key}", parameters[name], held[name][key]) for key, name in sharded]
     return sorted(entries, key=lambda entry: entry.spec.name), others
 
 
-def _holds_slices(value: Any) -> bool:
+def _holds_local(value: Any) -> bool:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return any(map(_holds_slices, value))
+        return any(map(_holds_local, value))
     return isinstance(value, ShardBase)
 
 
@@ -242,7 +242,7 @@ class LoadedState:
         if self._places:
             return self._places[parameter][what]
         on = "cpu" if isinstance(self._optimizer, AdamOptimizer) else parameter.device
-        values = torch.empty(parameter.placement.piece.length, dtype=dtype, device=on)
+        values = torch.empty(parameter.placement.range.length, dtype=dtype, device=on)
         self._state.setdefault(self._numbers[name], {})[what] = values
         return values
 

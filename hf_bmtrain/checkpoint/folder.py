@@ -229,8 +229,8 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
         for name, crc in json.loads((folder / ADDED).read_bytes()).items():
             if zlib.crc32((folder / name).read_bytes()) != crc:
                 return f"{name} does not have the checksum that was saved"
-    for name, pieces in manifest.files.items():
-        for _, problem in check_file(folder, name, pieces[rank::size]):
+    for name, chunks in manifest.files.items():
+        for _, problem in check_file(folder, name, chunks[rank::size]):
             if problem is not None:
                 return problem
     return None

@@ -88,7 +88,7 @@ def load_state(
     expect_flag("random", random)
     world, given = current_world(), Path(folder)
     root = given.resolve()
-    world.agree("load_state", {"folder": os.fspath(folder)})
+    world.check_same_on_all_ranks("load_state", {"folder": os.fspath(folder)})
     for saved in (root, root.parent):
         if saved in world.kept:
             world.kept[saved].finish(world)
@@ -100,7 +100,7 @@ def load_state(
         loading = _Loading(world, each, model, optimizer, scheduler, weights)
         problem = _attempt(world, loading.open)
         if problem is None:
-            world.agree("load_state", loading.facts(), {"checkpoint": str(each)})
+            world.check_same_on_all_ranks("load_state", loading.facts(), {"checkpoint": str(each)})
             problem = _attempt(world, loading.read)
         if problem is not None:
             passed_over.append(f"{each}: {problem}")
@@ -172,15 +172,15 @@ class _Loading:
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
             parameters = named(optimizer, self._model)
             for key, stored in find_tensors(self._folder, file_base(number)).items():
-                whole = parameters[key.rpartition(".")[0]].full_shape
-                if stored.shape != tuple(whole):
-                    raise ValueError(f"{key} has shape {stored.shape}, its parameter here {tuple(whole)}")
+                full = parameters[key.rpartition(".")[0]].full_shape
+                if stored.shape != tuple(full):
+                    raise ValueError(f"{key} has shape {stored.shape}, its parameter here {tuple(full)}")
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, for `World.agree`: the arguments, and every byte of the files."""
         number = len(optimizers_of(self._optimizer))
         facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
-        return {**facts, **{name: [*map(tuple, pieces)] for name, pieces in self.manifest.files.items()}}
+        return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
 
     def _want_model(self) -> None:
         trained_only = not any(name.startswith(MODEL) for name in self.manifest.files)
@@ -220,7 +220,7 @@ class _Loading:
             names = [(name, what) for name, _, what in (key.rpartition(".") for key in tensors)]
             state = LoadedState(optimizer, parameters, names, saved["others"], saved["groups"])
             for (name, what), (key, stored) in zip(names, tensors.items()):
-                first = parameters[name].placement.piece.tensor_start
+                first = parameters[name].placement.range.tensor_start
                 self._wanted.append(Wanted(key, stored, first, state.target(name, what, stored.dtype)))
             self._states.append(state)
 

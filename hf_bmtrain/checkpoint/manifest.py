@@ -45,21 +45,21 @@ class Manifest:
     def without(self, bases: tuple[str, ...]) -> Manifest:
         """Return the manifest without the safetensors files whose names begin with one of `bases`."""
         left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
-        return replace(self, files={name: pieces for name, pieces in self.files.items() if name not in left_out})
+        return replace(self, files={name: chunks for name, chunks in self.files.items() if name not in left_out})
 
     def size(self, name: str) -> int:
         """Return the bytes of a file."""
-        pieces = self.files[name]
-        return pieces[-1].start + pieces[-1].length if pieces else 0
+        chunks = self.files[name]
+        return chunks[-1].start + chunks[-1].length if chunks else 0
 
-    def add(self, name: str, pieces: Iterable[Checked], size: int) -> None:
+    def add(self, name: str, chunks: Iterable[Checked], size: int) -> None:
         """Add a file of `size` bytes. Raises Damaged unless the pieces cover it."""
-        ordered = sorted(Checked(*piece) for piece in pieces)
+        ordered = sorted(Checked(*chunk) for chunk in chunks)
         end = 0
-        for piece in ordered:
-            if piece.start != end:
-                raise Damaged(f"{name}: no checksum covers bytes {end:,} to {piece.start:,}")
-            end += piece.length
+        for chunk in ordered:
+            if chunk.start != end:
+                raise Damaged(f"{name}: no checksum covers bytes {end:,} to {chunk.start:,}")
+            end += chunk.length
         if end != size:
             raise Damaged(f"{name}: checksums cover {end:,} of {size:,} bytes")
         self.files[name] = ordered
@@ -79,7 +79,7 @@ class Manifest:
             if zlib.crc32(content.encode()) != outer["crc"]:
                 raise ValueError("its checksum differs")
             fields: dict[str, Any] = json.loads(content)
-            files = {name: [Checked(*map(int, piece)) for piece in all_] for name, all_ in fields.pop("files").items()}
+            files = {name: [Checked(*map(int, chunk)) for chunk in all_] for name, all_ in fields.pop("files").items()}
             manifest = cls(**fields, files=files)
         except FileNotFoundError as error:
             raise Damaged(f"{NAME} is missing: it was never completed, or something else wrote the folder") from error

@@ -75,8 +75,8 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
         if with_optimizer:
             old = checkpoint.manifest
             manifest = Manifest(old.step, old.number, old.world_size, old.versions)
-            for name, pieces in sorted(files.items()):
-                manifest.add(name, pieces, os.path.getsize(staging / name))
+            for name, chunks in sorted(files.items()):
+                manifest.add(name, chunks, os.path.getsize(staging / name))
             write_file(staging / MANIFEST, manifest.to_bytes())
     return notes
 

@@ -125,9 +125,9 @@ def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]
                 stack.callback(os.close, files[part.file])
             data = as_bytes(part.values)
             for at in range(0, len(data), PIECE_BYTES):
-                piece = data[at : at + PIECE_BYTES]
+                chunk = data[at : at + PIECE_BYTES]
                 names.append(part.file)
-                jobs.append(functools.partial(_write_piece, files[part.file], part.start + at, piece, scratch))
+                jobs.append(functools.partial(_write_chunk, files[part.file], part.start + at, chunk, scratch))
         for name, checked in zip(names, _in_threads(jobs)):
             written.setdefault(name, []).append(checked)
         for handle in files.values():
@@ -135,7 +135,7 @@ def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]
     return written
 
 
-def _write_piece(handle: int, start: int, data: torch.Tensor, scratch: _Scratch) -> Checked:
+def _write_chunk(handle: int, start: int, data: torch.Tensor, scratch: _Scratch) -> Checked:
     if has_own_memory(data.device):
         data = scratch.memory[: len(data)].copy_(data)
     values = memory_of(data)
@@ -178,13 +178,13 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 def checksums(path: Path) -> list[Checked]:
     """Flush a file to disk that other code has written. Returns its pieces."""
-    pieces, start = [], 0
+    chunks, start = [], 0
     with open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):
-            pieces.append(Checked(start, len(data), zlib.crc32(data)))
+            chunks.append(Checked(start, len(data), zlib.crc32(data)))
             start += len(data)
         os.fsync(file.fileno())
-    return pieces
+    return chunks
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -226,14 +226,14 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
                 stack.callback(os.close, files[each.stored.file])
         _in_threads(
             [
-                functools.partial(_read_piece, files[each.stored.file], each, piece, scratch)
+                functools.partial(_read_chunk, files[each.stored.file], each, chunk, scratch)
                 for each in wanted
-                for piece in _pieces_of(each, manifest)
+                for chunk in _chunks_of(each, manifest)
             ]
         )
 
 
-def _pieces_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
+def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
     """Yield the pieces with a byte that is wanted."""
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size
@@ -242,53 +242,53 @@ def _pieces_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
         for at in range(start, stop, PIECE_BYTES):
             yield Checked(at, min(PIECE_BYTES, stop - at), None)
         return
-    pieces = manifest.files[wanted.stored.file]
-    for piece in pieces[max(0, bisect_right(pieces, (start, PIECE_BYTES + 1, 0)) - 1) :]:
-        if piece.start >= stop:
+    chunks = manifest.files[wanted.stored.file]
+    for chunk in chunks[max(0, bisect_right(chunks, (start, PIECE_BYTES + 1, 0)) - 1) :]:
+        if chunk.start >= stop:
             return
-        if piece.start + piece.length > start and start < stop:
-            yield piece
+        if chunk.start + chunk.length > start and start < stop:
+            yield chunk
 
 
-def _read_piece(handle: int, wanted: Wanted, piece: Checked, scratch: _Scratch) -> None:
-    data = _read(handle, scratch, piece, f"{wanted.name} in {wanted.stored.file}")
+def _read_chunk(handle: int, wanted: Wanted, chunk: Checked, scratch: _Scratch) -> None:
+    data = _read(handle, scratch, chunk, f"{wanted.name} in {wanted.stored.file}")
     size = wanted.stored.dtype.itemsize
     begin = wanted.stored.start + wanted.first * size
-    first, last = max(begin, piece.start), min(begin + len(wanted.values) * size, piece.start + piece.length)
-    values = data[first - piece.start : last - piece.start].view(wanted.stored.dtype)
+    first, last = max(begin, chunk.start), min(begin + len(wanted.values) * size, chunk.start + chunk.length)
+    values = data[first - chunk.start : last - chunk.start].view(wanted.stored.dtype)
     wanted.values[(first - begin) // size : (last - begin) // size].copy_(values)
 
 
-def _read(handle: int, scratch: _Scratch, piece: Checked, what: str) -> torch.Tensor:
+def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Tensor:
     """Return a piece, uint8; it is valid until the next is read.
 
     Raises Damaged if it cannot be read, the file is shorter or the checksum differs.
     """
-    if piece.length > PIECE_BYTES:
-        raise Damaged(f"{what}: a piece of {piece.length:,} bytes; none is longer than {PIECE_BYTES:,}")
-    data = scratch.memory[: piece.length]
+    if chunk.length > PIECE_BYTES:
+        raise Damaged(f"{what}: a piece of {chunk.length:,} bytes; none is longer than {PIECE_BYTES:,}")
+    data = scratch.memory[: chunk.length]
     view = memory_of(data)
     at = 0
     while at < len(view):
         try:
-            count = os.preadv(handle, [view[at:]], piece.start + at)
+            count = os.preadv(handle, [view[at:]], chunk.start + at)
         except OSError as error:
-            raise Damaged(f"{what}: byte {piece.start + at:,} cannot be read: {error.strerror}") from error
+            raise Damaged(f"{what}: byte {chunk.start + at:,} cannot be read: {error.strerror}") from error
         if not count:
-            raise Damaged(f"{what}: the file ends at byte {piece.start + at:,}")
+            raise Damaged(f"{what}: the file ends at byte {chunk.start + at:,}")
         at += count
-    if piece.crc is not None and zlib.crc32(view) != piece.crc:
+    if chunk.crc is not None and zlib.crc32(view) != chunk.crc:
         raise Damaged(
-            f"{what}: bytes {piece.start:,} to {piece.start + piece.length:,} do not have the checksum that was saved"
+            f"{what}: bytes {chunk.start:,} to {chunk.start + chunk.length:,} do not have the checksum that was saved"
         )
     return data
 
 
 def check_heads(folder: Path, manifest: Manifest) -> None:
     """Raise Damaged unless the headers of tensors, and all files without tensors, have their checksums."""
-    for name, pieces in manifest.files.items():
+    for name, chunks in manifest.files.items():
         small = not name.endswith(".safetensors")
-        heads = [piece for piece in pieces if small or piece.start < 8 + _header_bytes(folder / name)]
+        heads = [chunk for chunk in chunks if small or chunk.start < 8 + _header_bytes(folder / name)]
         for _, problem in check_file(folder, name, heads):
             if problem is not None:
                 raise Damaged(problem)
@@ -299,7 +299,7 @@ def _header_bytes(path: Path) -> int:
         return int.from_bytes(file.read(8), "little")
 
 
-def check_file(folder: Path, name: str, pieces: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
+def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
     """Read a file and yield, for each piece, its bytes and what is wrong with it, None if nothing is."""
     try:
         handle = os.open(folder / name, os.O_RDONLY)
@@ -308,12 +308,12 @@ def check_file(folder: Path, name: str, pieces: Sequence[Checked]) -> Iterator[t
         return
     scratch = _Scratch(torch.device("cpu"))
     try:
-        for piece in pieces:
+        for chunk in chunks:
             try:
-                _read(handle, scratch, piece, name)
+                _read(handle, scratch, chunk, name)
             except Damaged as error:
-                yield piece.length, str(error)
+                yield chunk.length, str(error)
             else:
-                yield piece.length, None
+                yield chunk.length, None
     finally:
         os.close(handle)

@@ -105,10 +105,12 @@ def save_state(
     check_arguments(folder, model, optimizer, scheduler)
     _check_options(step, keep, trained_only, non_blocking, name, add)
     world, root = current_world(), Path(folder).resolve()
-    world.assemble("save_state")
+    world.barrier("save_state")
     keeper = world.kept.setdefault(root, _Keeper())
     unfinished = keeper.saving and keeper.saving.folder.name
-    world.agree("save_state", {"checkpoint still being saved to the folder": unfinished}, {"folder": os.fspath(folder)})
+    world.check_same_on_all_ranks(
+        "save_state", {"checkpoint still being saved to the folder": unfinished}, {"folder": os.fspath(folder)}
+    )
     keeper.finish(world)
     bases, others = _entries(world, model, optimizer, trained_only)
     state = small_state.collect(world, model, optimizer, others, scheduler, extra)
@@ -116,7 +118,7 @@ def save_state(
     job = _Job(world.rank, world.size, root, files, keep, step, name)
     _begin(world, job, lambda: job.begin(keeper, small, state, model))
     _add(world, job, add)
-    parts = _parts(bases if not non_blocking else _copy_wholes(bases), files, world)
+    parts = _parts(bases if not non_blocking else _copy_full_params(bases), files, world)
     wait_loader()
     if non_blocking:
         keeper.saving = SavingState(world, job, Snapshot(parts, world), keeper.memory)
@@ -128,10 +130,10 @@ def save_state(
 def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, name: Any, add: Any) -> None:
     """Raise TypeError or ValueError for options of `save_state` that are not what it documents."""
     if step is not None:
-        expect_number("step", step, "at least 0, or None", lambda number: number >= 0, whole=True)
+        expect_number("step", step, "at least 0, or None", lambda number: number >= 0, integer=True)
     if keep is not None:
         wanted = "at least 1, or None: at least the checkpoint that is being saved remains"
-        expect_number("keep", keep, wanted, lambda number: number >= 1, whole=True)
+        expect_number("keep", keep, wanted, lambda number: number >= 1, integer=True)
     expect_flag("trained_only", trained_only)
     expect_flag("non_blocking", non_blocking)
     if name is not None:
@@ -336,17 +338,17 @@ class _Job:
             json.dump(written, file)
 
     def _publish(self) -> None:
-        pieces: dict[str, list[Any]] = {}
+        chunks: dict[str, list[Any]] = {}
         for name in ("begin", *range(self.size)):
             path = self.staging / f"pieces-{name}.json"
             for file, some in json.loads(path.read_text()).items():
-                pieces.setdefault(file, []).extend(some)
+                chunks.setdefault(file, []).extend(some)
             path.unlink()
         for rank in range(self.size) if self.adds else ():
-            self._move_added(rank, pieces)
+            self._move_added(rank, chunks)
         assert self.step is not None
         manifest = Manifest(self.step, self.number, self.size, _versions())
-        for file, some in sorted(pieces.items()):
+        for file, some in sorted(chunks.items()):
             manifest.add(file, some, os.path.getsize(self.staging / file))
         write_file(self.staging / MANIFEST, manifest.to_bytes())
         publish(self.staging, self.final)
@@ -355,7 +357,7 @@ class _Job:
     def _added(self, rank: int) -> Path:
         return self.staging / f"added-{rank}"
 
-    def _move_added(self, rank: int, pieces: dict[str, list[Any]]) -> None:
+    def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
         """Move the files that a rank has added, unless there are such. Files in subfolders are not in the manifest."""
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
@@ -365,7 +367,7 @@ class _Job:
                     target.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(self._added(rank) / name, target)
                 if target.parent == self.staging:
-                    pieces[name] = some
+                    chunks[name] = some
                 else:
                     flush(target.parent)
         path.unlink()
@@ -400,7 +402,7 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
     return files, indices
 
 
-def _copy_wholes(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
     """Copy tensors that are not sharded: a forward writes buffers."""
     return {
         base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]

@@ -82,7 +82,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     expect_module("model", model)
     expect_path("file_name", file_name)
     expect_flag("non_blocking", non_blocking)
-    world.assemble("save")
+    world.barrier("save")
     path = Path(file_name)
     state = gather_state_dict(model, keep=world.rank == 0)
     if non_blocking:
@@ -121,7 +121,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     expect_module("model", model)
     expect_path("file_name", file_name)
     expect_flag("strict", strict)
-    world.assemble("load")
+    world.barrier("load")
     path, state, problem = Path(file_name), OrderedDict(), None
     try:
         state = read_state(path)
@@ -134,7 +134,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     except RuntimeError as error:
         raise RuntimeError(f"load: {path} does not fit this model. {error}") from error
     finally:
-        world.assemble("end of load")
+        world.barrier("end of load")
 
 
 def write_atomically(state: dict, path: Path) -> None:

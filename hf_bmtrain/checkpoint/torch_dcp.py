@@ -61,7 +61,7 @@ class DCPState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's elements, in host memory. Collective."""
-        current_world().assemble("DCPState.state_dict")
+        current_world().barrier("DCPState.state_dict")
         state: dict[str, Any] = {"model": {name: _pack(t, t) for name, t in _model_tensors(self._model).items()}}
         if self._optimizer is not None:
             state["optim"] = self._optimizer_state(self._optimizer)
@@ -74,7 +74,7 @@ class DCPState:
         Args:
             state_dict: what `state_dict` returned.
         """
-        current_world().assemble("DCPState.load_state_dict")
+        current_world().barrier("DCPState.load_state_dict")
         targets = _model_tensors(self._model)
         buffers = {p.buffer for p in targets.values() if isinstance(p, DistributedParameter)}
         for buffer in sorted(buffers, key=lambda buffer: buffer.number):
@@ -105,8 +105,8 @@ class DCPState:
                 f"{type(optimizer).__name__} has no state that DCP could save, or load into, before its first step: "
                 "make a step with lr=0, or pass an AdamOptimizer."
             )
-        sliced, state = divide_state(parameters, held, world)
-        for what, name in sliced:
+        sharded, state = divide_state(parameters, held, world)
+        for what, name in sharded:
             state[name][what] = _pack(parameters[name], held[name][what])
         numbers = iter(names)
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in own["param_groups"]]
@@ -193,20 +193,20 @@ def _pack(like: Any, values: Any) -> Any:
     allocates no memory for the others. A tensor that is not sharded is copied as it is.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
-        whole = (
+        full = (
             torch.empty(like.full_shape, dtype=like.dtype, device="cpu")
             if isinstance(like, DistributedParameter)
             else values
         )
-        return whole.detach().to("cpu", copy=True)
-    shape, piece = tuple(like.full_shape), like.placement.piece
+        return full.detach().to("cpu", copy=True)
+    shape, local_range = tuple(like.full_shape), like.placement.range
     row = math.prod(shape[1:])
-    first = piece.tensor_start // row
-    rows = -(-piece.tensor_stop // row) - first if piece.length else 0
+    first = local_range.tensor_start // row
+    rows = -(-local_range.tensor_stop // row) - first if local_range.length else 0
     own = values.part if hasattr(values, "part") else values
     packed: Any = torch.empty((rows, *shape[1:]) if shape else (), dtype=own.dtype, device="cpu")
-    packed.view(-1)[piece.tensor_start - first * row :][: piece.length] = own.detach().cpu()
-    mine = list(boxes(shape, piece.tensor_start, piece.tensor_stop))
+    packed.view(-1)[local_range.tensor_start - first * row :][: local_range.length] = own.detach().cpu()
+    mine = list(boxes(shape, local_range.tensor_start, local_range.tensor_stop))
     packed.global_shape = shape
     packed.global_offsets = tuple(offsets for offsets, _ in mine)
     packed.local_offsets = tuple((offsets[0] - first, *offsets[1:]) if shape else () for offsets, _ in mine)
@@ -218,5 +218,5 @@ def _unpack(like: Any, packed: Any) -> Any:
     """Return this rank's elements of what `_pack` made, a 1-D view; values that it did not make as they are."""
     if not hasattr(packed, "global_shape"):
         return packed
-    piece, row = like.placement.piece, math.prod(packed.global_shape[1:])
-    return packed.view(-1)[piece.tensor_start - piece.tensor_start // row * row :][: piece.length]
+    local_range, row = like.placement.range, math.prod(packed.global_shape[1:])
+    return packed.view(-1)[local_range.tensor_start - local_range.tensor_start // row * row :][: local_range.length]

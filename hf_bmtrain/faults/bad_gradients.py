@@ -164,10 +164,10 @@ def explain(
 
 def _judge(parameter: torch.nn.Parameter, rows: torch.Tensor, number: int) -> _Bad | None:
     """Return what is wrong with one parameter's gradient. rows: (ranks, 4)."""
-    sliced = isinstance(parameter, DistributedParameter)
+    sharded = isinstance(parameter, DistributedParameter)
     known, missing = rows[:, :2].clamp_min(0), rows[:, 0] == _UNKNOWN
     partly = bool(missing.any() and not missing.all())
-    nan, inf = (known.sum(0) if sliced else known.amax(0)).tolist()
+    nan, inf = (known.sum(0) if sharded else known.amax(0)).tolist()
     ranks = tuple((rows[:, 2] != _UNKNOWN).nonzero().flatten().tolist())
     if not nan and not inf and not ranks:
         return None

@@ -144,7 +144,7 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     if not failed:
         try:
             wait_loader()  # what another rank waits for may be queued
-            world.assemble(EXIT)
+            world.barrier(EXIT)
         except (RuntimeError, ValueError):  # ValueError: the present process group is another one
             failed, problem = True, watch.problem
     watch.stop()

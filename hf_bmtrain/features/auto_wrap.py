@@ -110,7 +110,7 @@ def auto_wrap(
     level = world.zero_level if zero_level is None else zero_level
     options = Options(level, use_checkpoint, compile, keep_frozen, quantize_frozen, float8, keep)
     check_zero_level(level)
-    world.agree("auto_wrap", options.facts())
+    world.check_same_on_all_ranks("auto_wrap", options.facts())
     if weights is not None:
         fill_from(model, weights, world)
     wrap(model, world, level, use_checkpoint, compile, blocks, extensions_of(options))

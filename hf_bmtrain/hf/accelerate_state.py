@@ -139,7 +139,7 @@ class _AcceleratorStates:
     def _begin(self, occasion: str) -> World:
         world = current_world()
         check_accelerator(world.size)
-        world.assemble(occasion)
+        world.barrier(occasion)
         return world
 
     def _automatic_root(self) -> Path:

@@ -73,7 +73,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
 
 def agree_on_arguments(args: TrainingArguments) -> None:
     """Raise RuntimeError unless the arguments that must be equal on all ranks are. Collective."""
-    current_world().agree("Trainer.train", {name: getattr(args, name, None) for name in _EQUAL})
+    current_world().check_same_on_all_ranks("Trainer.train", {name: getattr(args, name, None) for name in _EQUAL})
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -70,7 +70,7 @@ class BMTrainCallback(TrainerCallback):
             auto_wrap(model)
         self._adopt(args, model)
         world, problem = current_world(), None
-        world.assemble("Trainer(...)")
+        world.barrier("Trainer(...)")
         if world.rank == 0:
             try:
                 set_aside_incomplete(args.output_dir)

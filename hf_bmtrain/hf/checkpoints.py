@@ -173,7 +173,7 @@ def writes_own_weights(model: Any) -> bool:
 # -- which checkpoints are whole --------------------------------------------------------------------------------------
 
 
-def newest_whole(output_dir: str | os.PathLike) -> Path | None:
+def newest_complete(output_dir: str | os.PathLike) -> Path | None:
     """Return the newest checkpoint of Trainer in `output_dir` whose every byte is what was saved. Collective.
 
     Each rank reads a part of the files. Checkpoints that are passed over are logged.

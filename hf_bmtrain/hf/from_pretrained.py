@@ -88,7 +88,7 @@ def from_pretrained(
     Options(
         zero_level or world.zero_level, use_checkpoint, compile, keep_frozen, quantize_frozen, float8, keep
     )  # checks
-    world.assemble("from_pretrained")
+    world.barrier("from_pretrained")
     failure: Exception | None = None
     loaded: Any = None
     try:
@@ -230,7 +230,9 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
 
 def _check_alike(model: torch.nn.Module, world: World) -> None:
     """Raise RuntimeError if the ranks found different tensors in their files. Collective."""
-    world.agree("from_pretrained", tensor_facts(model), {"files of": getattr(model, "name_or_path", None)})
+    world.check_same_on_all_ranks(
+        "from_pretrained", tensor_facts(model), {"files of": getattr(model, "name_or_path", None)}
+    )
 
 
 def _tie_equal(model: Any, world: World) -> None:
@@ -256,11 +258,11 @@ def _tie_equal(model: Any, world: World) -> None:
 def _report(model: torch.nn.Module, world: World) -> None:
     """Log how the model was read."""
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
-    whole = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
+    full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
         "rank %d: each of %d ranks reads its parts of %d parameters of %s in mapped files, and holds 1/%d of %d that "
         "were converted; %d that the files lack are initialised whole%s",
-        world.rank, world.size, len(mapped), type(model).__name__, world.size, len(scattered) - len(mapped), len(whole),
-        f" ({', '.join(whole[:5])})" if whole else "",
+        world.rank, world.size, len(mapped), type(model).__name__, world.size, len(scattered) - len(mapped), len(full),
+        f" ({', '.join(full[:5])})" if full else "",
     )  # fmt: skip

@@ -43,7 +43,7 @@ class StagedWeights:
         world = current_world()
         if world.size > 1 and not self.fresh:
             self.drop()
-            world.assemble("gather_state")
+            world.barrier("gather_state")
             state = gather_state_dict(self.model, keep=world.rank == 0)
             self._state = state if world.rank == 0 else None
             self._versions = self._present()

@@ -11,7 +11,7 @@ from ..checkpoint.load_state import load_state
 from ..checkpoint.manifest import NAME as MANIFEST
 from ..engine.base.arguments import expect_kind
 from .callback import BMTrainCallback
-from .checkpoints import find_damage, newest_whole, writes_own_weights
+from .checkpoints import find_damage, newest_complete, writes_own_weights
 from .speed import ParameterCount
 
 _Base: Any = transformers.Trainer
@@ -63,7 +63,7 @@ class TrainerMixin:
         """
         given: Any = resume_from_checkpoint
         if given is True:
-            given = newest_whole(self.args.output_dir) or True
+            given = newest_complete(self.args.output_dir) or True
         elif isinstance(given, (str, Path)) and (Path(given) / MANIFEST).exists():
             problem = find_damage(Path(given))
             if problem is not None:

@@ -28,7 +28,7 @@ def bench_shape(shape: tuple[int, int]) -> list[Line]:
     return [
         Line(f"float8 {shape[0]}x{shape[1]} bf16, by rows", measure(lambda: float8.quantize_rows(x)), 3 * size),
         Line("  by rows and columns", measure(lambda: float8.quantize_both(x)), 6 * size),
-        Line("  whole", measure(lambda: float8.quantize_whole(x)), 5 * size),
+        Line("  whole", measure(lambda: float8.quantize_full(x)), 5 * size),
         Line("  whole, transposed", measure(lambda: float8.quantize_transposed(x)), 5 * size),
         Line("  a shard's pieces", measure(lambda: by_pieces(x.view(-1))), 5 * size),
         Line("  codes transposed", measure(lambda: float8.transpose(codes)), 2 * size),

@@ -235,9 +235,9 @@ def test_files(world, case, tmp_path):
 def on_rank_0_only(folder):
     """`save` names who did not come."""
     model = bmt.auto_wrap(Tower())
-    patient = type(bmt.current_world()).assemble
+    patient = type(bmt.current_world()).barrier
     if bmt.rank() == 0:
-        type(bmt.current_world()).assemble = lambda self, occasion, seconds=1: patient(self, occasion, 1)
+        type(bmt.current_world()).barrier = lambda self, occasion, seconds=1: patient(self, occasion, 1)
         with pytest.raises(RuntimeError, match=r"'save' needs every rank(.|\n)*1"):
             bmt.save(model, f"{folder}/alone.pt")
         assert not os.listdir(folder)

@@ -77,7 +77,7 @@ def test_product(fast: bool, dtype: torch.dtype, launched) -> None:
     def products(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
         (x_rows, x_columns), (dy_rows, dy_columns) = float8.quantize_both(x), float8.quantize_both(dy)
         return [
-            float8.product(x_rows, float8.quantize_whole(weight), dtype, fast),
+            float8.product(x_rows, float8.quantize_full(weight), dtype, fast),
             float8.product(dy_rows, float8.quantize_transposed(weight), dtype, fast),
             float8.product(dy_columns, x_columns, dtype, fast),
         ]

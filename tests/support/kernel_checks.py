@@ -450,7 +450,7 @@ def check_float8_pieces(place: Place, dtype: torch.dtype, ranges: list[tuple[int
         gaps[start:stop] = False
         if start < stop:
             part = float8.Float8(found[start:stop].view(torch.float8_e4m3fn)[None], scale.view(1, 1))
-            assert same_factors([part], [float8.quantize_whole(x[None, start:stop])])
+            assert same_factors([part], [float8.quantize_full(x[None, start:stop])])
     assert (found[gaps] == 77).all() and gaps.any()
 
 
@@ -464,7 +464,7 @@ def check_transpose(place: Place, shape: tuple[int, int]) -> None:
 FLOAT8 = {
     "rows": lambda x: [float8.quantize_rows(x)],
     "both": lambda x: [*float8.quantize_both(x)],
-    "whole": lambda x: [float8.quantize_whole(x)],
+    "whole": lambda x: [float8.quantize_full(x)],
     "transposed": lambda x: [float8.quantize_transposed(x)],
     "pieces": _by_pieces,
 }

@@ -221,10 +221,10 @@ COLLECTIVES = {
 
 def on_rank_0_alone():
     world, model = bmt.current_world(), wrapped()
-    assemble = type(world).assemble
+    barrier = type(world).barrier
     if bmt.rank() != 0:
         return
-    type(world).assemble = lambda self, occasion, seconds=1: assemble(self, occasion, 0.5)
+    type(world).barrier = lambda self, occasion, seconds=1: barrier(self, occasion, 0.5)
     for name, call in COLLECTIVES.items():
         with pytest.raises(RuntimeError, match=f"'{name}.*' needs every rank.*not on rank 0 alone(.|\\n)*rank 1 is "):
             call(model)

@@ -60,14 +60,14 @@ def expect_flag(name: str, value: Any) -> None:
 
 
 def expect_number(
-    name: str, value: Any, wanted: str, holds: Callable[[Any], Any] = lambda number: True, whole: bool = False
+    name: str, value: Any, wanted: str, holds: Callable[[Any], Any] = lambda number: True, integer: bool = False
 ) -> None:
-    """Raise TypeError unless `value` is a real number (an integer if `whole`), ValueError unless it `holds`.
+    """Raise TypeError unless `value` is a real number (an integer if `integer`), ValueError unless it `holds`.
 
     wanted: says what holds, such as "at least 0". bool is no number. A comparison of NaN never holds.
     """
-    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be {'an integer' if whole else 'a number'}, {wanted}, got {_show(value)}")
+    if not isinstance(value, numbers.Integral if integer else numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be {'an integer' if integer else 'a number'}, {wanted}, got {_show(value)}")
     if not holds(value):
         raise ValueError(f"{name} must be {wanted}, got {value}")
 

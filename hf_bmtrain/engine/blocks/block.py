@@ -53,7 +53,7 @@ class CheckpointBlock(ShardedModule):
         level = world.zero_level if zero_level is None else zero_level
         check_zero_level(level)
         facts = {"zero_level": level, "use_checkpoint": use_checkpoint, **tensor_facts(layer)}
-        world.agree("CheckpointBlock", facts)
+        world.check_same_on_all_ranks("CheckpointBlock", facts)
         sharded = shard_places(world, find_places(layer.modules()), world.schedule.blocks)
         extend(layer, sharded, world, use_checkpoint, level)
         return layer

@@ -29,7 +29,7 @@ class TransformerBlockList(torch.nn.ModuleList):
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
         wanted = "at least 1: it counts the hidden states that go from block to block"
-        expect_number("num_hidden", num_hidden, wanted, lambda number: number >= 1, whole=True)
+        expect_number("num_hidden", num_hidden, wanted, lambda number: number >= 1, integer=True)
         expect_kind("modules", modules, Iterable, "a list of torch.nn.Modules")
         layers = list(modules)
         for layer in layers:

@@ -174,16 +174,16 @@ class BlockState:
                 buffer.gather()
         for buffer in self.buffers:
             buffer.wait()
-        for parameters, name, whole, local in self.slots:
+        for parameters, name, full, local in self.slots:
             shown = parameters[name] if name in parameters else None
-            if shown is not local and shown is not whole:
+            if shown is not local and shown is not full:
                 raise RuntimeError(
                     f"'{name}' of a block was replaced by a {type(shown).__name__} after it was sharded (by "
                     "torch.func.functional_call, or assigned), and the block would compute with its own. Use a copy "
                     "of the model made before auto_wrap, or write other values under `with bmt.gathered(model, "
                     "modify=True):`."
                 )
-            parameters[name] = whole
+            parameters[name] = full
         self._open = True
 
     def show_local(self) -> None:
@@ -234,8 +234,8 @@ class BlockState:
         for buffer in self.buffers:
             if not buffer.gradient.trainable:
                 buffer.gradient.discard()  # frozen since the forward
-            for whole in buffer.full_params:
-                if whole.grad is not None:
+            for full in buffer.full_params:
+                if full.grad is not None:
                     raise RuntimeError(
                         "A block's gradient arrived after its backward was over: one of its parameters is used outside "
                         "its own forward. Pass what is shared through the block's inputs and outputs."

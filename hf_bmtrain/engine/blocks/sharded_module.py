@@ -11,7 +11,7 @@ import torch
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, hidden
-from ..sharding.state_dict import StateDict, agree_on_wholes, copy_full_params
+from ..sharding.state_dict import StateDict, check_full_tensors, copy_full_params
 
 
 class RefuseDataParallel:
@@ -61,7 +61,7 @@ class ShardedModule(torch.nn.Module):
         """
         outermost = destination is None
         if outermost:
-            current_world().assemble("state_dict")
+            current_world().barrier("state_dict")
             destination = StateDict()
         collect = functools.partial(super().state_dict, destination=destination, prefix=prefix, keep_vars=True)
         copy_full_params(destination, self._slots(), collect)
@@ -78,7 +78,7 @@ class ShardedModule(torch.nn.Module):
         Raises:
             RuntimeError: with nothing changed, if the ranks pass different parameters; or as torch.nn.Module.
         """
-        agree_on_wholes(self, state_dict)
+        check_full_tensors(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn, recurse: bool = True):

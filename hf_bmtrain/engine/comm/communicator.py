@@ -42,12 +42,12 @@ class Communicator(Protocol):
     size: int
     collective_log: CollectiveLog
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """Fill `whole` (size * n,) with every rank's `shard` (n,), in rank order."""
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        """Fill `full` (size * n,) with every rank's `shard` (n,), in rank order."""
         ...
 
-    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        """Fill `shard` (n,) with this rank's part of the mean of `whole` (size * n,) over ranks."""
+    def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+        """Fill `shard` (n,) with this rank's part of the mean of `full` (size * n,) over ranks."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
@@ -91,10 +91,10 @@ class Gather(Protocol):
         """
         ...
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
-        """Fill `whole` (size * n,) with every rank's `shard` (n,), in rank order.
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
+        """Fill `full` (size * n,) with every rank's `shard` (n,), in rank order.
 
-        own: ranges of this rank's `shard` that are read from `whole`; the rest of its part may stay unfilled.
+        own: ranges of this rank's `shard` that are read from `full`; the rest of its part may stay unfilled.
         """
         ...
 
@@ -123,8 +123,8 @@ class CollectiveGather(Gather):
     ) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
-        return self.communicator.all_gather(whole, shard)
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
+        return self.communicator.all_gather(full, shard)
 
 
 class SingleProcess:
@@ -135,12 +135,12 @@ class SingleProcess:
     def __init__(self) -> None:
         self.collective_log = CollectiveLog("single")
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        whole.copy_(shard)
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        full.copy_(shard)
         return DONE
 
-    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        shard.copy_(whole)
+    def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+        shard.copy_(full)
         return DONE
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
@@ -196,15 +196,15 @@ class GlooCommunicator:
         self._under_way: set[dist.Work] = set()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        self.collective_log.note(code("all-gather", whole.numel()))
-        work = _all_gather(as_bytes(whole), as_bytes(shard), group=self._group, async_op=True)
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        self.collective_log.note(code("all-gather", full.numel()))
+        work = _all_gather(as_bytes(full), as_bytes(shard), group=self._group, async_op=True)
         return self._ticket("all_gather", shard, work)
 
-    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        self.collective_log.note(code("reduce-scatter", whole.numel()))
-        received = torch.empty_like(whole)
-        work = dist.all_to_all_single(as_bytes(received), as_bytes(whole), group=self._group, async_op=True)
+    def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+        self.collective_log.note(code("reduce-scatter", full.numel()))
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(as_bytes(received), as_bytes(full), group=self._group, async_op=True)
         wide = torch.promote_types(shard.dtype, torch.float32)
 
         def finish() -> None:

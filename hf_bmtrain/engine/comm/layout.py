@@ -11,7 +11,7 @@ ALIGNMENT_BYTES = 128
 
 
 @dataclass(frozen=True)
-class Piece:
+class Range:
     """The part of one tensor that is stored in one shard, as ranges of the tensor's and of the shard's elements.
 
     It is empty if the shard holds nothing of the tensor.
@@ -73,19 +73,23 @@ class Layout:
         """Elements up to the end of the last tensor. It does not depend on the number of shards, nor do `offsets`."""
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
-    def piece(self, index: int, rank: int) -> Piece:
+    def range_of(self, index: int, rank: int) -> Range:
         """Return the piece of tensor `index` that `rank` holds."""
         shard_begin = rank * self.shard_numel
         begin, end = self.offsets[index], self.offsets[index] + self.numels[index]
         start = min(max(begin, shard_begin), end)
         stop = max(min(end, shard_begin + self.shard_numel), start)
         shard_start = min(max(start - shard_begin, 0), self.shard_numel)
-        return Piece(start - begin, stop - begin, shard_start, shard_start + stop - start)
+        return Range(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return the ranges of `rank`'s shard that belong to tensors stored on several ranks."""
-        pieces = [(numel, self.piece(index, rank)) for index, numel in enumerate(self.numels)]
-        return [(piece.shard_start, piece.shard_stop) for numel, piece in pieces if 0 < piece.length < numel]
+        local_ranges = [(numel, self.range_of(index, rank)) for index, numel in enumerate(self.numels)]
+        return [
+            (local_range.shard_start, local_range.shard_stop)
+            for numel, local_range in local_ranges
+            if 0 < local_range.length < numel
+        ]
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -94,8 +98,10 @@ class Layout:
 
     def shard_sizes(self, rank: int) -> list[int]:
         """Return the elements of each part of `rank`'s shard: gap, piece, gap, …, piece, gap."""
-        pieces = [self.piece(index, rank) for index in range(len(self.numels))]
-        return _alternating([(piece.shard_start, piece.shard_stop) for piece in pieces], self.shard_numel)
+        local_ranges = [self.range_of(index, rank) for index in range(len(self.numels))]
+        return _alternating(
+            [(local_range.shard_start, local_range.shard_stop) for local_range in local_ranges], self.shard_numel
+        )
 
 
 def _alternating(ranges: Sequence[tuple[int, int]], end: int) -> list[int]:

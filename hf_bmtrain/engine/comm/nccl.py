@@ -70,13 +70,13 @@ class NcclCommunicator:
         with torch.cuda.device(device):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        self.collective_log.note(code("all-gather", whole.numel()))
-        return self._issue(self._comm.allGather, shard, whole, _moved(shard))
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
+        self.collective_log.note(code("all-gather", full.numel()))
+        return self._issue(self._comm.allGather, shard, full, _moved(shard))
 
-    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        self.collective_log.note(code("reduce-scatter", whole.numel()))
-        return self._issue(self._comm.reduceScatter, whole, shard, (*_reduced(shard), _AVG))
+    def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+        self.collective_log.note(code("reduce-scatter", full.numel()))
+        return self._issue(self._comm.reduceScatter, full, shard, (*_reduced(shard), _AVG))
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
         self.collective_log.note(code("all-reduce", tensor.numel()))

@@ -40,7 +40,7 @@ class PeerGather(Gather):
 
     Its contract (why no rank has to meet the others at every gather):
     * A shard made by `allocate` is stored in memory that every rank has mapped. `gather` copies all ranks' shards
-      into `whole` on streams of its own, which first wait for what is queued on the compute stream.
+      into `full` on streams of its own, which first wait for what is queued on the compute stream.
     * Weights change at few points. The first gather after a change *publishes*: an all-reduce of one element, which
       each rank enters behind its own writes and which its later copies wait for. So they read what was written.
     * Updates that an optimizer makes alongside the computation are not published so: the first gather would come behind
@@ -125,17 +125,17 @@ class PeerGather(Gather):
 
     # -- gathers ------------------------------------------------------------------------------------------------
 
-    def gather(self, whole: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return self.collective.gather(whole, shard, own)
+            return self.collective.gather(full, shard, own)
         if shared.meeting is not None:
             shared.meeting.wait()
             shared.meeting = None
         if shard._version != shared.published:
             self._publish()
         shared.read = True
-        parts = whole.detach().data.view(self._size, -1)
+        parts = full.detach().data.view(self._size, -1)
         order = [(self._rank + distance) % self._size for distance in range(1, self._size)]  # not all from one at once
         pairs = [[(parts[rank], shared.sources[rank])] for rank in order]
         here, mine = parts[self._rank], shard.detach()

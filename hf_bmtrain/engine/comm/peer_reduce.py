@@ -12,7 +12,7 @@ import torch
 from ..base.torch_internals import foreach_zero_
 from ..ops.grad_norm import add_squares
 from ..ops.peer_sum import peer_mean, serves
-from .layout import Layout, Piece
+from .layout import Layout, Range
 from .peer_memory import PeerMemory
 from .reduce import CollectingReducer, CollectiveReduction, PendingReduce, Reducer, Reduction
 from .streams import DONE, Ticket, work_stream
@@ -63,12 +63,12 @@ class Mailboxes:
 
     def make(self, nbytes: int) -> None:
         """Allocate mailboxes of `nbytes`; there must be none. Collective."""
-        whole, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
+        full, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
         for rank, handle in enumerate(self._exchange(self._handle)):
             self._mapped.append(None if rank == self._rank else self._memory.map(handle, MAILBOXES * nbytes))
         self._exchange(None)  # all have mapped
         self._memory.unlink(self._handle)
-        self.boxes = [Mailbox(part, number) for number, part in enumerate(whole.split(nbytes))]
+        self.boxes = [Mailbox(part, number) for number, part in enumerate(full.split(nbytes))]
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
@@ -173,13 +173,15 @@ class _PeerReducer(CollectingReducer):
         self._peers, self._rank, self._layout, self._dtype, self._poison = peers, peers.rank, layout, dtype, poison
         self._others = layout.world_size - 1
         ring = [(self._rank + distance) % layout.world_size for distance in range(1, layout.world_size)]
-        self._pieces = [(other, self._pieces_of(other)) for other in ring]  # the ranks do not all push to one at once
-        self._own = self._pieces_of(self._rank)
+        self._local_ranges = [
+            (other, self._ranges_of(other)) for other in ring
+        ]  # the ranks do not all push to one at once
+        self._own = self._ranges_of(self._rank)
         self._sizes = layout.shard_sizes(self._rank)
 
-    def _pieces_of(self, rank: int) -> list[tuple[int, Piece]]:
-        pieces = [(index, self._layout.piece(index, rank)) for index in range(len(self._layout.numels))]
-        return [(index, piece) for index, piece in pieces if piece.length]
+    def _ranges_of(self, rank: int) -> list[tuple[int, Range]]:
+        local_ranges = [(index, self._layout.range_of(index, rank)) for index in range(len(self._layout.numels))]
+        return [(index, local_range) for index, local_range in local_ranges if local_range.length]
 
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
@@ -191,8 +193,8 @@ class _PeerReducer(CollectingReducer):
         if self._poison and total is None:
             shard.fill_(float("nan"))
         pushed = [
-            [(self._target(box, other, p), sources[index][p.tensor_start : p.tensor_stop]) for index, p in pieces]
-            for other, pieces in self._pieces
+            [(self._target(box, other, p), sources[index][p.tensor_start : p.tensor_stop]) for index, p in local_ranges]
+            for other, local_ranges in self._local_ranges
         ]
         squares = torch.empty(len(sources), dtype=torch.float64, device=shard.device)
         ticket = self._peers.carry(box, pushed, functools.partial(self._add, rows, sources, shard, total, squares))
@@ -202,18 +204,18 @@ class _PeerReducer(CollectingReducer):
         """Return the gradient as (numel,) in the buffer's dtype; zeros for None."""
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
-    def _target(self, box: Mailbox, other: int, piece: Piece) -> Any:
+    def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
         """Return the part of `other`'s mailbox, in this rank's row, for a piece of its shard."""
         row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # `other` has no row for itself
-        start = (row * self._layout.shard_numel + piece.shard_start) * itemsize
-        return self._peers.boxes.part(box, other, start, start + piece.length * itemsize)
+        start = (row * self._layout.shard_numel + local_range.shard_start) * itemsize
+        return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
         """Write the mean and its squares, and zero the shard's padding, which no rank fills."""
         parts = [squares.new_empty(0)] * len(sources)
-        for index, piece in self._own:
-            there = slice(piece.shard_start, piece.shard_stop)
-            mine = sources[index][piece.tensor_start : piece.tensor_stop]
+        for index, local_range in self._own:
+            there = slice(local_range.shard_start, local_range.shard_stop)
+            mine = sources[index][local_range.tensor_start : local_range.tensor_stop]
             summed = None if total is None else total[there]
             parts[index] = peer_mean(rows[:, there], mine, self._rank, shard[there], summed)
         add_squares(parts, squares)

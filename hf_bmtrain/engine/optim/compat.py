@@ -45,16 +45,16 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
             "sharded; they belong to it no more, and nothing would be trained. Make the optimizer after auto_wrap, "
             "from model.parameters()."
         )
-    known = getattr(optimizer, "whole_state", None)
+    known = getattr(optimizer, "full_state", None)
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     if slices:
         world = current_world()
-        world.agree("optimizer.step", _facts(optimizer, world))
+        world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
         _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
         if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # ours are element-wise
             _check_element_wise(optimizer, slices[0].device)
-        known = optimizer.whole_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+        known = optimizer.full_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
 
 
@@ -83,24 +83,24 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if check(optimizer) is not None and (world := current_world()).size > 1:
             noted = [_NotedOptions(group, world.reduce.collective_log) for group in optimizer.param_groups]
         optimizer.checked = now, [[*group] for group in groups], noted
-    whole_state = getattr(optimizer, "whole_state", None)
-    if whole_state is not None:
+    full_state = getattr(optimizer, "full_state", None)
+    if full_state is not None:
         for group, options in zip(optimizer.param_groups, noted):
             options.step(group)
-        _finish_load(optimizer, whole_state)
+        _finish_load(optimizer, full_state)
 
 
-def _finish_load(optimizer: Any, whole_state: FullState) -> None:
+def _finish_load(optimizer: Any, full_state: FullState) -> None:
     """Compare the whole state that was loaded since the last step with the other ranks', and slice it. Collective."""
     facts = None
     if isinstance(optimizer, AdamOptimizer):  # it has sliced it
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
-    elif whole_state.is_loaded(optimizer) and optimizer.state:
+    elif full_state.is_loaded(optimizer) and optimizer.state:
         facts = full_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())
     if facts is not None:
-        current_world().agree("optimizer.step after load_state_dict", facts)
-    if not isinstance(optimizer, AdamOptimizer) and whole_state.is_loaded(optimizer):
-        whole_state.slice_loaded(optimizer)
+        current_world().check_same_on_all_ranks("optimizer.step after load_state_dict", facts)
+    if not isinstance(optimizer, AdamOptimizer) and full_state.is_loaded(optimizer):
+        full_state.shard_loaded(optimizer)
 
 
 def install() -> Callable[[], None]:
@@ -222,7 +222,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
         values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
         moved = _movement(optimizer, group, values, tries)
-        reason = _difference(functools.partial(_move_slices, optimizer, group, values, tries), moved)
+        reason = _difference(functools.partial(_move_local, optimizer, group, values, tries), moved)
         if reason is not None:
             raise TypeError(
                 f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap each "
@@ -250,7 +250,7 @@ def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
     return torch.cat([_movement(optimizer, group, values[cut], [each[cut] for each in gradients]) for cut in cuts])
 
 
-def _move_slices(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the movement of `values` in slices. Collective."""
     parameter = DistributedParameter(values)
     pieces = [parameter.take(gradient).clone() for gradient in gradients]

@@ -80,7 +80,7 @@ class OptimManager:
             wanted = "at least 1 and finite"
             expect_number("loss_scale_factor", loss_scale_factor, wanted, lambda x: 1 <= x < float("inf"))
         if loss_scale_steps is not None:
-            expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, whole=True)
+            expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
         self.grad_scale = world.size if grad_scale is None else grad_scale
         self._mean_scale = world.size / self.grad_scale  # the reduction takes the mean
         self._device, self._reduce = world.device, world.reduce
@@ -324,7 +324,7 @@ class OptimManager:
         for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers)):
             facts[f"optimizer {number}"] = type(optimizer).__qualname__
             facts[f"scheduler {number}"] = type(scheduler).__qualname__
-        current_world().agree("OptimManager.step", facts)
+        current_world().check_same_on_all_ranks("OptimManager.step", facts)
         self._compared = len(self.optimizers)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -370,7 +370,7 @@ class OptimManager:
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
-        world.assemble("OptimManager.state_dict")
+        world.barrier("OptimManager.state_dict")
         own = self.own_state()
         return {"optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers], **own}
 
@@ -403,7 +403,7 @@ class OptimManager:
             )
         expect_flag("gather_opt", gather_opt)
         own = {name: value for name, value in state_dict.items() if name != "optimizers"}
-        current_world().agree("OptimManager.load_state_dict", contents(own))
+        current_world().check_same_on_all_ranks("OptimManager.load_state_dict", contents(own))
         self.check_own_state(state_dict)
         self._end_last_step()
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"]):
@@ -531,12 +531,12 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     """
     infinite = order == float("inf")
     add = _squares if order == 2 else _powers
-    sliced = add([p for p in parameters if isinstance(p, DistributedParameter)], order, device)
-    communicator.all_reduce(sliced, maximum=infinite).wait()
+    sharded = add([p for p in parameters if isinstance(p, DistributedParameter)], order, device)
+    communicator.all_reduce(sharded, maximum=infinite).wait()
     own = add([p for p in parameters if not isinstance(p, DistributedParameter)], order, device)
     if infinite:
-        return torch.maximum(sliced, own)[0]
-    return sliced.add_(own)[0].pow(1.0 / order)
+        return torch.maximum(sharded, own)[0]
+    return sharded.add_(own)[0].pow(1.0 / order)
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:

@@ -34,8 +34,8 @@ class Run:
         """Return the run of adjacent `parameters`. Raises ValueError for an ordinary one that is not contiguous."""
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
-            start = first.buffer.pieces[first.index].shard_start
-            stop = first.buffer.pieces[last.index].shard_stop
+            start = first.buffer.local_ranges[first.index].shard_start
+            stop = first.buffer.local_ranges[last.index].shard_stop
             return cls(parameters, first.buffer.shard[start:stop], first.buffer, start)
         if not first.is_contiguous():
             raise ValueError(f"AdamOptimizer needs contiguous parameters, got shape {tuple(first.shape)}")
@@ -50,7 +50,7 @@ class Run:
         """Return the index of the first element of `parameter` in the range."""
         if not isinstance(parameter, DistributedParameter):
             return 0
-        return parameter.buffer.pieces[parameter.index].shard_start - self.start
+        return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
         """Return the `.grad`s as one view, (n,), or None if the user has replaced one by another tensor."""
@@ -95,13 +95,13 @@ def neighbours(
     runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
     buffers = {buffer: number for number, buffer in enumerate(dict.fromkeys(p.buffer for p in slices))}
-    slices.sort(key=lambda piece: (buffers[piece.buffer], piece.index))
+    slices.sort(key=lambda sharded: (buffers[sharded.buffer], sharded.index))
 
     def shared(numbered: tuple[int, DistributedParameter]) -> tuple:
-        position, piece = numbered
-        return piece.buffer, piece.index - position, kind(piece)  # from neighbour to neighbour both grow by one
+        position, sharded = numbered
+        return sharded.buffer, sharded.index - position, kind(sharded)  # from neighbour to neighbour both grow by one
 
-    return [*runs, *([piece for _, piece in members] for _, members in groupby(enumerate(slices), shared))]
+    return [*runs, *([sharded for _, sharded in members] for _, members in groupby(enumerate(slices), shared))]
 
 
 def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
@@ -126,11 +126,11 @@ def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
     """Number all elements of `groups` in order. Return the first number of every buffer or ordinary parameter."""
     bases, end = {}, 0
     for parameter in (p for group in groups for p in group["params"]):
-        sliced = isinstance(parameter, DistributedParameter)
-        owner = parameter.buffer if sliced else parameter
+        sharded = isinstance(parameter, DistributedParameter)
+        owner = parameter.buffer if sharded else parameter
         if owner not in bases:
             bases[owner] = end
-            end += parameter.buffer.layout.extent if sliced else parameter.numel()
+            end += parameter.buffer.layout.extent if sharded else parameter.numel()
     return bases
 
 
@@ -231,7 +231,7 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
 
 def stored_numel(parameter: torch.Tensor) -> int:
     """Return how many elements of `parameter` this rank stores."""
-    return parameter.placement.piece.length if isinstance(parameter, DistributedParameter) else parameter.numel()
+    return parameter.placement.range.length if isinstance(parameter, DistributedParameter) else parameter.numel()
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

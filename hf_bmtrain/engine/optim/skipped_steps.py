@@ -70,7 +70,7 @@ class SkippedSteps:
     def __init__(self, limit: int | None) -> None:
         if limit is not None:
             wanted = "positive, or None for no limit"
-            expect_number("max_skipped_steps", limit, wanted, lambda steps: steps >= 1, whole=True)
+            expect_number("max_skipped_steps", limit, wanted, lambda steps: steps >= 1, integer=True)
         self._limit = limit
         self._steps = self._in_row = self._lost = 0
         self._at_minimum = False

@@ -38,14 +38,14 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     0; other ranks get the parameter groups alone. Its "sliced" names the tensors that are laid out like the parameters;
     the others are whole on every rank. Collective with `gather`.
     """
-    whole_state: FullState | None = getattr(optimizer, "whole_state", None)
-    with nullcontext() if whole_state is None else whole_state.local():
+    full_state: FullState | None = getattr(optimizer, "full_state", None)
+    with nullcontext() if full_state is None else full_state.local():
         state = optimizer.state_dict()
     check_keys(optimizer, state["state"])
     state = {**state, "state": {key: _with_quantized(values) for key, values in state["state"].items()}}
     if gather:
-        whole, sliced = _gather(optimizer, state, world, keep=world.rank == 0)
-        return {**state, "state": whole, "sliced": sliced}
+        full, sharded = _gather(optimizer, state, world, keep=world.rank == 0)
+        return {**state, "state": full, "sliced": sharded}
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
 
@@ -71,7 +71,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
     state: States = saved["state"]
     own = () if "sliced" in saved else ("state", "rank")
     if world.size > 1:
-        world.agree("load_state_dict", contents({name: value for name, value in saved.items() if name not in own}))
+        world.check_same_on_all_ranks(
+            "load_state_dict", contents({name: value for name, value in saved.items() if name not in own})
+        )
     if "sliced" in saved:
         parameters = _by_key(optimizer, saved)
         state = {key: dict(values) for key, values in state.items()}
@@ -98,7 +100,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
 class FullState:
     """Makes `optimizer.state_dict()` return whole tensors while an Accelerator runs, and allows loading whole tensors.
 
-    An optimizer over slices has one as its attribute `whole_state`. Accelerate saves rank 0's state_dict and loads the
+    An optimizer over slices has one as its attribute `full_state`. Accelerate saves rank 0's state_dict and loads the
     file on every rank, so rank 0's slices would reach all. With an Accelerator `state_dict()` is therefore collective,
     and `accelerator.save_state` calls it on every rank. Without one it returns this rank's slices. Either can be
     loaded: a tensor with as many elements as the whole parameter is sliced before the next step.
@@ -107,12 +109,12 @@ class FullState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._local = False
-        self._sliced: Any = None  # the optimizer's dict of states, which every load replaces, when it was sliced
-        optimizer.register_state_dict_post_hook(self._make_whole)
+        self._sharded: Any = None  # the optimizer's dict of states, which every load replaces, when it was sliced
+        optimizer.register_state_dict_post_hook(self._make_full)
 
     def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True from a load until `slice_loaded`, which the check before the next step calls."""
-        return optimizer.state is not self._sliced
+        """Return True from a load until `shard_loaded`, which the check before the next step calls."""
+        return optimizer.state is not self._sharded
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -123,16 +125,16 @@ class FullState:
         finally:
             self._local = False
 
-    def slice_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+    def shard_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace whole tensors in the state with this rank's slices, after a load."""
-        self._sliced = optimizer.state
+        self._sharded = optimizer.state
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
                 for name, value in state.items():
                     own = own_part(parameter, name, value)
                     state[name] = own if _is_laid_out_like(value, parameter) or own is value else own.clone()
 
-    def _make_whole(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    def _make_full(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._local or not state_dict["state"] or not accelerator_is_running():
             return None
         world = current_world()
@@ -141,7 +143,7 @@ class FullState:
             "accelerator.save_state call bmt.hf.shard_checkpoints(accelerator): then nothing is gathered, and a kill "
             "during a save loses no checkpoint; Accelerate deletes those beyond total_limit before it writes."
         )
-        world.assemble("optimizer.state_dict")
+        world.barrier("optimizer.state_dict")
         check_keys(optimizer, state_dict["state"])
         return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
 
@@ -187,7 +189,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
 def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
     """Return whether a tensor of `shape` has a value for each row, column or the like of one of `full_shape`."""
     if len(shape) == len(full_shape):  # Adafactor of torch
-        return all(mine in (1, whole) for mine, whole in zip(shape, full_shape))
+        return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]
     return len(full_shape) > 1 and shape in left_out  # that of transformers
 
@@ -216,17 +218,17 @@ def _gather(
     Returns the state, empty unless `keep`, and the names of the gathered tensors.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
-    sliced, whole = divide_state(parameters, state, world)
+    sharded, full = divide_state(parameters, state, world)
     places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # the keys of a buffer's slices, by index
-    for name, key in sliced:
+    for name, key in sharded:
         place = name, parameters[key].buffer, state[key][name].dtype
         places.setdefault(place, {})[parameters[key].index] = key
     for (name, buffer, _), keys in places.items():
         pieces = {index: state[key][name] for index, key in keys.items()}
         for index, value in buffer.gather_like_local(pieces).items():
             if keep:
-                whole[keys[index]][name] = _copy(value)
-    return whole if keep else {}, sorted({name for name, _ in sliced})
+                full[keys[index]][name] = _copy(value)
+    return full if keep else {}, sorted({name for name, _ in sharded})
 
 
 def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
@@ -249,15 +251,15 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     everyone = world.gather_objects(mine)
     if any(other.keys() != mine.keys() for other in everyone):
         raise RuntimeError("The ranks' optimizers hold state for different parameters: build them alike on all ranks.")
-    sliced = []
+    sharded = []
     for name, key in sorted(mine):
         held = [other[name, key] for other in everyone]
         if all(fits for fits, _, _ in held):
-            sliced.append((name, key))
+            sharded.append((name, key))
         else:
             copies = [(numel, copy) for _, numel, copy in held if copy is not None]
             others[key][name] = max(copies, key=lambda each: each[0])[1]
-    return sliced, others
+    return sharded, others
 
 
 def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:

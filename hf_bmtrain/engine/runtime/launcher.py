@@ -54,7 +54,7 @@ def choose_device(local_rank: int) -> torch.device:
 
 def check_seed(seed: int) -> None:
     """Raise TypeError or ValueError unless torch accepts the seed."""
-    expect_number("seed", seed, "from -2**63 to 2**64 - 1", lambda number: -(2**63) <= number < 2**64, whole=True)
+    expect_number("seed", seed, "from -2**63 to 2**64 - 1", lambda number: -(2**63) <= number < 2**64, integer=True)
 
 
 def seed_everything(seed: int, rank: int, device: torch.device) -> None:

@@ -90,7 +90,7 @@ class World:
     saved_states: dict[str, SavedState] = field(default_factory=dict)
     device_memory: DeviceMemory | None = None
 
-    def assemble(self, occasion: str, seconds: float | None = None) -> None:
+    def barrier(self, occasion: str, seconds: float | None = None) -> None:
         """Wait for every rank, and compare what the ranks have issued since the last time. Collective.
 
         Args:
@@ -121,7 +121,9 @@ class World:
         """
         return self.control.gather(value)
 
-    def agree(self, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None) -> None:
+    def check_same_on_all_ranks(
+        self, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
+    ) -> None:
         """Check that all ranks have equal facts, in one order. Collective.
 
         Two values are equal if their `repr`s are. If all are, the ranks exchange one digest.
@@ -225,7 +227,7 @@ def print_rank(*values, rank: int = 0, **options) -> None:
         rank: the rank that prints.
         **options: keywords of `print`.
     """
-    expect_number("rank", rank, "at least 0", lambda number: number >= 0, whole=True)
+    expect_number("rank", rank, "at least 0", lambda number: number >= 0, integer=True)
     if current_world().rank == rank:
         print(*values, **options)
 
@@ -238,7 +240,7 @@ def synchronize() -> None:
     world = current_world()
     world.schedule.wait_for_readers()
     wait_loader()
-    world.assemble("synchronize")
+    world.barrier("synchronize")
     world.schedule.free_dropped()
 
 

@@ -40,7 +40,7 @@ class ShardedBuffer:
     storage: how the shard is kept and sent. shard: (n,) this rank's elements, never reallocated.
     wholes: a Parameter in its own shape for each, readable only while the buffer is unsharded (after `gather` and
     `wait`, until `reshard`). number: among the buffers of this world, the same on every rank.
-    pieces: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
+    local_ranges: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
     resident: `reshard` does nothing while no parameter is trainable; the same on every rank. The next `gather`
     after a write to the shard fills the full buffer anew.
     """
@@ -66,7 +66,7 @@ class ShardedBuffer:
         self.storage.buffer = self
         self.layout = self.storage.layout([p.numel() for p in parameters], size, dtype)
         self.placements = [Placement(self.layout, i, p.shape, world.reduce) for i, p in enumerate(parameters)]
-        self.pieces = [placement.piece for placement in self.placements]
+        self.local_ranges = [placement.range for placement in self.placements]
         self.update = PendingUpdate(self._gather)
         self._entries = [code(kind, self.number) for kind in ("gather of", "gather without gradients of")]
         self._inside = world.inside
@@ -76,8 +76,8 @@ class ShardedBuffer:
         self.full_params = [
             torch.nn.Parameter(self.storage.view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)
         ]
-        for whole in self.full_params:
-            whole.is_unsharded = True  # pyright: ignore[reportAttributeAccessIssue]
+        for full in self.full_params:
+            full.is_unsharded = True  # pyright: ignore[reportAttributeAccessIssue]
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, world.poison)
         self.names: list[str | None] = [None] * len(parameters)
         unused = UnusedParameters(world.control, self.number)
@@ -104,8 +104,8 @@ class ShardedBuffer:
     def make_local(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
         """Return this rank's slices of `parameters`, whose storage this buffer is, as instances of `cls`."""
         slices: list[Any] = []
-        for index, (parameter, piece) in enumerate(zip(parameters, self.pieces)):
-            view = self.shard[piece.shard_start : piece.shard_stop]
+        for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
+            view = self.shard[local_range.shard_start : local_range.shard_stop]
             made = make_subclass(cls, view, parameter.requires_grad)
             made.buffer, made.index, made.placement = self, index, self.placements[index]
             made.on_demand, made.origin, made._gradient_hooks = None, None, OrderedDict()
@@ -229,8 +229,8 @@ class ShardedBuffer:
         first = next(iter(values.values()))
         flat = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=self.shard.device)
         for index, part in values.items():
-            piece = self.pieces[index]
-            flat[piece.shard_start : piece.shard_stop] = part.detach().as_subclass(torch.Tensor)
+            local_range = self.local_ranges[index]
+            flat[local_range.shard_start : local_range.shard_stop] = part.detach().as_subclass(torch.Tensor)
         full = flat.new_empty(self.layout.numel)
         self.communicator.all_gather(full, flat).wait()
         parts = full.split_with_sizes(self.layout.sizes)[1::2]
@@ -245,22 +245,22 @@ class ShardedBuffer:
         copies: Parameters over the same memory that were written. Wholes that were cast are restored.
         """
         dtype, written = self.shard.dtype, [*copies]
-        for whole in self.full_params:
-            if whole.dtype is not dtype:
+        for full in self.full_params:
+            if full.dtype is not dtype:
                 self._refuse_cast()
-            if whole._version:
-                written.append(whole)
+            if full._version:
+                written.append(full)
         if written and self.sharded:
             raise RuntimeError(
-                f"The forward modified a sharded parameter in place (shapes {[tuple(whole.shape) for whole in written]}"
+                f"The forward modified a sharded parameter in place (shapes {[tuple(full.shape) for full in written]}"
                 f"); with {self.communicator.size} ranks the change is lost but for what lies on one rank. Load the "
                 "weights again, and keep such state in a buffer (register_buffer), or exclude this module."
             )
 
     def _refuse_cast(self) -> NoReturn:
-        kinds = {(whole.shape, whole.dtype) for whole in self.full_params if whole.dtype is not self.shard.dtype}
-        for index, whole in enumerate(self.full_params):
-            whole.data = self.storage.view(index, whole.shape)
+        kinds = {(full.shape, full.dtype) for full in self.full_params if full.dtype is not self.shard.dtype}
+        for index, full in enumerate(self.full_params):
+            full.data = self.storage.view(index, full.shape)
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise RuntimeError(
             f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}: the "

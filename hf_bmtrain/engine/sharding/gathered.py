@@ -47,42 +47,42 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     wanted = "a model, or sharded parameters: an ordinary tensor is whole already"
     expect_kind("what", what, (torch.nn.Module, torch.Tensor, Iterable), wanted)
     expect_flag("modify", modify)
-    pieces: list[Any] = []
+    sharded_params: list[Any] = []
     if not isinstance(what, torch.nn.Module):
-        pieces = [what] if isinstance(what, torch.Tensor) else list(what)
-    for piece in pieces:
-        if not isinstance(piece, DistributedParameter):
-            raise ValueError(f"what must be {wanted}, got a {type(piece).__name__}")
+        sharded_params = [what] if isinstance(what, torch.Tensor) else list(what)
+    for sharded in sharded_params:
+        if not isinstance(sharded, DistributedParameter):
+            raise ValueError(f"what must be {wanted}, got a {type(sharded).__name__}")
     occasion = f"gathered(modify={modify})"
-    world.assemble(occasion)
+    world.barrier(occasion)
     if isinstance(what, torch.nn.Module):
         slots = find_slots(what.modules())
-        full_params = _copies([slot.piece for slot in slots])
+        full_params = _copies([slot.sharded for slot in slots])
         inside, result = _shown(what, slots, full_params), what
     else:
-        full_params = _copies(pieces)
-        inside, result = nullcontext(), [full_params[piece] for piece in pieces]
+        full_params = _copies(sharded_params)
+        inside, result = nullcontext(), [full_params[sharded] for sharded in sharded_params]
     with torch.no_grad():
         with inside:
             yield result
-        world.assemble(f"end of {occasion}")
-        fixed = {p: whole for p, whole in full_params.items() if not modify or p.buffer.storage.read_only}
+        world.barrier(f"end of {occasion}")
+        fixed = {p: full for p, full in full_params.items() if not modify or p.buffer.storage.read_only}
         _check_unchanged(world, fixed, modify)
         if modify:
-            _write_back(world, {p: whole for p, whole in full_params.items() if p not in fixed})
+            _write_back(world, {p: full for p, full in full_params.items() if p not in fixed})
 
 
-def _by_buffer(pieces: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
+def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
     """Yield each slice once, while the wholes of its buffer are readable; one buffer is gathered at a time."""
-    unique = dict.fromkeys(pieces)
-    for buffer in dict.fromkeys(piece.buffer for piece in unique):
+    unique = dict.fromkeys(sharded_params)
+    for buffer in dict.fromkeys(sharded.buffer for sharded in unique):
         with buffer.unsharded():
-            yield from (piece for piece in unique if piece.buffer is buffer)
+            yield from (sharded for sharded in unique if sharded.buffer is buffer)
 
 
-def _copies(pieces: Iterable[DistributedParameter]) -> Wholes:
+def _copies(sharded_params: Iterable[DistributedParameter]) -> Wholes:
     """Return a whole parameter in memory of its own for each slice. Collective."""
-    return {p: torch.nn.Parameter(p.whole.detach().clone(), p.requires_grad) for p in _by_buffer(pieces)}
+    return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
     hooks += [module.register_state_dict_pre_hook(_refuse) for module in modules]
     for slot in slots:
-        slot.show(full_params[slot.piece])
+        slot.show(full_params[slot.sharded])
     shown: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]] = []
     for module in modules:
         shown += [(module, own, dict(own)) for own in (module._parameters, module._modules)]
@@ -106,7 +106,7 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -
             own.clear()
             own.update(before)
         for slot in slots:
-            slot.show(slot.piece)
+            slot.show(slot.sharded)
     if replaced:
         raise RuntimeError(
             f"gathered: another parameter or module was put into {', '.join(replaced)}, and nothing is changed: "
@@ -129,17 +129,17 @@ def _refuse(*args: Any) -> None:
 def _write_back(world: World, full_params: Wholes) -> None:
     """Store rank 0's values of the wholes. Collective. Raises RuntimeError if a shape or dtype was changed."""
     misfits = [
-        f"{tuple(piece.full_shape)} {piece.dtype} became {tuple(whole.shape)} {whole.dtype}"
-        for piece, whole in full_params.items()
-        if whole.dtype != piece.dtype or whole.shape != piece.full_shape
+        f"{tuple(sharded.full_shape)} {sharded.dtype} became {tuple(full.shape)} {full.dtype}"
+        for sharded, full in full_params.items()
+        if full.dtype != sharded.dtype or full.shape != sharded.full_shape
     ]
     problem = f"Shapes and dtypes are fixed by auto_wrap, change them before: {', '.join(misfits)}" if misfits else None
     world.raise_everywhere("gathered: nothing is changed", problem)
-    for piece, whole in full_params.items():
-        values = whole.detach().to(piece.device, copy=True).contiguous()
+    for sharded, full in full_params.items():
+        values = full.detach().to(sharded.device, copy=True).contiguous()
         if values.numel():
             world.gather.broadcast(_bytes(values), 0).wait()
-        piece.copy_(piece.take(values))
+        sharded.copy_(sharded.take(values))
 
 
 def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
@@ -149,8 +149,8 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
     """
     if not full_params:
         return
-    changed = [p for p in _by_buffer(full_params) if not torch.equal(_bytes(full_params[p]), _bytes(p.whole))]
-    problem = f"shapes {', '.join(str(tuple(piece.full_shape)) for piece in changed)}" if changed else None
+    changed = [p for p in _by_buffer(full_params) if not torch.equal(_bytes(full_params[p]), _bytes(p.full))]
+    problem = f"shapes {', '.join(str(tuple(sharded.full_shape)) for sharded in changed)}" if changed else None
     way_out = "write with bmt.gathered(..., modify=True)"
     if modify:
         way_out = next(iter(full_params)).buffer.storage.read_only

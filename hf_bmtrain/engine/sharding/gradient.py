@@ -47,10 +47,10 @@ class GradientBuffer:
         self._entry = code("reduction of the gradient of", self.number)
         self.slices: list[weakref.ref[Any]] = []
         self._indices = range(len(full_params))
-        self._pieces = [placement.piece for placement in placements]
-        self.requires_grad = [whole.requires_grad for whole in full_params]
+        self._local_ranges = [placement.range for placement in placements]
+        self.requires_grad = [full.requires_grad for full in full_params]
         self.trained = [False] * len(full_params)
-        self._wholes_require_grad = list(self.requires_grad)
+        self._full_params_require_grad = list(self.requires_grad)
         self._noted_require_grad = list(self.requires_grad)
         self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
         self._pending: PendingReduce | None = None  # from `send` to `receive`
@@ -70,7 +70,7 @@ class GradientBuffer:
         self._is_complex = like.is_complex()
         if like.dtype.to_real() != torch.float64:
             numbers = 2 if self._is_complex else 1  # an element is so many real numbers
-            ends = [*(piece.shard_start for piece in self._pieces), self._pieces[-1].shard_stop]
+            ends = [*(local_range.shard_start for local_range in self._local_ranges), self._local_ranges[-1].shard_stop]
             self._segments = Segments([numbers * end for end in ends], like.device)
 
     @property
@@ -80,10 +80,10 @@ class GradientBuffer:
 
     def follow_requires_grad(self) -> None:
         """Make the wholes require gradients as their slices do, which may have changed since the last forward."""
-        if self.requires_grad != self._wholes_require_grad:
-            for whole, required in zip(self._full_params, self.requires_grad):
-                whole.requires_grad_(required)
-            self._wholes_require_grad = list(self.requires_grad)
+        if self.requires_grad != self._full_params_require_grad:
+            for full, required in zip(self._full_params, self.requires_grad):
+                full.requires_grad_(required)
+            self._full_params_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
         """Drop the shard if no slice has a `.grad`, so that its memory is free during the next forward."""
@@ -143,17 +143,17 @@ class GradientBuffer:
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield this rank's gradients that `send` will average, each with its index, but for what was collected."""
-        for index, whole in enumerate(self._full_params):
-            if whole.grad is not None:
-                yield index, whole.grad
+        for index, full in enumerate(self._full_params):
+            if full.grad is not None:
+                yield index, full.grad
 
     def send(self) -> None:
         """Start to average what was collected and the `.grad` of every whole over the ranks."""
         shard, total = self._begin()
         # Parameters that were frozen since the forward get no more gradient.
-        gradients = [whole.grad if required else None for whole, required in zip(self._full_params, self.requires_grad)]
-        for whole in self._full_params:
-            whole.grad = None
+        gradients = [full.grad if required else None for full, required in zip(self._full_params, self.requires_grad)]
+        for full in self._full_params:
+            full.grad = None
         if self.requires_grad != self._noted_require_grad:  # a rank where it is another would give zeros to the mean
             self._noted_require_grad = list(self.requires_grad)
             self._communicator.collective_log.note(code("change of requires_grad in", self.number))
@@ -222,8 +222,8 @@ class GradientBuffer:
 
     def discard(self) -> None:
         """Forget what autograd has computed, what was collected and what was sent."""
-        for whole in self._full_params:
-            whole.grad = None
+        for full in self._full_params:
+            full.grad = None
         self._reducer.discard()
         self._collected.clear()
         self._absent = []
@@ -284,10 +284,10 @@ class GradientBuffer:
             wide = torch.promote_types(self.shard.dtype, torch.float32)
             self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
         with WithoutTorchFunction():
-            for gradient, piece, handed in zip(self._gradients, self._pieces, self._handed):
+            for gradient, local_range, handed in zip(self._gradients, self._local_ranges, self._handed):
                 if gradient is handed and gradient is not None:
                     continue
-                target = self._total[piece.shard_start : piece.shard_stop]
+                target = self._total[local_range.shard_start : local_range.shard_stop]
                 target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self, indices: Iterable[int]) -> None:

@@ -39,12 +39,12 @@ class OnDemandGather:
         self.unwatched = False
 
     @classmethod
-    def of(cls, piece: Any, schedule: Schedule) -> OnDemandGather:
-        """Return the on-demand gather of the buffer of `piece`, which its slices own, made at the first read."""
-        gather = piece.on_demand
+    def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
+        """Return the on-demand gather of the buffer of `sharded`, which its slices own, made at the first read."""
+        gather = sharded.on_demand
         if gather is None:
-            gather = cls(schedule, piece.buffer)
-            for local in piece.buffer.slices:
+            gather = cls(schedule, sharded.buffer)
+            for local in sharded.buffer.slices:
                 local.on_demand = gather
         return gather
 
@@ -59,8 +59,8 @@ class OnDemandGather:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def read(self, piece: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
-        """Return the whole of `piece`, gathered once per pass, inside a forward or a backward; otherwise the slice.
+    def read(self, sharded: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
+        """Return the whole of `sharded`, gathered once per pass, inside a forward or a backward; otherwise the slice.
 
         Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory, so
         that its gradient is collected when it is complete, without waiting for those of the others.
@@ -68,37 +68,37 @@ class OnDemandGather:
         if self._schedule.in_backward:
             self._schedule.join_backward(self)
         elif not self._schedule.in_forward:
-            return piece
+            return sharded
         self._schedule.add_reader(self)
         self._buffer.gradient.free_if_unused()
         self._buffer.gather()
         self._buffer.wait()
         self.unwatched |= not self._watched
-        own, index = self._parameters.setdefault(reader, {}), piece.index
+        own, index = self._parameters.setdefault(reader, {}), sharded.index
         if index not in own:
             own[index] = self._readable(index)
-        whole, required = own[index], self._buffer.gradient.requires_grad[index]
-        if whole.requires_grad != required:
-            whole.requires_grad_(required)
-        return whole
+        full, required = own[index], self._buffer.gradient.requires_grad[index]
+        if full.requires_grad != required:
+            full.requires_grad_(required)
+        return full
 
     def _readable(self, index: int) -> torch.nn.Parameter:
         weights = self._buffer.full_params[index].data
-        whole = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
-        if not whole.requires_grad:
-            return whole  # torch admits no hook
+        full = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
+        if not full.requires_grad:
+            return full  # torch admits no hook
         owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
 
-        def collect(whole: torch.nn.Parameter) -> None:
-            gather, gradient = owner(), whole.grad
-            whole.grad = None
+        def collect(full: torch.nn.Parameter) -> None:
+            gather, gradient = owner(), full.grad
+            full.grad = None
             # The model may have been dropped. What was read may have no part in the loss: then there is no gradient.
             if gather is not None and gradient is not None:
                 gather.collect(index, gradient)
                 gather._release_if_unneeded()
 
-        whole.register_post_accumulate_grad_hook(collect)
-        return whole
+        full.register_post_accumulate_grad_hook(collect)
+        return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
         """Return the Parameters by which modules have read parameter `index`."""
@@ -115,7 +115,7 @@ class OnDemandGather:
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if a forward modified a parameter that it read."""
-        copies = [whole for own in self._parameters.values() for whole in own.values() if whole._version]
+        copies = [full for own in self._parameters.values() for full in own.values() if full._version]
         self._buffer.check_unwritten(copies)
 
     def _release_if_unneeded(self) -> None:

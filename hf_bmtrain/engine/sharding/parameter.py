@@ -83,15 +83,15 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
                 "data is a meta tensor, and a DistributedParameter needs values to shard: create it on a real "
                 "device, with init_method= for values that init_parameters() fills in."
             )
-        whole = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
+        full = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         world = current_world()
-        buffer = ShardedBuffer(world, [whole], world.schedule.outside)
-        (piece,) = buffer.make_local(cls, [whole])
-        piece.init_method, piece.group = init_method, group
-        return piece
+        buffer = ShardedBuffer(world, [full], world.schedule.outside)
+        (sharded,) = buffer.make_local(cls, [full])
+        sharded.init_method, sharded.group = init_method, group
+        return sharded
 
     @property
-    def whole(self) -> torch.nn.Parameter:
+    def full(self) -> torch.nn.Parameter:
         """The whole parameter, a view of the full buffer; its values are readable only while the buffer is whole."""
         return self.buffer.full_params[self.index]
 
@@ -130,7 +130,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
         """Return the tensors that autograd knows for this: the whole in a block, or those of its readers outside."""
-        return [self.whole] if self.on_demand is None else self.on_demand.full_params(self.index)
+        return [self.full] if self.on_demand is None else self.on_demand.full_params(self.index)
 
     def read_full(self) -> torch.Tensor:
         if torch.is_grad_enabled() and self.requires_grad:
@@ -139,7 +139,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
                 schedule.add_reader(OnDemandGather.of(self, schedule))
             return _ReadWhole.apply(self)
         with self.buffer.unsharded():
-            return self.whole.detach().clone()
+            return self.full.detach().clone()
 
     def gather(self) -> torch.Tensor:
         """Return the full parameter, a new tensor of `full_shape` on this rank's device. Collective.
@@ -152,25 +152,25 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         """Return the full gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
-    def take(self, whole: torch.Tensor) -> ShardTensor:
+    def take(self, full: torch.Tensor) -> ShardTensor:
         """Return this rank's part of a full tensor. Not collective.
 
         Args:
-            whole: a tensor of `full_shape`, any dtype and device.
+            full: a tensor of `full_shape`, any dtype and device.
 
         Returns:
-            1-D, a view of `whole`, possibly empty.
+            1-D, a view of `full`, possibly empty.
 
         Raises:
-            ValueError: `whole` has another shape.
+            ValueError: `full` has another shape.
         """
-        expect_tensor("whole", whole)
-        if whole.shape != self.full_shape:
+        expect_tensor("full", full)
+        if full.shape != self.full_shape:
             raise ValueError(
-                f"whole must be a whole tensor of shape {tuple(self.full_shape)}, got {tuple(whole.shape)}"
+                f"full must be a tensor of the full shape {tuple(self.full_shape)}, got {tuple(full.shape)}"
             )
         self.buffer.update.wait()  # the part is about to be written
-        return ShardTensor.of(self.placement.cut(whole), self.placement)
+        return ShardTensor.of(self.placement.cut(full), self.placement)
 
     def register_post_accumulate_grad_hook(self, hook):
         """Call a hook after the gradient, averaged over all ranks, was added to `.grad`.
@@ -189,7 +189,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def __repr__(self) -> str:
         return (
             f"DistributedParameter(full_shape={tuple(self.full_shape)}, dtype={self.dtype}, device='{self.device}', "
-            f"requires_grad={self.requires_grad}, {self.placement.piece.length} elements on rank {self.buffer.rank})"
+            f"requires_grad={self.requires_grad}, {self.placement.range.length} elements on rank {self.buffer.rank})"
         )
 
     # -- refused ------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def __reduce_ex__(self, protocol):
         raise RuntimeError(
             f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled: this rank holds "
-            f"{self.placement.piece.length} of its elements. Save "
+            f"{self.placement.range.length} of its elements. Save "
             "bmt.save(model, file), model.state_dict() or parameter.gather(), on all ranks."
         )
 
@@ -230,7 +230,7 @@ class _ReadWhole(torch.autograd.Function):
     def forward(ctx, parameter: DistributedParameter) -> torch.Tensor:
         ctx.parameter = parameter
         with parameter.buffer.unsharded():
-            return parameter.whole.detach().clone()
+            return parameter.full.detach().clone()
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> None:

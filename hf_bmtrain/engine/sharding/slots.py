@@ -21,8 +21,8 @@ class Slot(NamedTuple):
 
     parameters: dict[str, Any]  # and not the module, which may hold the slot
     name: str
-    whole: torch.nn.Parameter
-    piece: DistributedParameter
+    full: torch.nn.Parameter
+    sharded: DistributedParameter
 
     def show(self, parameter: torch.nn.Parameter | None) -> None:
         self.parameters[self.name] = parameter
@@ -49,7 +49,7 @@ def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
     """Return the slots of the modules' parameters that are slices now."""
     return [
-        Slot(module._parameters, name, parameter.whole, parameter)
+        Slot(module._parameters, name, parameter.full, parameter)
         for module, name, parameter in find_places(modules)
         if isinstance(parameter, DistributedParameter)
     ]
@@ -96,7 +96,7 @@ def shard_places(
     small = {key: _join_small(groups, key) for key in [*groups] if key.kind != PLAIN}
     slices: dict[int, DistributedParameter] = {}
     for key, parameters in groups.items():
-        full_params = [_whole(parameter) for parameter in parameters.values()]
+        full_params = [_full(parameter) for parameter in parameters.values()]
         buffer = ShardedBuffer(world, full_params, reduction, key.kind.make(full_params, small.get(key, 0)))
         slices.update(zip(parameters, buffer.make_local(key.kind.parameter_class or DistributedParameter, full_params)))
         del full_params
@@ -105,9 +105,9 @@ def shard_places(
             note.sharded_elsewhere = True
     slots = []
     for module, name, parameter in places:
-        piece = module._parameters[name] = slices[id(parameter)]
-        slots.append(Slot(module._parameters, name, piece.buffer.full_params[piece.index], piece))
-    return list(dict.fromkeys(piece.buffer for piece in slices.values())), slots
+        sharded = module._parameters[name] = slices[id(parameter)]
+        slots.append(Slot(module._parameters, name, sharded.buffer.full_params[sharded.index], sharded))
+    return list(dict.fromkeys(sharded.buffer for sharded in slices.values())), slots
 
 
 class _Group(NamedTuple):
@@ -129,13 +129,13 @@ def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group
     return len(others)
 
 
-def _whole(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """Return `parameter` itself, or the whole of one that was sharded before."""
     if not isinstance(parameter, DistributedParameter):
         return parameter
-    whole: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
-    whole.init_method, whole.group = parameter.init_method, parameter.group
-    return whole
+    full: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
+    full.init_method, full.group = parameter.init_method, parameter.group
+    return full
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
     Raises RuntimeError if `convert` would move or cast them.
     """
     for slot in slots:
-        probe = torch.empty(0, dtype=slot.piece.dtype, device=slot.piece.device)
+        probe = torch.empty(0, dtype=slot.sharded.dtype, device=slot.sharded.device)
         converted = convert(probe)
         if converted.dtype != probe.dtype or converted.device != probe.device:
             raise RuntimeError(
@@ -159,4 +159,4 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
         yield
     finally:
         for slot in slots:
-            slot.show(slot.piece)
+            slot.show(slot.sharded)

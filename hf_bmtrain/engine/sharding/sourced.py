@@ -34,14 +34,14 @@ class SourcedParameter(torch.nn.Parameter):
     fingerprint: str
 
     @classmethod
-    def scatter(cls, whole: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> SourcedParameter:
-        """Take the values of `whole`, a tensor on the CPU that has the same ones on all `size` ranks.
+    def scatter(cls, full: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> SourcedParameter:
+        """Take the values of `full`, a tensor on the CPU that has the same ones on all `size` ranks.
 
-        dtype: that of the parameter, if it is not that of `whole`.
+        dtype: that of the parameter, if it is not that of `full`.
         """
-        dtype = whole.dtype if dtype is None else dtype
-        made: Any = make_subclass(cls, torch.empty_like(whole, device="meta", dtype=dtype), whole.requires_grad)
-        made.values, made.mapped = whole.detach().reshape(-1), dtype == whole.dtype and is_mapped(whole)
+        dtype = full.dtype if dtype is None else dtype
+        made: Any = make_subclass(cls, torch.empty_like(full, device="meta", dtype=dtype), full.requires_grad)
+        made.values, made.mapped = full.detach().reshape(-1), dtype == full.dtype and is_mapped(full)
         made.fingerprint = fingerprint(made.values)
         if not made.mapped:
             made.divide(rank, size)

@@ -52,13 +52,13 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
 
     Collective. destination: a StateDict, or a dict of torch's own when a plain module is the root.
     """
-    full_params = {slot.whole for slot in slots}
+    full_params = {slot.full for slot in slots}
     with ExitStack() as stack:
-        for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
+        for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):
             stack.enter_context(buffer.unsharded())
         for slot in slots:
-            stack.callback(slot.show, slot.piece)
-            slot.show(slot.whole)
+            stack.callback(slot.show, slot.sharded)
+            slot.show(slot.full)
         collect()
         copies = destination if isinstance(destination, StateDict) else StateDict()
         for key, value in destination.items():
@@ -76,7 +76,7 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     return destination.on_cpu()
 
 
-def agree_on_wholes(model: torch.nn.Module, state: Mapping[str, object]) -> None:
+def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> None:
     """Raise RuntimeError unless all ranks are about to load equal parameters. Collective.
 
     Module buffers may differ: those that a forward writes do.
@@ -90,7 +90,7 @@ def agree_on_wholes(model: torch.nn.Module, state: Mapping[str, object]) -> None
         for name, value in sorted(state.items(), key=lambda item: str(item[0]))
         if name in names and isinstance(value, torch.Tensor) and not isinstance(value, ShardBase)
     }
-    world.agree("load_state_dict", facts)
+    world.check_same_on_all_ranks("load_state_dict", facts)
 
 
 def shard_on_load(
@@ -109,7 +109,7 @@ def shard_on_load(
     already stay as they are.
     """
     slots = find_slots([module])
-    for buffer in dict.fromkeys(slot.piece.buffer for slot in slots):
+    for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):
         buffer.prepare_write()
     for slot in slots:
         key = prefix + slot.name
@@ -121,10 +121,10 @@ def shard_on_load(
                 "which copies into them."
             )
         try:
-            state_dict[key] = slot.piece.take(state_dict[key])
+            state_dict[key] = slot.sharded.take(state_dict[key])
         except ValueError as error:
             errors.append(f"{key}: {error}. Is this the state dict of another model?")
-            state_dict[key] = slot.piece.detach()
+            state_dict[key] = slot.sharded.detach()
 
 
 def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
@@ -143,7 +143,7 @@ def _gather_on_save(module, state_dict, prefix, metadata) -> None:
     """
     slots = find_slots([module])
     if slots:
-        current_world().assemble("state_dict")
+        current_world().barrier("state_dict")
     for slot in slots:
         if prefix + slot.name in state_dict:
-            state_dict[prefix + slot.name] = slot.piece.gather().cpu()
+            state_dict[prefix + slot.name] = slot.sharded.gather().cpu()

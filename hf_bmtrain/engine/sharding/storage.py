@@ -80,11 +80,11 @@ class Storage:
         One that is completely in this rank's shard is a view of that, and is not copied.
         """
         buffer = self.buffer
-        piece = buffer.pieces[index]
-        if self.full is not None and piece.length < shape.numel():
+        local_range = buffer.local_ranges[index]
+        if self.full is not None and local_range.length < shape.numel():
             return self.full.view(buffer.layout.offsets[index], shape)
         shard = buffer.shard if self.full is None else buffer.shard.data  # `.data` has a version counter of its own
-        return shard[piece.shard_start : piece.shard_stop].view(shape)
+        return shard[local_range.shard_start : local_range.shard_stop].view(shape)
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -94,8 +94,8 @@ class Storage:
             self._fill_singly(parameters)
             return
         if self.full is None:
-            for whole, parameter in zip(buffer.full_params, parameters):
-                whole.copy_(parameter)
+            for full, parameter in zip(buffer.full_params, parameters):
+                full.copy_(parameter)
             return
         flat = self.full.allocate().zero_()
         for offset, parameter in zip(buffer.layout.offsets, parameters):
@@ -109,15 +109,15 @@ class Storage:
         buffer = self.buffer
         if self.full is not None:
             self.full.free()
-        for parameter, piece in zip(parameters, buffer.pieces):
-            part = buffer.shard[piece.shard_start : piece.shard_stop]
+        for parameter, local_range in zip(parameters, buffer.local_ranges):
+            part = buffer.shard[local_range.shard_start : local_range.shard_stop]
             if isinstance(parameter, SourcedParameter):
-                parameter.move(part, piece.tensor_start, buffer.communicator)
+                parameter.move(part, local_range.tensor_start, buffer.communicator)
                 continue
             values = parameter.detach().to(part.device, copy=True).reshape(-1)
             if len(values):
                 buffer.communicator.broadcast(values, 0).wait()
-            part.copy_(values[piece.tensor_start : piece.tensor_stop])
+            part.copy_(values[local_range.tensor_start : local_range.tensor_stop])
 
     def before_gather(self) -> None:
         """Make what is sent current. It may be collective."""

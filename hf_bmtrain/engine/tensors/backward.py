@@ -44,14 +44,14 @@ def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     """Return `backward` with slices among its inputs handled as in `backward_to`."""
 
     @wraps(backward)
-    def backward_with_slices(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
+    def backward_with_local(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
         named = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
         if not any(hasattr(each, "autograd_leaves") for each in named):
             return backward(tensors, grad_tensors, *args, inputs=inputs, **options)
         options |= dict(zip(("retain_graph", "create_graph"), args))
         return backward_to(tensors, inputs=named, grad_tensors=grad_tensors, **options)
 
-    return backward_with_slices
+    return backward_with_local
 
 
 if torch.__version__ < "2.11":  # torch asks the class of the tensors for an override, but not that of the inputs

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from ..comm.communicator import Communicator
-from ..comm.layout import Layout, Piece
+from ..comm.layout import Layout, Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +25,9 @@ class Placement:
     communicator: Communicator
 
     @cached_property
-    def piece(self) -> Piece:
+    def range(self) -> Range:
         """This rank's piece."""
-        return self.layout.piece(self.index, self.communicator.rank)
+        return self.layout.range_of(self.index, self.communicator.rank)
 
     @property
     def numel(self) -> int:
@@ -58,17 +58,17 @@ class Placement:
         )
         return replace(self, layout=twice, shape=torch.Size([*self.shape, 2]))
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of `whole`, of `shape`, as a 1-D view (of a copy, if that is not contiguous)."""
-        return whole.reshape(-1)[self.piece.tensor_start : self.piece.tensor_stop]
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of `full`, of `shape`, as a 1-D view (of a copy, if that is not contiguous)."""
+        return full.reshape(-1)[self.range.tensor_start : self.range.tensor_stop]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return a new whole tensor made of every rank's `part` of it, 1-D tensors of one dtype. Collective."""
-        pieces = [self.layout.piece(self.index, rank) for rank in range(self.layout.world_size)]
-        longest = max(piece.length for piece in pieces)
+        local_ranges = [self.layout.range_of(self.index, rank) for rank in range(self.layout.world_size)]
+        longest = max(local_range.length for local_range in local_ranges)
         mine = part.new_zeros(longest)
         mine[: len(part)] = part
-        every = part.new_empty(len(pieces) * longest)
+        every = part.new_empty(len(local_ranges) * longest)
         self.communicator.all_gather(every, mine).wait()
-        rows = every.view(len(pieces), longest)
-        return torch.cat([row[: piece.length] for row, piece in zip(rows, pieces)]).view(self.shape)
+        rows = every.view(len(local_ranges), longest)
+        return torch.cat([row[: local_range.length] for row, local_range in zip(rows, local_ranges)]).view(self.shape)

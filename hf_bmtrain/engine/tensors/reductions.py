@@ -15,7 +15,7 @@ from ..base.torch_internals import amp_found_inf_and_unscale_, foreach_norm
 from .norms import measure, note_clipping
 
 
-def _is_slice(value: Any) -> bool:
+def _is_local(value: Any) -> bool:
     return getattr(value, "placement", None) is not None
 
 
@@ -56,7 +56,7 @@ def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
 def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p=None, out=None):
     order = ord if p is None else p
     order = 2 if order is None or order == "fro" else order
-    if dim is not None or keepdim or isinstance(order, str) or not _is_slice(x):
+    if dim is not None or keepdim or isinstance(order, str) or not _is_local(x):
         return NotImplemented
     (norm,) = _norms([x], order)
     return norm if dtype is None else norm.to(dtype)
@@ -69,14 +69,14 @@ def _linalg_norm(x: Any, ord: Any = None, dim=None, keepdim=False, *, out=None, 
 
 
 def _foreach_norm(pieces, ord=2, dtype=None):
-    if all(map(_is_slice, pieces)):
+    if all(map(_is_local, pieces)):
         return _norms(pieces, ord)
-    slices = iter(_norms([piece for piece in pieces if _is_slice(piece)], ord))
-    return [next(slices) if _is_slice(p) else torch.linalg.vector_norm(p, ord) for p in pieces]
+    slices = iter(_norms([piece for piece in pieces if _is_local(piece)], ord))
+    return [next(slices) if _is_local(p) else torch.linalg.vector_norm(p, ord) for p in pieces]
 
 
 def _sum(x: Any, dim=None, keepdim=False, *, dtype=None, out=None):
-    if dim is not None or keepdim or not _is_slice(x):
+    if dim is not None or keepdim or not _is_local(x):
         return NotImplemented
     wanted = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
     return _add_up(x, x, wanted)
@@ -84,13 +84,13 @@ def _sum(x: Any, dim=None, keepdim=False, *, dtype=None, out=None):
 
 def _mean(x: Any, dim=None, keepdim=False, *, dtype=None, out=None):
     wanted = dtype or x.dtype
-    if dim is not None or keepdim or not _is_slice(x) or not wanted.is_floating_point:
+    if dim is not None or keepdim or not _is_local(x) or not wanted.is_floating_point:
         return NotImplemented
     return (_add_up(x, x, torch.promote_types(wanted, torch.float32)) / x.placement.numel).to(wanted)
 
 
 def _dot(x: Any, y: Any):
-    slices = _is_slice(x) and _is_slice(y) and x.placement.matches(y.placement)
+    slices = _is_local(x) and _is_local(y) and x.placement.matches(y.placement)
     if not slices or len(x.full_shape) != 1 or not x.dtype.is_floating_point:
         return NotImplemented
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -109,7 +109,7 @@ def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
     torch.autograd.graph.increment_version(pieces)  # the operation does not count its writes itself
-    slices = [piece for piece in pieces if _is_slice(piece)]
+    slices = [piece for piece in pieces if _is_local(piece)]
     slices[0].placement.communicator.all_reduce(found_inf, maximum=True).wait()
 
 

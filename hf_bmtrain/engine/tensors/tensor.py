@@ -244,7 +244,7 @@ def _read_only(value: Any, copies: Sequence[torch.Tensor]) -> Any:
 class _Call:
     """One call of a function of torch with slices among its arguments.
 
-    whole: a parameter, or another operand, is recorded by autograd.
+    full: a parameter, or another operand, is recorded by autograd.
     """
 
     def __init__(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ class _Call:
             self.slices: list[Any] = [each for each in self.tensors if isinstance(each, ShardBase)]
             recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
             initializes = getattr(func, "__module__", "") == "torch.nn.init"  # whose functions write under no_grad
-            self.whole = recorded and torch.is_grad_enabled() and not initializes
+            self.full = recorded and torch.is_grad_enabled() and not initializes
             self.in_place = name.endswith("_") and not name.startswith("__")
             self.base = name[:-1] if self.in_place else name
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
@@ -263,7 +263,7 @@ class _Call:
         if getattr(self.func, "__module__", "").startswith("torch.distributed"):
             return self._communicate()
         collective = REDUCTIONS.get(self.func)
-        if collective is not None and not self.whole:
+        if collective is not None and not self.full:
             with WithoutTorchFunction():
                 result = collective(*self.args, **self.kwargs)
             if result is not NotImplemented:
@@ -271,7 +271,7 @@ class _Call:
         first = self.args[0] if self.args else None
         mine = isinstance(first, ShardBase)
         if "out" in self.kwargs:
-            return self._on_wholes()
+            return self._on_full()
         if self.name in LIKE and mine:
             return self._local(first)
         if self.base in CONVERSIONS and not mine:
@@ -279,18 +279,18 @@ class _Call:
                 return self.func(*self.args, **self.kwargs)
         if self.name in RANDOM and mine:
             return self._draw(first)
-        if self.name == "view_as_real" and mine and not self.whole:
+        if self.name == "view_as_real" and mine and not self.full:
             with WithoutTorchFunction():
                 return ShardTensor.of(torch.view_as_real(self.args[0].detach()).view(-1), first.placement.as_real())
         if self.many:
             return self._on_many()
-        if self.base in ELEMENT_WISE and (not self.whole or (self.in_place and mine)):
+        if self.base in ELEMENT_WISE and (not self.full or (self.in_place and mine)):
             return self._element_wise()
-        if not self.whole and mine and self.base in CONVERSIONS:
+        if not self.full and mine and self.base in CONVERSIONS:
             return self._local(first)
-        if not self.whole and mine and self.base in VIEWS and not any(isinstance(a, torch.dtype) for a in self.args):
+        if not self.full and mine and self.base in VIEWS and not any(isinstance(a, torch.dtype) for a in self.args):
             return self._view(first)
-        return self._on_wholes()
+        return self._on_full()
 
     # -- slices ---------------------------------------------------------------------------------------------------
 
@@ -310,10 +310,10 @@ class _Call:
     def _draw(self, first: Any) -> Any:
         """Draw the whole tensor's random elements, as one process would, and keep this rank's."""
         with WithoutTorchFunction():
-            if self.in_place and self.whole and first.requires_grad:
+            if self.in_place and self.full and first.requires_grad:
                 return self.func(*self.args, **self.kwargs)  # torch refuses to write to a leaf
-            whole = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
-            part = first.placement.cut(self.func(whole, *self.args[1:], **self.kwargs))
+            full = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
+            part = first.placement.cut(self.func(full, *self.args[1:], **self.kwargs))
             if not self.in_place:
                 return ShardTensor.of(part.clone(), first.placement)
             first.settle()
@@ -326,7 +326,7 @@ class _Call:
             like = self.slices[0]
             operands = {id(each): _operand(each, like) for each in self.tensors}
             if any(each is None for each in operands.values()):
-                return self._on_wholes()
+                return self._on_full()
             written = self.args[0]
             if self.in_place and not isinstance(written, ShardBase):
                 return self._write_ordinary(written, like, operands)
@@ -345,7 +345,7 @@ class _Call:
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Apply an in-place function to slices: writes have no history, but torch refuses to write to a leaf."""
         leaf = any(written is each and each.requires_grad for each in self.slices)
-        with torch.set_grad_enabled(self.whole and leaf):
+        with torch.set_grad_enabled(self.full and leaf):
             self.func(*args, **kwargs)
         return written
 
@@ -355,9 +355,9 @@ class _Call:
         One rank may hold all of a vector and cannot tell these apart, so vectors are gathered in either case.
         """
         if target.shape != like.shape or target.shape == like.full_shape:
-            return self._on_wholes()
+            return self._on_full()
         if len(like.full_shape) < 2:
-            assemble_outside(f"{self.name} of a sharded tensor")
+            barrier_outside(f"{self.name} of a sharded tensor")
             for key, each in {id(each): each for each in self.slices}.items():
                 operands[key] = each.placement.cut(each.read_full())
         replace = lambda each: operands.get(id(each), each)  # noqa: E731
@@ -365,8 +365,8 @@ class _Call:
 
     def _on_many(self) -> Any:
         """Apply an operation on lists of tensors, such as `torch._foreach_add_`, position by position to slices."""
-        if self.whole and not self.in_place:
-            return self._on_wholes()
+        if self.full and not self.in_place:
+            return self._on_full()
         with WithoutTorchFunction():
             lists = [value for value in self.args if isinstance(value, (list, tuple)) and value]
             aligned = [self._aligned(members) for members in zip(*lists)]
@@ -377,10 +377,10 @@ class _Call:
                 ]
                 for each in self.slices:
                     each.settle()
-                with torch.set_grad_enabled(self.whole):
+                with torch.set_grad_enabled(self.full):
                     result = self.func(*args, **self.kwargs)
                 return self._many_results(lists, result)
-        return self._on_wholes()
+        return self._on_full()
 
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
         """Return the operands at one position of the lists, None if they need whole tensors."""
@@ -391,7 +391,7 @@ class _Call:
             each if each is like or not isinstance(each, torch.Tensor) else _operand(each, like) for each in members
         ]
         if self.in_place and not isinstance(members[0], ShardBase) and members[0].shape != like.shape:
-            _refuse_whole_target(self.name, members[0], like)
+            _refuse_full_target(self.name, members[0], like)
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
@@ -414,37 +414,37 @@ class _Call:
                 f"torch.distributed.{self.name} of slices gathers them first, so all ranks must call it, and wait for "
                 "it: no subgroup, no async_op=True. Use parameter.gather() on all ranks, and communicate the copy."
             )
-        self.whole = False
-        return self._on_wholes(counted=False)
+        self.full = False
+        return self._on_full(counted=False)
 
     # -- whole tensors --------------------------------------------------------------------------------------------
 
-    def _on_wholes(self, counted: bool = True) -> Any:
+    def _on_full(self, counted: bool = True) -> Any:
         """Run the function on whole copies on every rank, and write back what it has written to them. Collective.
 
         counted: torch counts its writes. Otherwise the values are compared. An operator of torch.ops declares them.
         """
         unique = {id(each): each for each in self.slices}
-        assemble_outside(f"{self.name} of a sharded tensor")
-        with torch.inference_mode(False), torch.set_grad_enabled(self.whole):
+        barrier_outside(f"{self.name} of a sharded tensor")
+        with torch.inference_mode(False), torch.set_grad_enabled(self.full):
             full_params = {key: each.read_full() for key, each in unique.items()}
-        versions = {key: whole._version if counted else whole.clone() for key, whole in full_params.items()}
+        versions = {key: full._version if counted else full.clone() for key, full in full_params.items()}
         replace = lambda each: full_params.get(id(each), each)  # noqa: E731
         try:
             result = self.func(*replace_tensors(replace, self.args), **replace_tensors(replace, self.kwargs))
         except RuntimeError as error:
             self._explain(error)
             raise
-        same = (lambda whole, seen: whole._version == seen) if counted else torch.equal
+        same = (lambda full, seen: full._version == seen) if counted else torch.equal
         declared = self._declared_writes()
         written = {
-            id(whole): unique[key]
-            for key, whole in full_params.items()
-            if (not same(whole, versions[key]) if declared is None else key in declared)
+            id(full): unique[key]
+            for key, full in full_params.items()
+            if (not same(full, versions[key]) if declared is None else key in declared)
         }
-        for key, whole in full_params.items():
-            if id(whole) in written:
-                self._write_back(unique[key], whole)
+        for key, full in full_params.items():
+            if id(full) in written:
+                self._write_back(unique[key], full)
         copies = [*full_params.values()]
         return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies)), result)
 
@@ -471,28 +471,28 @@ class _Call:
                             f"{tuple(piece.full_shape)}, whole here. Make it of parameter.full_shape. ({error})"
                         ) from error
 
-    def _write_back(self, target: Any, whole: torch.Tensor) -> None:
+    def _write_back(self, target: Any, full: torch.Tensor) -> None:
         with WithoutTorchFunction():
-            if self.whole and target.requires_grad:
+            if self.full and target.requires_grad:
                 raise RuntimeError(
                     f"{self.name}: a sharded parameter that requires grad is being written in place while autograd "
                     "records: use torch.no_grad()."
                 )
-            if whole.shape != target.full_shape or whole.dtype != target.dtype:
+            if full.shape != target.full_shape or full.dtype != target.dtype:
                 raise RuntimeError(
                     f"{self.name} of a sharded tensor changes its shape {tuple(target.full_shape)} or its dtype "
                     f"{target.dtype}, which are fixed by auto_wrap: resize and cast before it."
                 )
             target.settle()
             with torch.no_grad():
-                target.copy_(target.placement.cut(whole))
+                target.copy_(target.placement.cut(full))
 
 
-def assemble_outside(occasion: str) -> None:
+def barrier_outside(occasion: str) -> None:
     """Wait for every rank, and name those that do not come, unless a forward or backward runs."""
     world = current_world()
     if world.size > 1 and not (world.schedule.in_forward or world.schedule.in_backward):
-        world.assemble(occasion)
+        world.barrier(occasion)
 
 
 SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, types take it for a value
@@ -592,7 +592,7 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     return like.placement.cut(value.expand(shape)) if result == shape else None
 
 
-def _refuse_whole_target(name: str, target: torch.Tensor, like: Any) -> None:
+def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
     raise RuntimeError(
         f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "
         f"{tuple(like.full_shape)} to an ordinary tensor of shape {tuple(target.shape)}. Use parameter.gather() for "

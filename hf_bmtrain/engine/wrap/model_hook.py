@@ -120,7 +120,7 @@ def _check_places(block: CheckpointBlock) -> None:
     for name, module in block.named_modules():
         for key, parameter in module._parameters.items():
             if isinstance(parameter, DistributedParameter) and (id(module._parameters), key) not in known:
-                if any(parameter is slot.piece for slot in block._slots()):
+                if any(parameter is slot.sharded for slot in block._slots()):
                     raise moved(f"{name}.{key}".lstrip("."), block)
 
 

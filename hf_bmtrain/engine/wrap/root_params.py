@@ -27,15 +27,13 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
     return {key for key, numbers in owners.items() if len(numbers) > 1}
 
 
-def places_outside(
-    blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]
-) -> list[Place]:
+def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]) -> list[Place]:
     """Return the places of the modules `outside`, and those in `blocks` that hold `shared` parameters."""
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
 
 
-def shard_outside(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
+def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
     """Shard the parameters of `places`; make their modules, and those `outside`, DistributedModules. Collective."""
     groups: dict[int, list[Place]] = {0: []}  # 0: the small parameters, which come first
     for place in places:

@@ -20,7 +20,7 @@ from .find import Chain, choose_chains
 from .model_hook import install_hook, keep_cache_out
 from .patches import keep_ranks_together, refuse_resizing, route_recomputation
 from .refuse import admit, admit_parameters, holds_additions
-from .root_params import name_buffers, place_buffers, places_outside, shard_outside, shared_parameters
+from .root_params import name_buffers, place_buffers, root_places, shard_root, shared_parameters
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -44,7 +44,7 @@ def wrap(
     layers: Chain = list(dict.fromkeys(block for chain in chains for block in chain))
     if late:
         layers = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
-    root = _outside(model, layers)
+    root = _root(model, layers)
     plan = WrapPlan(model, world, layers, root, shared_parameters(layers, root), bool(compile), late)
     if late:
         _shard_additions(plan)
@@ -54,7 +54,7 @@ def wrap(
             each.prepare(plan)
         plan = plan._replace(shared=shared_parameters(layers, root))
         _shard_layers(plan, zero_level, use_checkpoint, extensions)
-        shard_outside(world, places_outside(layers, root, plan.shared), root)
+        shard_root(world, root_places(layers, root, plan.shared), root)
         _link(plan, chains, lists, compile)
         _patch(plan, model.modules())
         follow_accelerator(model, world.device)
@@ -98,7 +98,7 @@ def _choose_chains(
         for block in chain
     }
     facts = {name: value for each in extensions for name, value in each.facts(model).items()}
-    world.agree("auto_wrap", {**tensor_facts(model), **facts, **chosen})
+    world.check_same_on_all_ranks("auto_wrap", {**tensor_facts(model), **facts, **chosen})
     return chains, lists
 
 
@@ -109,12 +109,12 @@ def _refuse_together(world: World, check: Callable[[], object]) -> None:
         check()
     except ValueError as error:
         refusal = error
-    world.agree("auto_wrap", {"the reason to refuse the model": refusal})
+    world.check_same_on_all_ranks("auto_wrap", {"the reason to refuse the model": refusal})
     if refusal is not None:
         raise refusal
 
 
-def _outside(model: torch.nn.Module, blocks: Chain) -> Chain:
+def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
     """Return the modules of `model` that are not inside one of `blocks`."""
     inside = {id(module) for block in blocks for module in block.modules()}
     return [module for module in model.modules() if id(module) not in inside]
@@ -155,9 +155,9 @@ def _shard_additions(plan: WrapPlan) -> None:
         count += len(own)
         if own:
             enlarge(block, shard_places(world, own, world.schedule.blocks))  # pyright: ignore[reportArgumentType]
-    left = [place for place in places_outside(layers, plan.root, plan.shared) if _is_new(place)]
+    left = [place for place in root_places(layers, plan.root, plan.shared) if _is_new(place)]
     fresh = [module for module in plan.root if not isinstance(module, DistributedModule)]
-    shard_outside(world, left, fresh)
+    shard_root(world, left, fresh)
     _patch(plan, fresh)
     _log.info("rank %d: sharded %d new parameters in blocks and %d outside", world.rank, count, len(left))
 

@@ -99,21 +99,21 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
     return by_rows, by_columns
 
 
-def quantize_whole(weight: Tensor) -> Float8:
+def quantize_full(weight: Tensor) -> Float8:
     """Return weight (N, K) with one scale, N times."""
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
-    return _launch_whole("round_whole", weight, _empty(weight, *weight.shape))
+    return _launch_full("round_whole", weight, _empty(weight, *weight.shape))
 
 
 def quantize_transposed(weight: Tensor) -> Float8:
-    """Return the transpose of `quantize_whole(weight)`, (K, N), without the copy in between."""
+    """Return the transpose of `quantize_full(weight)`, (K, N), without the copy in between."""
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
-        values, scales = quantize_whole(weight)
+        values, scales = quantize_full(weight)
         return Float8(values.t().contiguous(), scales[:1].expand(weight.shape[1], 1).contiguous())
-    return _launch_whole("round_transposed", weight, _empty(weight, *weight.shape[::-1]))
+    return _launch_full("round_transposed", weight, _empty(weight, *weight.shape[::-1]))
 
 
 class Pieces:
@@ -152,7 +152,7 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
 
 
 def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
-    """Write the pieces of x (n,) into `out` (n,) uint8, each as `quantize_whole` of its weight rounds it.
+    """Write the pieces of x (n,) into `out` (n,) uint8, each as `quantize_full` of its weight rounds it.
 
     bits: (k,) int32, of each weight the largest that `measure_pieces` finds in its pieces. The rest of `out` stays.
     """
@@ -246,7 +246,7 @@ def _blocks(numel: int, itemsize: int) -> int:
     return -(-numel * itemsize // (_THREADS * _PARTS * 16))
 
 
-def _launch_whole(name: str, weight: Tensor, out: Float8) -> Float8:
+def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
     aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
     most = torch.zeros(1, dtype=torch.int32, device=weight.device)
     blocks = _blocks(weight.numel(), weight.element_size())

@@ -38,11 +38,11 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
     """Tell those of `layers` whose weights have Float8Storage where they are."""
     for layer in layers:
-        piece: Any = layer._parameters.get("weight")
-        storage = piece.buffer.storage if isinstance(piece, DistributedParameter) else None
+        sharded: Any = layer._parameters.get("weight")
+        storage = sharded.buffer.storage if isinstance(sharded, DistributedParameter) else None
         if isinstance(storage, Float8Storage):
             state: Any = layer.float8_state
-            state.storage, state.index = storage, piece.index
+            state.storage, state.index = storage, sharded.index
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from ...engine.base.torch_internals import autocast_type
 from ...engine.blocks.sharded_module import extend_class
 from ...engine.tensors.backward import double_backward
-from .arithmetic import Float8, product, quantize_both, quantize_rows, quantize_transposed, quantize_whole
+from .arithmetic import Float8, product, quantize_both, quantize_full, quantize_rows, quantize_transposed
 from .storage import Float8Storage, GatheredFactor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -177,7 +177,7 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
     """Return a weight, or its transpose, as a factor. weight: itself alone, or the fields of a GatheredFactor."""
     if len(weight) > 1:
         return GatheredFactor(*weight).factor(turned)
-    return quantize_transposed(weight[0]) if turned else quantize_whole(weight[0])
+    return quantize_transposed(weight[0]) if turned else quantize_full(weight[0])
 
 
 @torch.no_grad()

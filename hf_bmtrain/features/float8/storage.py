@@ -16,7 +16,7 @@ from ...engine.comm.layout import ALIGNMENT_BYTES, Layout
 from ...engine.comm.resizable import ResizableStorage, shares_storage
 from ...engine.runtime.world import World
 from ...engine.sharding.storage import Memory, Storage, StorageKind
-from .arithmetic import Float8, Pieces, measure_pieces, quantize_whole, round_pieces, scales_of, transpose
+from .arithmetic import Float8, Pieces, measure_pieces, quantize_full, round_pieces, scales_of, transpose
 
 LEAST_WEIGHTS = 32
 """Small parameters share the weights' buffer only if the weights have 32 times as many elements as they have bytes."""
@@ -94,7 +94,7 @@ class Float8Storage(Storage):
     """Weights (matrices) of float8 layers, which are gathered in their own dtype at first, and then in float8.
 
     `switch` makes the change. From then on an all-gather has this rank's pieces rounded, if the shard has changed
-    since, and sends them: the bits are those of `quantize_whole` of the full weights. The layers compute with
+    since, and sends them: the bits are those of `quantize_full` of the full weights. The layers compute with
     `factors`. The full weights have no memory then, and NaN in every element, so that whatever reads them sees it; in
     `full_values` they have the values of the shards, in their own dtype.
 
@@ -157,7 +157,9 @@ class Float8Storage(Storage):
         buffer.drop()
         self._rounded = self._shards.allocate(layout.shard_numel, torch.uint8, device, buffer.update.wait)
         self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
-        ranges = [(piece.shard_start, piece.shard_stop) for piece in buffer.pieces[self._small :]]
+        ranges = [
+            (local_range.shard_start, local_range.shard_stop) for local_range in buffer.local_ranges[self._small :]
+        ]
         self._pieces_here = Pieces(ranges, buffer.shard.dtype, device)
         self._small_numel = layout.offsets[self._small] // buffer.shard.itemsize if buffer.rank == 0 else 0
         self._make_factors()
@@ -181,23 +183,23 @@ class Float8Storage(Storage):
         shown = [small.clone() for small in self._shown]
         with self.buffer.unsharded():
             same = [
-                torch.equal(whole.detach().reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8))
-                for whole, found in zip(full_params, shown)
+                torch.equal(full.detach().reshape(-1).view(torch.uint8), found.reshape(-1).view(torch.uint8))
+                for full, found in zip(full_params, shown)
             ]
-            for whole, found in zip(full_params[self._small :], self._weights):
-                values, scales = quantize_whole(whole.detach())
+            for full, found in zip(full_params[self._small :], self._weights):
+                values, scales = quantize_full(full.detach())
                 known = torch.equal(scales.nan_to_num(-1.0), found.row_scales.nan_to_num(-1.0))
                 same.append(known and torch.equal(_bits(values), _bits(found.values)))
-        for whole, is_same in zip(full_params, same):
+        for full, is_same in zip(full_params, same):
             if not is_same:
                 raise RuntimeError(
-                    f"rank {self.buffer.rank}: a parameter of shape {tuple(whole.shape)} that was gathered in float8 "
+                    f"rank {self.buffer.rank}: a parameter of shape {tuple(full.shape)} that was gathered in float8 "
                     "is not the one that was rounded whole: leave out float8 on this machine, and report it."
                 )
 
     def _make_factors(self) -> None:
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
-        shapes = [whole.shape for whole in full_params[first:]]
+        shapes = [full.shape for full in full_params[first:]]
         sides = [max(shape) for shape in shapes]
         self._scales = torch.empty(sum(sides), 1, dtype=torch.float32, device=device)
         weights, repeats = torch.arange(len(sides), device=device), torch.tensor(sides, device=device)
@@ -212,24 +214,24 @@ class Float8Storage(Storage):
 
     def _codes(self, index: int) -> torch.Tensor:
         """Return the rounded weight: in what is gathered, or in this rank's shard, if that has all of it."""
-        piece, shape = self.buffer.pieces[index], self.buffer.full_params[index].shape
-        if piece.length < shape.numel():
+        local_range, shape = self.buffer.local_ranges[index], self.buffer.full_params[index].shape
+        if local_range.length < shape.numel():
             return self._arrived.view(self.buffer.layout.offsets[index], shape)
-        return self._rounded.data[piece.shard_start : piece.shard_stop].view(shape)
+        return self._rounded.data[local_range.shard_start : local_range.shard_stop].view(shape)
 
     def _show_small(self, index: int) -> torch.Tensor:
         """Return a small parameter as it is gathered; where it is stored, as it is stored."""
         buffer = self.buffer
-        whole, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
+        full, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
         if buffer.rank == 0:
-            return super().view(index, whole.shape)
-        nbytes = torch.Size([whole.numel() * dtype.itemsize])
-        return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(whole.shape).data
+            return super().view(index, full.shape)
+        nbytes = torch.Size([full.numel() * dtype.itemsize])
+        return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(full.shape).data
 
     def _show(self) -> None:
         """Make the full parameters views of the memory that there is."""
-        for index, whole in enumerate(self.buffer.full_params):
-            whole.data = self.view(index, whole.shape)
+        for index, full in enumerate(self.buffer.full_params):
+            full.data = self.view(index, full.shape)
 
     # -- the all-gather -----------------------------------------------------------------------------------------
 

@@ -237,8 +237,8 @@ class LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, transposed: bool, dtype: torch.dtype, needs_x: bool, adapters, *matrices):
-        flat, whole = x.to(dtype), weight.to(dtype)
-        y = linear(flat, whole.t() if transposed else whole, None if bias is None else bias.to(dtype))
+        flat, full = x.to(dtype), weight.to(dtype)
+        y = linear(flat, full.t() if transposed else full, None if bias is None else bias.to(dtype))
         kept: list[Tensor | None] = [weight]
         us: list[Tensor] = []
         factors: list[Tensor] = []
@@ -269,8 +269,8 @@ class LoraProduct(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         dx = None
         if ctx.needs_x:
-            whole = weight.to(ctx.dtype)
-            dx = dy @ (whole.t() if ctx.transposed else whole)
+            full = weight.to(ctx.dtype)
+            dx = dy @ (full.t() if ctx.transposed else full)
         gradients: list[Tensor | None] = []
         dus: list[Tensor] = []
         factors: list[Tensor] = []

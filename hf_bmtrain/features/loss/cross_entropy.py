@@ -86,7 +86,7 @@ class CrossEntropy:
     class_weight: Tensor | None = None
 
     def __post_init__(self) -> None:
-        expect_number("ignore_index", self.ignore_index, "of 64 bits", lambda n: -(2**63) <= n < 2**63, whole=True)
+        expect_number("ignore_index", self.ignore_index, "of 64 bits", lambda n: -(2**63) <= n < 2**63, integer=True)
         wanted = "a share and must lie in [0, 1]"
         expect_number("label_smoothing", self.label_smoothing, wanted, lambda part: 0 <= part <= 1)
         for name, factor in (("z_loss", self.z_loss), ("softcap", self.softcap)):

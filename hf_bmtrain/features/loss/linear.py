@@ -75,7 +75,7 @@ def linear_cross_entropy(
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check(hidden, weight, targets, bias)
     targets = how.indices(targets, weight.shape[0])
-    expect_number("chunk_bytes", chunk_bytes, "at least 1", lambda size: size >= 1, whole=True)
+    expect_number("chunk_bytes", chunk_bytes, "at least 1", lambda size: size >= 1, integer=True)
     recorded, device = torch.is_grad_enabled(), autocast_type(hidden.device)
     wants = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -101,9 +101,9 @@ class _Work:
 
         The gradients of weight and bias are float32. Collective for sharded parameters.
         """
-        with _whole(weight) as whole, _whole(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
+        with _full(weight) as full, _full(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
             shift = None if shift is None else shift.to(self.dtype)
-            return self._chunks(rows.to(self.dtype), whole.to(self.dtype), shift, targets, scale)
+            return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
         (count, _), classes = rows.shape, weight.shape[0]
@@ -199,7 +199,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
 
 @contextmanager
-def _whole(parameter: Tensor | None) -> Iterator[Any]:
+def _full(parameter: Tensor | None) -> Iterator[Any]:
     """Yield the whole parameter. A slice is gathered, and released at the end unless it was whole before."""
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():

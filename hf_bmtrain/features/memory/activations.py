@@ -253,11 +253,11 @@ class Activations:
         rooms, activations = agreed
         parameters = [block.parameters for block in blocks]
         plan = make_plan(activations, parameters, *rooms)
-        for block, kept, whole in zip(blocks, plan.kept, plan.whole):
+        for block, kept, full in zip(blocks, plan.kept, plan.full):
             block.kept = kept
-            block.block.zero_level = 2 if whole else block.block.zero_level
+            block.block.zero_level = 2 if full else block.block.zero_level
         self._free, self._stale, self._left = free, False, plan.left + self._planner.resident_bytes
-        self._unsharded = sum(size for size, whole in zip(parameters, plan.whole) if whole)
+        self._unsharded = sum(size for size, full in zip(parameters, plan.full) if full)
         if world.rank == 0:
             _log.info("use_checkpoint='auto': %s", plan.table(activations, parameters, rooms[0]))
         return True

@@ -17,7 +17,7 @@ class Plan:
     """
 
     kept: tuple[bool, ...]
-    whole: tuple[bool, ...]
+    full: tuple[bool, ...]
     left: int = 0
 
     def table(self, activations: Sequence[int], parameters: Sequence[int], forward_room: int) -> str:
@@ -25,7 +25,7 @@ class Plan:
         rows = [
             ("keep their activations", self.kept, activations),
             ("recompute", tuple(not kept for kept in self.kept), activations),
-            ("stay whole until backward", self.whole, parameters),
+            ("stay whole until backward", self.full, parameters),
         ]
         lines = [f"of {len(self.kept)} blocks, with {forward_room / _GIB:.2f} GiB to give:"]
         for name, chosen, sizes in rows:
@@ -59,11 +59,11 @@ def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_roo
         if fits:
             kept[index] = True
             total += size
-    whole = [False] * len(parameters)
+    full = [False] * len(parameters)
     left = min(forward_room - total, backward_room - (total - own))
     if all(kept):
         for index in reversed(range(len(parameters))):
             if 0 < parameters[index] <= left:
-                whole[index] = True
+                full[index] = True
                 left -= parameters[index]
-    return Plan(tuple(kept), tuple(whole), left)
+    return Plan(tuple(kept), tuple(full), left)

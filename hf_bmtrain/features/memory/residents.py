@@ -72,7 +72,7 @@ class Residents:
         modules: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
         inside = {buffer for block in modules for buffer in block._bmt.buffers}
         # Weak, so that a part of the model that is dropped is freed. A block's list of buffers may grow.
-        self._outside = [weakref.ref(buffer) for buffer in buffers_of(model) if buffer not in inside]
+        self._root = [weakref.ref(buffer) for buffer in buffers_of(model) if buffer not in inside]
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
@@ -101,7 +101,7 @@ class Residents:
 
     def _units(self) -> list[list[ShardedBuffer]]:
         """Return the buffers that are decided on together: one outside blocks, or a block's; none of what is gone."""
-        outside = [[] if buffer is None else [buffer] for buffer in (reference() for reference in self._outside)]
+        outside = [[] if buffer is None else [buffer] for buffer in (reference() for reference in self._root)]
         return outside + [[] if state is None else state.buffers for state in (each() for each in self._blocks)]
 
     def _buffers(self) -> list[ShardedBuffer]:

@@ -45,11 +45,11 @@ class Shortage(Observer):
 
     def _table(self, model: torch.nn.Module) -> list[str]:
         buffers = buffers_of(model)
-        whole = [b for b in buffers if b.sharded and b.is_unsharded]
+        full = [b for b in buffers if b.sharded and b.is_unsharded]
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
         rows = {
             "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.storage.memory().stored),
-            f"whole parameters ({len(whole)} buffers)": sum(b.full_nbytes for b in whole),
+            f"whole parameters ({len(full)} buffers)": sum(b.full_nbytes for b in full),
             "shards of the gradients": sum(shard.nbytes for shard in gradients),
         }
         taken = self._world.schedule.mapped_bytes

@@ -27,14 +27,14 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
     there are slices among the parameters.
     """
     totals = torch.zeros(2, 3, dtype=torch.float64, device=states[0].run.weights.device)
-    ordinary, sliced = totals.unbind()  # the number of elements, Σδ, Σδ²
+    ordinary, sharded = totals.unbind()  # the number of elements, Σδ, Σδ²
     for state, values in zip(states, settings):
-        sums = ordinary if state.run.buffer is None else sliced
+        sums = ordinary if state.run.buffer is None else sharded
         sums[0] += sum(stored_numel(parameter) for parameter in state.run.parameters)
         for delta in _deltas(state, values):
             sums[1:] += torch.stack([x.sum(dtype=torch.float64) for x in (delta, delta * delta)])
     if any(state.run.buffer is not None for state in states):
-        current_world().reduce.all_reduce(sliced).wait()
+        current_world().reduce.all_reduce(sharded).wait()
     count, first, second = totals.sum(0)
     mean = first / count
     return torch.stack((mean, (second / count - mean * mean).clamp_min(0)))

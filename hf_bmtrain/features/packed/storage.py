@@ -98,7 +98,7 @@ class PackedStorage(Storage):
         """
         self.reshard()
         nbytes = self.form.cell_bytes
-        for parameter, piece, name in zip(parameters, self.buffer.pieces, self._names):
+        for parameter, local_range, name in zip(parameters, self.buffer.local_ranges, self._names):
             try:
                 packed = self._cells(parameter).view(-1, nbytes)
             except ValueError as error:
@@ -106,7 +106,11 @@ class PackedStorage(Storage):
                     f"auto_wrap: '{name}' cannot be quantized to {self.form.name}: {error}. Part of the model is "
                     "sharded already: load it again, leave out quantize_frozen, or cast it to a wider dtype first."
                 ) from error
-            first, begin, count = piece.tensor_start // CELL, piece.shard_start // CELL, -(-piece.length // CELL)
+            first, begin, count = (
+                local_range.tensor_start // CELL,
+                local_range.shard_start // CELL,
+                -(-local_range.length // CELL),
+            )
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -144,11 +148,11 @@ class PackedStorage(Storage):
 
     def unpacked(self, index: int) -> torch.Tensor:
         """Return this rank's elements of parameter `index`, (n,) in new memory."""
-        piece, nbytes, shard = self.buffer.pieces[index], self.form.cell_bytes, self.buffer.shard
-        begin, count = piece.shard_start // CELL, -(-piece.length // CELL)
+        local_range, nbytes, shard = self.buffer.local_ranges[index], self.form.cell_bytes, self.buffer.shard
+        begin, count = local_range.shard_start // CELL, -(-local_range.length // CELL)
         values = torch.empty(count * CELL, dtype=shard.dtype, device=shard.device)
         self.form.unpack(self.stored[begin * nbytes : (begin + count) * nbytes], values)
-        return values[: piece.length]
+        return values[: local_range.length]
 
 
 class QuantizedParameter(DistributedParameter):

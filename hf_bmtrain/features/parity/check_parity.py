@@ -66,11 +66,11 @@ def check_parity(
     """
     world = current_world()
     _check_arguments(model, optimizer, bound)
-    world.assemble("check_parity")
-    pieces = [p for p in dict.fromkeys(model.parameters()) if isinstance(p, DistributedParameter)]
-    if not pieces:
+    world.barrier("check_parity")
+    sharded_params = [p for p in dict.fromkeys(model.parameters()) if isinstance(p, DistributedParameter)]
+    if not sharded_params:
         raise ValueError(f"check_parity takes a wrapped model: call bmt.auto_wrap on {type(model).__name__} first.")
-    world.raise_everywhere("check_parity holds the whole model on every rank", _shortage(pieces, world))
+    world.raise_everywhere("check_parity holds the whole model on every rank", _shortage(sharded_params, world))
     comparison = _Comparison(model, world, bound)
     state, stepped = TrainingState(model, world), False
     try:
@@ -125,9 +125,9 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
     return value.detach()
 
 
-def _shortage(pieces: Sequence[DistributedParameter], world: World) -> str | None:
+def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> str | None:
     """Return how much memory this rank lacks for whole weights and gradients, or None."""
-    needed = 3 * sum(piece.numel() * piece.element_size() for piece in pieces)
+    needed = 3 * sum(sharded.numel() * sharded.element_size() for sharded in sharded_params)
     memory = world.device_memory
     if memory is None:
         free, where = available_bytes() // world.size, f"of host memory, shared by {world.size} ranks,"
@@ -154,7 +154,7 @@ class _Comparison:
         if self._bound is not None:
             return self._bound
         device = self._world.device.type
-        dtypes = {tensor.dtype, *(piece.dtype for piece in self._names if piece.is_floating_point())}
+        dtypes = {tensor.dtype, *(sharded.dtype for sharded in self._names if sharded.is_floating_point())}
         if (
             torch.is_autocast_enabled(device)
             or mixed_precision() != "no"
@@ -181,26 +181,28 @@ class _Comparison:
     def of_gradients(self, full_params: Wholes) -> None:
         """Compare the averaged gradients, and leave the sharded ones in `.grad` of the wholes."""
         found = []
-        for piece, whole in reversed(full_params.items()):
-            got, wanted = piece.gather_gradient(), self._mean(whole)
-            whole.grad = got
+        for sharded, full in reversed(full_params.items()):
+            got, wanted = sharded.gather_gradient(), self._mean(full)
+            full.grad = got
             if wanted is not None or got is not None:
-                nothing = whole.detach().new_zeros(1).expand_as(whole)  # no gradient is one of zeros
+                nothing = full.detach().new_zeros(1).expand_as(full)  # no gradient is one of zeros
                 got, wanted = nothing if got is None else got, nothing if wanted is None else wanted
-                found.append((piece, largest_difference(got, wanted), largest_of(wanted), self._allowed(wanted)))
+                found.append((sharded, largest_difference(got, wanted), largest_of(wanted), self._allowed(wanted)))
         floor = _OF_MODEL * max((largest for _, _, largest, _ in found), default=0.0)
-        for piece, apart, largest, bound in found:
-            name = self._names[piece]
-            self.differences.append(Difference("gradient", self._block(piece), name, apart, bound * (largest + floor)))
+        for sharded, apart, largest, bound in found:
+            name = self._names[sharded]
+            self.differences.append(
+                Difference("gradient", self._block(sharded), name, apart, bound * (largest + floor))
+            )
 
-    def _mean(self, whole: torch.nn.Parameter) -> torch.Tensor | None:
+    def _mean(self, full: torch.nn.Parameter) -> torch.Tensor | None:
         """Return the mean of the ranks' gradients, in float32 or wider; None if no rank has one."""
-        present = torch.tensor([float(whole.grad is not None)], device=self._world.device)
+        present = torch.tensor([float(full.grad is not None)], device=self._world.device)
         self._world.reduce.all_reduce(present, maximum=True).wait()
         if not present.item():
             return None
-        wide = torch.promote_types(whole.dtype, torch.float32)
-        total = torch.zeros_like(whole, dtype=wide) if whole.grad is None else whole.grad.to(wide, copy=True)
+        wide = torch.promote_types(full.dtype, torch.float32)
+        total = torch.zeros_like(full, dtype=wide) if full.grad is None else full.grad.to(wide, copy=True)
         total = total.contiguous()
         real = torch.view_as_real(total) if total.is_complex() else total
         self._world.reduce.all_reduce(real.view(-1)).wait()
@@ -208,20 +210,20 @@ class _Comparison:
 
     def of_update(self, full_params: Wholes, make: MakeOptimizer) -> None:
         """Compare the weights after one step of an optimizer over slices and of one over wholes."""
-        trained = [piece for piece in full_params if piece.requires_grad]
-        before = {piece: full_params[piece].detach().clone() for piece in trained}
+        trained = [sharded for sharded in full_params if sharded.requires_grad]
+        before = {sharded: full_params[sharded].detach().clone() for sharded in trained}
         if not trained:
             return
         make(list(trained)).step()
-        make([full_params[piece] for piece in trained]).step()
+        make([full_params[sharded] for sharded in trained]).step()
         with torch.no_grad():
-            for piece in trained:
-                with piece.buffer.unsharded():
-                    got, wanted = piece.whole - before[piece], full_params[piece] - before[piece]
-                rounding = torch.finfo(piece.dtype).eps * largest_of(before.pop(piece))
+            for sharded in trained:
+                with sharded.buffer.unsharded():
+                    got, wanted = sharded.full - before[sharded], full_params[sharded] - before[sharded]
+                rounding = torch.finfo(sharded.dtype).eps * largest_of(before.pop(sharded))
                 allowed = self._allowed(wanted) * largest_of(wanted) + rounding
-                self._add("update", self._block(piece), self._names[piece], got, wanted, allowed)
+                self._add("update", self._block(sharded), self._names[sharded], got, wanted, allowed)
 
-    def _block(self, piece: DistributedParameter) -> str:
-        name, origin = self._names[piece], piece.origin
+    def _block(self, sharded: DistributedParameter) -> str:
+        name, origin = self._names[sharded], sharded.origin
         return name if origin is None or not origin.block else origin.block

@@ -23,11 +23,11 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
     They are assembled from the slices, by other means than those of a forward, which are to be checked.
     """
     full_params: Wholes = {}
-    for piece in model.parameters():
-        if isinstance(piece, DistributedParameter):
-            whole: Any = torch.nn.Parameter(piece.placement.gather(piece.part), piece.requires_grad)
-            whole.is_unsharded = True  # or the guard of the model would refuse it
-            full_params[piece] = whole
+    for sharded in model.parameters():
+        if isinstance(sharded, DistributedParameter):
+            full: Any = torch.nn.Parameter(sharded.placement.gather(sharded.part), sharded.requires_grad)
+            full.is_unsharded = True  # or the guard of the model would refuse it
+            full_params[sharded] = full
     return full_params
 
 
@@ -42,7 +42,7 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
     replaced: list[dict[str, Any]] = []
     try:
         for slot in slots:
-            slot.show(full_params[slot.piece])
+            slot.show(full_params[slot.sharded])
         for module, _ in extended:
             own = module._bmt.own_forward if isinstance(module, CheckpointBlock) and not module._bmt.compiled else None
             module.__class__ = _own_class(module)
@@ -56,7 +56,7 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
         for module, cls in extended:
             module.__class__ = cls
         for slot in slots:
-            slot.show(slot.piece)
+            slot.show(slot.sharded)
 
 
 def _own_class(module: torch.nn.Module) -> Any:

@@ -23,14 +23,14 @@ class TrainingState:
     def __init__(self, model: torch.nn.Module, world: World) -> None:
         self._world = world
         self._forward = Snapshot.of(model, world.device)
-        pieces = [p for p in model.parameters() if isinstance(p, DistributedParameter)]
-        self._weights = [(piece, piece.part.clone()) for piece in pieces]
+        sharded_params = [p for p in model.parameters() if isinstance(p, DistributedParameter)]
+        self._weights = [(sharded, sharded.part.clone()) for sharded in sharded_params]
         self._others = [(p, p.grad) for p in model.parameters() if not isinstance(p, DistributedParameter)]
         self._states: list[Any] = [module._bmt for module in model.modules() if isinstance(module, CheckpointBlock)]
         self._policies = [state.recompute for state in self._states]
         for state in self._states:
             state.recompute = NEVER if state.recompute is NEVER else ALWAYS
-        self._gradients = [b.gradient.set_aside() for b in dict.fromkeys(piece.buffer for piece in pieces)]
+        self._gradients = [b.gradient.set_aside() for b in dict.fromkeys(sharded.buffer for sharded in sharded_params)]
 
     def rewind(self) -> None:
         """Put buffers, attributes and generators back, so that another forward begins as the first one did."""
@@ -42,8 +42,8 @@ class TrainingState:
         self._world.schedule.discard_failed_backward()
         self.rewind()
         if weights:
-            for piece, value in self._weights:
-                piece.part.copy_(value)
+            for sharded, value in self._weights:
+                sharded.part.copy_(value)
         for restore in self._gradients:
             restore()
         for parameter, gradient in self._others:

@@ -30,10 +30,10 @@ class _Quiet(SingleProcess):
         super().__init__()
         self.size = size
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
         return DONE
 
-    def reduce_scatter_mean(self, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
+    def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
         return DONE
 
 

@@ -48,7 +48,9 @@ def everywhere(ranks, function, *arguments) -> str:
 
 
 def compare(facts):
-    return error_of(lambda: bmt.current_world().agree("a test", facts[bmt.rank()], {"file": f"{bmt.rank()}.pt"}))
+    return error_of(
+        lambda: bmt.current_world().check_same_on_all_ranks("a test", facts[bmt.rank()], {"file": f"{bmt.rank()}.pt"})
+    )
 
 
 COMPARISONS = {
@@ -80,7 +82,7 @@ def equal():
     gather = world.control.gather
     world.control.gather = lambda value, occasion: gathered.append(value) or gather(value, occasion)
     try:
-        world.agree("a test", {f"parameter {number}": float("nan") for number in range(5000)})
+        world.check_same_on_all_ranks("a test", {f"parameter {number}": float("nan") for number in range(5000)})
     finally:
         del world.control.gather
     return len(gathered), len(str(gathered))

@@ -18,7 +18,7 @@ def test_pieces_tile_every_tensor(numels, world_size, grain, spread):
         assert layout.offsets[index] % grain == 0
         position = 0
         for rank in range(world_size):
-            piece = layout.piece(index, rank)
+            piece = layout.range_of(index, rank)
             assert 0 <= piece.shard_start <= piece.shard_stop <= layout.shard_numel
             if piece.length:
                 assert piece.tensor_start == position
@@ -33,7 +33,7 @@ def test_pieces_tile_every_tensor(numels, world_size, grain, spread):
         assert size == numels[number // 2] if number % 2 else size >= 0
         padding |= set(range(position, position + size)) if number % 2 == 0 else set()
         position += size
-    everyone = [[layout.piece(index, rank) for rank in range(world_size)] for index in range(len(numels))]
+    everyone = [[layout.range_of(index, rank) for rank in range(world_size)] for index in range(len(numels))]
     cut = [pieces for pieces in everyone if sum(piece.length > 0 for piece in pieces) > 1]
     for rank in range(world_size):
         held = [pieces[rank] for pieces in cut if pieces[rank].length]
@@ -57,7 +57,7 @@ def test_sizes_of_a_shard_are_those_of_its_pieces(numels, world_size, grain):
         sizes = layout.shard_sizes(rank)
         assert sum(sizes) == layout.shard_numel and min(sizes) >= 0
         for index in range(len(numels)):
-            piece = layout.piece(index, rank)
+            piece = layout.range_of(index, rank)
             assert sizes[2 * index + 1] == piece.length
             assert sum(sizes[: 2 * index + 1]) == piece.shard_start
 
@@ -68,7 +68,7 @@ def test_a_grain_is_never_divided(numels, world_size, grain):
     layout = Layout.build(numels, world_size, grain)
     for index, numel in enumerate(numels):
         for rank in range(world_size):
-            piece = layout.piece(index, rank)
+            piece = layout.range_of(index, rank)
             assert piece.tensor_start % grain == 0 or piece.length == 0
             assert piece.tensor_stop % grain == 0 or piece.tensor_stop == numel
             assert piece.shard_start % grain == 0 or piece.length == 0

@@ -58,7 +58,7 @@ def ask_for_everything() -> None:
             attempt(form.unpack, packed, place(torch.zeros(quantize.CELL, dtype=dtype)))
         for shape in ((16, 32), (3, 5)):
             for function in (
-                float8.quantize_rows, float8.quantize_both, float8.quantize_whole, float8.quantize_transposed,
+                float8.quantize_rows, float8.quantize_both, float8.quantize_full, float8.quantize_transposed,
             ):  # fmt: skip
                 attempt(function, place(torch.ones(shape, dtype=dtype)))
         for ranges in ([(0, 32), (48, n)], [(0, 3), (5, n)]):

@@ -102,7 +102,7 @@ def test_adam_prepare_refuses_a_single_row() -> None:
 FLOAT8 = {
     float8.quantize_rows: "x",
     float8.quantize_both: "x",
-    float8.quantize_whole: "weight",
+    float8.quantize_full: "weight",
     float8.quantize_transposed: "weight",
 }
 

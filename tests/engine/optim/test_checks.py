@@ -168,7 +168,7 @@ def test_element_wise_ones_are_accepted(cls, options):
     optimizer = cls(model.parameters(), **options)
     state = set(optimizer.__dict__)
     step(model, optimizer)
-    assert set(optimizer.__dict__) - state <= {"whole_state", "checked"}
+    assert set(optimizer.__dict__) - state <= {"full_state", "checked"}
     assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}  # nothing of the trial is left
     assert all(group["lr"] == options.get("lr", group["lr"]) for group in optimizer.param_groups)
 

@@ -157,13 +157,13 @@ import os, time
 import hf_bmtrain as bmt
 bmt.init_distributed()
 world, absent = bmt.current_world(), int({absent})
-world.assemble("begin")
+world.barrier("begin")
 begin = time.monotonic()
 if world.rank == absent:
     time.sleep(9)
     os._exit(0)
 try:
-    world.assemble("save", seconds=2)
+    world.barrier("save", seconds=2)
 except RuntimeError as error:
     print(f"{{time.monotonic() - begin:.0f}} {{error}}", flush=True)
 os._exit(0)
@@ -234,7 +234,7 @@ def test_results(world, size):
 def different_places():
     world = bmt.current_world()
     with pytest.raises(RuntimeError, match=r"rank 0: 'save'(.|\n)*rank \d: 'load'(.|\n)*call it on every rank"):
-        world.assemble("save" if bmt.rank() == 0 else "load")
+        world.barrier("save" if bmt.rank() == 0 else "load")
 
 
 @full

@@ -272,14 +272,14 @@ def _like(x: Any) -> torch.Tensor:
     return OTHER[: shape[0], : shape[1]] if len(shape) == 2 else OTHER.reshape(-1)[: shape.numel()].view(shape)
 
 
-def _whole(result: Any) -> Any:
+def _full(result: Any) -> Any:
     """Return `result` with whole tensors for slices."""
     if isinstance(result, torch.Tensor):
         if hasattr(result, "placement"):
             return result.detach().read_full()
         return result.detach().as_subclass(torch.Tensor)
     if isinstance(result, (list, tuple)):
-        return [_whole(each) for each in result]
+        return [_full(each) for each in result]
     return result
 
 
@@ -309,11 +309,11 @@ def _try(function: Callable, model: nn.Module, name: str, context: str) -> tuple
             result = function(argument)
             if context == "autograd" and isinstance(result, torch.Tensor) and result.requires_grad:
                 (result * result).sum().backward()
-        result = _whole(result)
+        result = _full(result)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as raised:
         result, error = None, f"{type(raised).__name__}: {raised}"
-    gradient = _whole(parameter.grad)
-    return result, [_whole(parameter.data), gradient], error or ""
+    gradient = _full(parameter.grad)
+    return result, [_full(parameter.data), gradient], error or ""
 
 
 def outcomes(labels: list[str]) -> dict[tuple[str, str, str], str]:

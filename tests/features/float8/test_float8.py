@@ -11,9 +11,9 @@ from hf_bmtrain.features.float8.arithmetic import (
     check_device,
     product,
     quantize_both,
+    quantize_full,
     quantize_rows,
     quantize_transposed,
-    quantize_whole,
 )
 
 
@@ -74,7 +74,7 @@ def test_transposing(shape):
 @full
 def test_a_weight_has_one_scale_in_both_directions():
     weight = matrix(24, 16)
-    factor = quantize_whole(weight)
+    factor = quantize_full(weight)
     assert factor.scales.shape == (len(weight), 1) and (factor.scales == weight.abs().max() / MOST).all()
     both_ways = quantize_transposed(weight)
     assert torch.equal(wide(both_ways), wide(factor).t()) and both_ways.values.is_contiguous()
@@ -88,7 +88,7 @@ def test_pieces_are_rounded_as_the_whole(dtype, shape):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
 def test_products_are_those_of_the_elements(dtype):
-    a, b = quantize_rows(matrix(5, 64)), quantize_whole(matrix(7, 64, seed=1))
+    a, b = quantize_rows(matrix(5, 64)), quantize_full(matrix(7, 64, seed=1))
     exact = wide(a) @ wide(b).t()
     found = product(a, b, dtype, fast=True)
     assert found.dtype == dtype and found.shape == (5, 7)
@@ -97,7 +97,7 @@ def test_products_are_those_of_the_elements(dtype):
 
 @full
 def test_products_are_not_rounded_by_autocast():
-    a, b = quantize_rows(matrix(5, 64)), quantize_whole(matrix(7, 64, seed=1))
+    a, b = quantize_rows(matrix(5, 64)), quantize_full(matrix(7, 64, seed=1))
     plain = product(a, b, torch.float32, fast=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(product(a, b, torch.float32, fast=False), plain)
@@ -107,18 +107,18 @@ def test_products_are_not_rounded_by_autocast():
 def test_what_is_not_finite_makes_its_row_nan(bad):
     x = matrix(4, 16)
     x[2, 3] = bad
-    y = product(quantize_rows(x), quantize_whole(matrix(3, 16, seed=1)), torch.float32, fast=False)
+    y = product(quantize_rows(x), quantize_full(matrix(3, 16, seed=1)), torch.float32, fast=False)
     assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
 
 
 def test_zeros_tiny_rows_and_no_rows():
     x = torch.tensor([[0.0] * 16, [1e-42] * 16, [1e-20] * 16])
-    y = product(quantize_rows(x), quantize_whole(torch.eye(16)), torch.float32, fast=False)
+    y = product(quantize_rows(x), quantize_full(torch.eye(16)), torch.float32, fast=False)
     assert torch.equal(y[0], torch.zeros(16)) and y[1].abs().max() < 1e-31
     torch.testing.assert_close(y[2], x[2], rtol=0.07, atol=0)
     rows, columns = quantize_both(torch.empty(0, 32))
     assert rows.values.shape == (0, 32) and columns.values.shape == (32, 0)
-    assert product(rows, quantize_whole(matrix(16, 32)), torch.float32, fast=False).shape == (0, 16)
+    assert product(rows, quantize_full(matrix(16, 32)), torch.float32, fast=False).shape == (0, 16)
     other = quantize_both(torch.empty(0, 16))[1]
     assert not product(other, columns, torch.float32, fast=False).any()
 

@@ -9,7 +9,7 @@ from hf_bmtrain.engine.comm.communicator import CollectiveGather
 from hf_bmtrain.engine.comm.streams import DONE
 from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
 from hf_bmtrain.engine.sharding.parameter import DistributedParameter
-from hf_bmtrain.features.float8.arithmetic import quantize_transposed, quantize_whole
+from hf_bmtrain.features.float8.arithmetic import quantize_full, quantize_transposed
 from hf_bmtrain.features.float8.storage import Float8Kind, Float8Requantizer, Float8Storage
 from kernel_checks import same_factors
 from ranks import on_ranks
@@ -58,7 +58,7 @@ def check_factors(buffer, parameters):
         if gathered is None:
             assert torch.equal(bits(whole), bits(parameter))
             continue
-        for turned, quantize in ((False, quantize_whole), (True, quantize_transposed)):
+        for turned, quantize in ((False, quantize_full), (True, quantize_transposed)):
             found = gathered.factor(turned)
             assert same_factors([found], [quantize(parameter.detach())])
             assert found.values.is_contiguous() and found.scales.is_contiguous()

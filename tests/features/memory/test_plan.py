@@ -55,9 +55,9 @@ def test_no_plan_exceeds_the_limit(loss, early, late):
     for activations, parameters, limit in random_cases(5_000):
         plan = make_plan(activations, parameters, *rooms(activations, parameters, limit, loss, early, late))
         if any(plan.kept):
-            most = max(peaks(activations, parameters, plan.kept, plan.whole, loss, early, late))
+            most = max(peaks(activations, parameters, plan.kept, plan.full, loss, early, late))
             assert most <= limit, (activations, parameters, limit, plan, most)
-        kept, whole = kept + sum(plan.kept), whole + sum(plan.whole)
+        kept, whole = kept + sum(plan.kept), whole + sum(plan.full)
     assert kept > 5_000 and whole > 500, "the cases allow nothing"
 
 
@@ -109,7 +109,7 @@ def test_more_room_never_keeps_fewer():
 def test_cases(activations, parameters, rooms, kept, whole):
     plan = make_plan(activations, parameters, *rooms)
     assert "".join("01"[one] for one in plan.kept) == kept
-    assert "".join("01"[one] for one in plan.whole) == whole
+    assert "".join("01"[one] for one in plan.full) == whole
 
 
 @full

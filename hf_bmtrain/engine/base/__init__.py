@@ -1,5 +1,6 @@
-"""What every other folder may use of torch, of one device and of its memory.
+"""Utilities for one process and one device, which every other folder may import.
 
-The launch of CUDA sources, page-locked memory, checks of arguments, and the private names of torch. Nothing here knows
-an arithmetic operation, ranks, parameters or modules.
+They compile and launch CUDA sources, allocate page-locked memory, check arguments, write files atomically, and collect
+the private names of torch that the package uses. Nothing here depends on an arithmetic operation, ranks, parameters or
+modules.
 """

@@ -1,4 +1,4 @@
-"""Checks of arguments, whose errors name the argument, what it must be and what it is."""
+"""Check arguments. Each error names the argument, what it must be and what was passed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ import torch
 def expect(
     name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise ValueError unless `tensor` is contiguous, on `device`, of this shape and of one of these dtypes."""
+    """Raise ValueError unless `tensor` is contiguous, is on `device`, and has this shape and one of these dtypes.
+
+    Args:
+        name: the argument's name, for the error.
+        tensor: the tensor to check.
+        dtypes: the dtypes that are allowed.
+        shape: the shape that is required.
+        device: the device that is required.
+    """
     if tensor.dtype in dtypes and tuple(tensor.shape) == shape and tensor.device == device and tensor.is_contiguous():
         return
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -25,7 +33,14 @@ def expect(
 
 
 def expect_kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Raise TypeError, with `wanted` as the way out, unless `value` is an instance of one of `kinds`."""
+    """Raise TypeError unless `value` is an instance of one of `kinds`.
+
+    Args:
+        name: the argument's name, for the error.
+        value: the value to check.
+        kinds: the classes that are allowed.
+        wanted: what the argument must be, in words for the error, such as "a torch.Tensor".
+    """
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
 
@@ -41,20 +56,23 @@ def expect_tensor(name: str, value: Any) -> None:
 
 
 def expect_path(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is a path, and ValueError for the empty string."""
+    """Raise TypeError unless `value` is a path (str or os.PathLike), and ValueError if it is the empty string."""
     expect_kind(name, value, (str, os.PathLike), "a path, as a str or os.PathLike")
     if value == "":
-        raise ValueError(f"{name} must be a path, got an empty string (a variable that is not set?)")
+        raise ValueError(f"{name} must be a path, got an empty string (is a variable not set?)")
 
 
 def expect_callable(name: str, value: Any, wanted: str) -> None:
-    """Raise TypeError unless `value` can be called."""
+    """Raise TypeError unless `value` is callable. wanted: what it must be, in words for the error."""
     if not callable(value):
         raise TypeError(f"{name} must be {wanted}, got {_show(value)}")
 
 
 def expect_flag(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is True, False, 1, 0 or None. Text is not: bool("False") is True."""
+    """Raise TypeError unless `value` is True, False, 1, 0 or None.
+
+    Strings are refused: "False", as read from a configuration file, would count as true.
+    """
     if not isinstance(value, (bool, int, np.bool_, type(None))) or value not in (0, 1, None):
         raise TypeError(f"{name} must be True or False, got {_show(value)}")
 
@@ -62,9 +80,16 @@ def expect_flag(name: str, value: Any) -> None:
 def expect_number(
     name: str, value: Any, wanted: str, holds: Callable[[Any], Any] = lambda number: True, integer: bool = False
 ) -> None:
-    """Raise TypeError unless `value` is a real number (an integer if `integer`), ValueError unless it `holds`.
+    """Raise TypeError unless `value` is a real number, and ValueError unless it is in the allowed range.
 
-    wanted: says what holds, such as "at least 0". bool is no number. A comparison of NaN never holds.
+    A bool is not accepted as a number.
+
+    Args:
+        name: the argument's name, for the error.
+        value: the value to check.
+        wanted: the allowed range, in words for the error, such as "at least 0".
+        holds: returns whether a number is in the allowed range. Comparisons with NaN are false, so they refuse NaN.
+        integer: whether the number must be an integer.
     """
     if not isinstance(value, numbers.Integral if integer else numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be {'an integer' if integer else 'a number'}, {wanted}, got {_show(value)}")
@@ -73,7 +98,7 @@ def expect_number(
 
 
 def _show(value: Any) -> str:
-    """Return a short text for a value of the wrong type; a tensor on a device is not read."""
+    """Describe a value of the wrong type in a few words, without reading the elements of a tensor."""
     if value is None or isinstance(value, bool):
         return repr(value)
     kind = type(value).__name__

@@ -8,28 +8,30 @@ _SMALLEST_RESERVE = 2 << 30
 
 
 class DeviceMemory:
-    """Bytes of one device, as its caching allocator counts them. No method waits for the device."""
+    """Memory statistics of one device, in bytes, from torch's caching allocator. No method waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
 
     def allocated(self) -> int:
-        """Return the bytes that tensors occupy now."""
+        """Return the bytes that this process's tensors occupy now."""
         return self._module.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """Return the most bytes that tensors have occupied since `reset_peak`."""
+        """Return the largest number of bytes that tensors have occupied at once since `reset_peak`."""
         return self._module.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
+        """Start a new measurement of `peak`."""
         self._module.reset_peak_memory_stats(self._device)
 
     def usable(self) -> int:
-        """Return the most bytes that tensors of this process can have.
+        """Return how many bytes the tensors of this process may occupy in total.
 
-        They are the device's free bytes and those that the allocator holds, or what
-        `torch.cuda.set_per_process_memory_fraction` leaves of the device, less a reserve of 5 % of the device or 2 GiB,
-        whichever is more, for fragmentation, libraries that allocate outside torch, and differences of steps.
+        This is the device's free memory plus what the allocator has already reserved, at most the fraction set by
+        `torch.cuda.set_per_process_memory_fraction`, minus a reserve: 5 % of the device's memory, and at least 2 GiB.
+        The reserve is for fragmentation, for libraries that allocate outside torch, and for steps that need more memory
+        than others.
         """
         free, total = self._module.mem_get_info(self._device)
         allowed = int(total * self._module.get_per_process_memory_fraction(self._device))

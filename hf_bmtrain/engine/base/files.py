@@ -1,4 +1,4 @@
-"""Files and folders that other processes see complete or not at all."""
+"""Write files and folders atomically: other processes see them complete or not at all."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _LOCK = "lock"
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield where to write the file that replaces `path` at the end, unless the body raises.
+    """Yield a temporary path to write to; on exit, rename the file there to `path`, replacing any previous file.
 
-    It is flushed to disk before it is renamed, so that a kill at any moment leaves the previous file or the new one.
+    If the body of the `with` statement raises, `path` is left unchanged. The new file is flushed to disk before it is
+    renamed, so if the process is killed, `path` is either the previous file or the new one, never a partial file.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
         yield temporary
-        shutil.copymode(folder / _LOCK, temporary)  # some writers create files that only their owner may read
+        # Some libraries create files that only their owner may read. The lock file has the permissions of the umask.
+        shutil.copymode(folder / _LOCK, temporary)
         flush(temporary)
         os.replace(temporary, path)
     flush(path.parent)
@@ -33,9 +35,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def staged_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `path` at the end, unless the body raises.
+    """Yield an empty temporary folder and, on exit, rename it to `path`.
 
-    Files in it are to be flushed by the caller. `path` must not exist, or be an empty folder.
+    If the body of the `with` statement raises, nothing is renamed. The caller must `flush` every file that it writes
+    into the folder. `path` must not exist, or must be an empty folder.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
@@ -47,7 +50,7 @@ def staged_folder(path: Path) -> Iterator[Path]:
 
 
 def delete_abandoned(path: Path) -> None:
-    """Delete what killed processes have left of their temporary folders for `path`."""
+    """Delete the temporary folders for `path` that killed processes left behind."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         if re.fullmatch(r"[0-9a-f]{8}", left.name[len(path.name) + 1 : -len(".tmp")]) and _is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -55,13 +58,16 @@ def delete_abandoned(path: Path) -> None:
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder `path`.*.tmp, which is locked while this process lives, and delete it at the end."""
+    """Yield a new folder named `path`.XXXXXXXX.tmp and delete it on exit.
+
+    The file `lock` in it is locked until then, so that other processes can tell whether this one is still running.
+    """
     delete_abandoned(path)
     folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     folder.mkdir()
     try:
         with open(folder / _LOCK, "w") as held:
-            with contextlib.suppress(OSError):  # without locks on this file system nothing is deleted later
+            with contextlib.suppress(OSError):  # a file system without locks: `_is_abandoned` is then always False
                 fcntl.flock(held, fcntl.LOCK_EX)
             yield folder
     finally:
@@ -69,7 +75,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether no process holds the lock of a temporary folder."""
+    """Return whether the process that created a temporary folder has ended, because nobody holds the folder's lock."""
     try:
         with open(folder / _LOCK, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +85,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
+    """Flush a file's contents to disk, or for a folder the names of its entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

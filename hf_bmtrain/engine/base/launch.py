@@ -1,11 +1,11 @@
-"""CUDA kernels: from a .cu file to a launch on torch's current stream, without nvcc and without CUDA headers.
+"""Compile .cu files at run time and launch their kernels on torch's current stream. Needs no nvcc and no CUDA headers.
 
-    variant = Variant("grad_norm", (("ELEMENT", "bf16"),))   a source file and its macros
-    kernel(variant, "squared_norm_partials", device)         compiled once per machine, loaded once per process
-        (grid, block, x, n, partials)                        checked against the source's signature
+    variant = Variant("grad_norm", (("ELEMENT", "bf16"),))     # a source file and its macros
+    launch = kernel(variant, "squared_norm_partials", device)  # compiled once per machine, loaded once per process
+    launch(grid, block, x, n, partials)                        # arguments are checked against the source's signature
 
-NVRTC makes a cubin, which is kept on disk under the hash of its inputs. With a file lock on that name one process of
-a host compiles while the others wait for the file.
+NVRTC compiles a variant to a cubin, which is cached on disk in a file named by the hash of all inputs. While one
+process of a host compiles it, the others wait for the file, by means of a file lock.
 """
 
 import fcntl
@@ -38,22 +38,22 @@ C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"
 
 
 def source_folder() -> Path:
-    """Return the folder of the .cu files: inside the installed package, or next to it in a checkout."""
+    """Return the folder of the .cu files: inside the installed package, or next to the package in a clone."""
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "device.cuh").is_file():
             return folder
     raise RuntimeError(
-        f"CUDA sources not found in {package / 'kernels'} nor in {package.parent / 'kernels'}: "
-        "the installation is incomplete, install hf_bmtrain again"
+        f"CUDA sources were found neither in {package / 'kernels'} nor in {package.parent / 'kernels'}: "
+        "the installation is incomplete. Install hf_bmtrain again."
     )
 
 
 def import_cupy() -> Any:
-    """Import CuPy when a kernel is first needed. Raise RuntimeError, naming the extra to install, if it is missing."""
+    """Import and return CuPy. Raise RuntimeError, which names the extra to install, if it cannot be imported."""
     try:
         import cupy
-        from cupy.cuda import nvrtc  # noqa: F401  (absent when the wheel does not fit the machine)
+        from cupy.cuda import nvrtc  # noqa: F401  (fails if the wheel is for another CUDA version)
     except ImportError as error:
         major = (torch.version.cuda or "13").split(".")[0]
         raise RuntimeError(
@@ -64,7 +64,14 @@ def import_cupy() -> Any:
 
 
 class Argument(NamedTuple):
-    """One parameter of a kernel as its source declares it. c_type: for pointers, the type pointed to."""
+    """One parameter of a kernel, as its source declares it.
+
+    Attributes:
+        name: the parameter's name.
+        c_type: its C type; for a pointer, the type of the elements.
+        pointer: whether it is a pointer.
+        written: whether it is a pointer to memory that is not const.
+    """
 
     name: str
     c_type: str
@@ -74,7 +81,12 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """A source file (name without `.cu`) and its macros, as sorted pairs of strings."""
+    """A CUDA source file and the macros to compile it with.
+
+    Attributes:
+        file: the name of the file in `kernels/`, without `.cu`.
+        macros: (name, value) pairs, sorted, so that equal variants compare equal.
+    """
 
     file: str
     macros: tuple[tuple[str, str], ...]
@@ -88,7 +100,7 @@ class Variant:
         return {path.name: path.read_text() for path in sorted(source_folder().glob("*.cuh"))}
 
     def signature(self, name: str) -> tuple[Argument, ...]:
-        """Return the parameters of kernel `name`, with macros for types replaced."""
+        """Return the parameters of kernel `name`, parsed from the source, with macros that stand for types expanded."""
         found = re.search(r'extern "C" __global__[^;{]*?\bvoid\s+' + name + r"\s*\(([^)]*)\)", self.source)
         if found is None:
             raise RuntimeError(f"{self.file}.cu has no kernel named {name}")
@@ -100,25 +112,36 @@ class Variant:
         c_type = " ".join(macros.get(w, w) for w in words[:-1] if w not in ("*", "const", "__restrict__"))
         pointer = "*" in words
         if c_type not in (_POINTED if pointer else _SCALARS):
-            raise RuntimeError(f"{self.file}.cu: parameter '{' '.join(words)}' has a type the launcher cannot pack")
+            raise RuntimeError(
+                f"{self.file}.cu: parameter '{' '.join(words)}' has a type that the launcher cannot pass to a kernel"
+            )
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 
     def options(self, arch: int) -> tuple[str, ...]:
-        """Return the compiler's options. Subnormals, division and square root follow IEEE, to match torch's results."""
+        """Return the compiler's options for compute capability `arch` (90 is 9.0).
+
+        Subnormals, division and square roots follow IEEE 754, so that results match torch's.
+        """
         ieee = ("--ftz=false", "--prec-div=true", "--prec-sqrt=true")
         macros = (f"-D{key}={value}" for key, value in self.macros)
         return (f"--gpu-architecture=sm_{arch}", "--std=c++17", *ieee, *macros)
 
     def digest(self, arch: int, compiler: tuple[int, int]) -> str:
-        """Return a hash of everything that the cubin depends on."""
+        """Return a hash of everything that the cubin depends on. compiler: NVRTC's version, (major, minor)."""
         content = repr((self.source, self.headers, self.options(arch), compiler))
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> tuple[bytes, str]:
-    """Compile a variant for compute capability `arch` (90 is 9.0). Return the cubin and the compiler's log.
+    """Compile a variant. Needs neither a GPU nor a driver.
 
-    Needs neither a GPU nor a driver. options: added to the variant's own.
+    Args:
+        variant: what to compile.
+        arch: the compute capability to compile for; 90 is 9.0.
+        options: options for the compiler in addition to those of the variant.
+
+    Returns:
+        The cubin and the compiler's log.
     """
     nvrtc = import_cupy().cuda.nvrtc
     program = nvrtc.createProgram(
@@ -140,26 +163,32 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 
 
 def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
-    """Return the newest architecture in `known` whose cubins run on `capability`: equal major, minor not above."""
+    """Return the newest architecture in `known` whose cubins run on a GPU of compute capability (major, minor).
+
+    Cubins run on GPUs with the same major and the same or a higher minor version.
+    """
     wanted = 10 * capability[0] + capability[1]
     fitting = [arch for arch in known if arch // 10 == capability[0] and arch <= wanted]
     if not fitting:
         raise RuntimeError(
-            f"this NVRTC compiles for {', '.join(f'sm_{a}' for a in sorted(known))}, the GPU is "
-            f"sm_{wanted}: install the CuPy and NVRTC of a CUDA version that supports it"
+            f"this NVRTC compiles for {', '.join(f'sm_{a}' for a in sorted(known))}, but the GPU is "
+            f"sm_{wanted}: install CuPy and NVRTC of a CUDA version that supports the GPU"
         )
     return max(fitting)
 
 
 @cache
 def shared_memory_limit(device: torch.device) -> int:
-    """Return the bytes of shared memory that one block can use on a CUDA device."""
+    """Return how many bytes of shared memory one thread block can use on a CUDA device."""
     runtime = import_cupy().cuda.runtime
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)
 
 
 def cache_folder() -> Path:
-    """Return the folder of cubins: $HF_BMTRAIN_KERNEL_CACHE, or hf_bmtrain/kernels in the user's cache folder."""
+    """Return the folder in which cubins are cached.
+
+    It is $HF_BMTRAIN_KERNEL_CACHE if that is set, otherwise hf_bmtrain/kernels in $XDG_CACHE_HOME or ~/.cache.
+    """
     chosen = os.environ.get("HF_BMTRAIN_KERNEL_CACHE")
     if chosen:
         return Path(chosen)
@@ -167,7 +196,10 @@ def cache_folder() -> Path:
 
 
 def cached_cubin(variant: Variant, arch: int) -> Path:
-    """Return the file of the variant's cubin. The first process compiles it, other processes wait for it."""
+    """Return the path of the variant's cubin, after compiling it if it is not in the cache.
+
+    If several processes of a host need it at once, one compiles it and the others wait.
+    """
     compiler = import_cupy().cuda.nvrtc.getVersion()
     folder = cache_folder()
     entry = folder / f"{variant.file}-sm_{arch}-{variant.digest(arch, compiler)}.cubin"
@@ -181,8 +213,7 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
                 _compile_into(entry, variant, arch)
     except OSError as error:
         raise RuntimeError(
-            f"compiled kernels cannot be kept in {folder} ({error}): set HF_BMTRAIN_KERNEL_CACHE to "
-            "a folder that can be written"
+            f"compiled kernels cannot be stored in {folder} ({error}): set HF_BMTRAIN_KERNEL_CACHE to a writable folder"
         ) from error
     return entry
 
@@ -197,9 +228,21 @@ def _compile_into(entry: Path, variant: Variant, arch: int) -> None:
 
 
 def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
-    """Return `values` as CuPy passes them bit for bit: pointers and long long as int, others as numpy scalars.
+    """Check the arguments of a kernel and convert them to the types that CuPy passes to it unchanged.
 
-    Raises TypeError for a wrong number of arguments or a wrong kind, ValueError for a wrong dtype or device.
+    Args:
+        name: the kernel's name, for errors.
+        signature: the kernel's parameters.
+        values: one argument for each parameter: a tensor for a pointer, or a number. None stands for a pointer that the
+            variant does not use.
+        device: the device that tensors must be on.
+
+    Returns:
+        Addresses and numbers of type `long long` as int, other numbers as NumPy scalars.
+
+    Raises:
+        TypeError: the number of arguments or the type of one is wrong.
+        ValueError: the dtype or the device of a tensor is wrong.
     """
     if len(values) != len(signature):
         raise TypeError(
@@ -213,14 +256,14 @@ def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> 
     if not argument.pointer:
         kinds, convert = _SCALARS[argument.c_type]
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise TypeError(f"{where} is a {argument.c_type}, got {type(value).__name__} {value!r}")
+            raise TypeError(f"{where} must be a {argument.c_type}, got {type(value).__name__} {value!r}")
         return convert(value)
     if argument.c_type == "none":
         if value is not None:
             raise TypeError(f"{where} is not used by this variant and must be None, got {type(value).__name__}")
         return 0
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{where} is a pointer to {argument.c_type}, got {type(value).__name__}")
+        raise TypeError(f"{where} must be a tensor of {argument.c_type}, got {type(value).__name__}")
     if value.dtype != _POINTED[argument.c_type]:
         raise ValueError(f"{where} must be {_POINTED[argument.c_type]}, got {value.dtype}")
     if value.device != device:
@@ -229,7 +272,7 @@ def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> 
 
 
 class Kernel:
-    """A loaded kernel. A call checks the arguments and launches it, without waiting for the device."""
+    """A kernel that is loaded on one CUDA device. Calling it checks the arguments and launches the kernel."""
 
     def __init__(self, variant: Variant, name: str, index: int):
         self.cupy = import_cupy()
@@ -238,24 +281,34 @@ class Kernel:
         self.device = torch.device("cuda", index)
         self.signature = variant.signature(name)
         self.function = self.cupy.RawModule(path=str(cached_cubin(variant, arch))).get_function(name)
-        self.shared_limit = 48 << 10  # the limit of a launch until the attribute is raised
+        self.shared_limit = 48 << 10  # CUDA's limit for a launch, until `__call__` raises the kernel's attribute
 
     def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
-        """Launch on torch's current stream and increment the versions of written tensors, as an in-place operation."""
+        """Launch the kernel on torch's current stream, without waiting for the device.
+
+        As after an in-place operation of torch, the version counter of each tensor that the kernel writes is
+        incremented.
+
+        Args:
+            grid: the number of thread blocks.
+            block: the number of threads per block.
+            *values: the kernel's arguments, see `pack`.
+            shared_memory: bytes of dynamic shared memory per block.
+        """
         index = self.device.index
         if torch.cuda.current_device() != index:
             raise RuntimeError(
-                f"{self.name} works on {self.device} but torch's current device is "
+                f"{self.name} runs on {self.device}, but torch's current device is "
                 f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({index}) first"
             )
         runtime = self.cupy.cuda.runtime
-        if runtime.getDevice() != index:  # CuPy has its own current device per thread
+        if runtime.getDevice() != index:  # CuPy has its own current device in each thread
             runtime.setDevice(index)
         arguments = pack(self.name, self.signature, values, self.device)
         if shared_memory > self.shared_limit:
             self.function.max_dynamic_shared_size_bytes = shared_memory
             self.shared_limit = shared_memory
-        # CuPy's own current stream differs in torch's backward threads.
+        # CuPy has its own current stream, which is not torch's, for example in autograd's threads: pass torch's.
         stream = SimpleNamespace(ptr=current_raw_stream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
         for argument, value in zip(self.signature, values, strict=True):
@@ -265,9 +318,14 @@ class Kernel:
 
 @cache
 def kernel(variant: Variant, name: str, device: torch.device) -> Kernel:
-    """Return the kernel `name` of a variant on a CUDA device, compiled and loaded in the first call.
+    """Return a kernel, ready to launch. The first call compiles and loads it; later calls return the same object.
 
-    Make the first call before a CUDA graph is captured: loading is not allowed inside a capture.
+    Make the first call before capturing a CUDA graph, since kernels cannot be loaded during a capture.
+
+    Args:
+        variant: the source file and its macros.
+        name: the kernel's name in the source file.
+        device: the CUDA device to load the kernel on.
     """
     assert device.type == "cuda" and device.index is not None, device
     return Kernel(variant, name, device.index)

@@ -1,4 +1,4 @@
-"""Page-locked host memory, which a GPU reads and writes directly."""
+"""Page-locked (pinned) host memory, which a GPU reads and writes directly."""
 
 from __future__ import annotations
 
@@ -17,14 +17,25 @@ CONTROL_GROUPS = (
     (_GROUP / "memory.max", _GROUP / "memory.current", "inactive_file"),
     (_GROUP / "memory/memory.limit_in_bytes", _GROUP / "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files of a control group: the limit, the usage, and the field of memory.stat that counts reclaimable file cache."""
+"""For versions 2 and 1 of control groups: the files that hold the limit and the usage in bytes, and the field of
+memory.stat that counts the file cache, which the system can reclaim."""
 
 
 def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
-    """Allocate zeroed host memory, uint8 (nbytes,), page-locked if `device` is CUDA, until its last view is freed.
+    """Allocate zeroed host memory, page-locked if `device` is a CUDA device.
 
-    torch's own pinned allocator rounds up to a power of two; this function does not. Raises RuntimeError, with the
-    numbers, if the memory is not available. purpose: names the use of the memory in that error.
+    torch's own pinned allocator rounds sizes up to a power of two; this function does not.
+
+    Args:
+        nbytes: how many bytes to allocate.
+        device: the device that will read and write the memory; "meta" allocates a meta tensor.
+        purpose: what the memory is for, to be named in the error.
+
+    Returns:
+        A uint8 tensor (nbytes,). The memory is unlocked and freed with the last view of it.
+
+    Raises:
+        RuntimeError: the memory is not available. The error tells how much is.
     """
     if device.type == "meta":
         return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=True)
@@ -37,7 +48,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
         memory = mmap.mmap(-1, nbytes)
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(_shortage(nbytes, purpose, f"the system refused it: {error}")) from error
-    shown = memoryview(memory)  # all views of the tensor refer to it
+    shown = memoryview(memory)  # lives as long as the tensor or a view of it: its finalizer unlocks the memory
     tensor = torch.frombuffer(shown, dtype=torch.uint8)
     if device.type == "cuda":
         try:
@@ -53,13 +64,18 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str) -> torch.Tenso
 
 
 def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
-    """Undo `register` for `memory`, which is given back afterwards: until then no other thread may get its addresses,
-    which CUDA would refuse to lock."""
+    """Unlock `memory`. The argument keeps it mapped until CUDA has unlocked it.
+
+    If it were unmapped first, another thread could map the same addresses, and CUDA would refuse to lock them.
+    """
     unregister(pointer, device)
 
 
 def available_bytes() -> int:
-    """Return the bytes of host memory available to this process, within the limits of its control group."""
+    """Return how many bytes of host memory this process can still allocate.
+
+    This is the host's available memory, or what the process's control group leaves of its limit if that is less.
+    """
     free = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     for limit, usage, cached in CONTROL_GROUPS:
         if limit.is_file() and limit.read_text().strip() != "max":
@@ -75,21 +91,27 @@ def _fields(path: Path) -> dict[str, int]:
 
 def _shortage(nbytes: int, purpose: str, reason: str) -> str:
     return (
-        f"{nbytes / 2**30:.1f} GiB of pinned host memory for {purpose} cannot be had: {reason}. Train on more ranks "
-        "(each keeps its share), give the container more memory, raise `ulimit -l`, or keep the state on the GPU "
-        "with AdamOptimizer."
+        f"{nbytes / 2**30:.1f} GiB of pinned host memory for {purpose} cannot be allocated: {reason}. Train on more "
+        "ranks (each then stores less), give the container more memory, raise `ulimit -l`, or keep the state on the "
+        "GPU with AdamOptimizer."
     )
 
 
 def register(pointer: int, nbytes: int, device: torch.device) -> None:
-    """Page-lock host memory, so that `device` reads and writes it directly."""
+    """Page-lock host memory so that `device` can read and write it directly.
+
+    Args:
+        pointer: the address of the memory.
+        nbytes: its size.
+        device: the CUDA device.
+    """
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)
     runtime.hostRegister(pointer, nbytes, _PORTABLE)
 
 
 def unregister(pointer: int, device: torch.device) -> None:
-    """Undo `register`, after all copies of the device are complete."""
+    """Unlock the memory that `register` locked, after waiting until `device` has completed all queued work."""
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)
     runtime.deviceSynchronize()

@@ -1,19 +1,22 @@
-"""Every private name of torch that the package uses, with the reason. Import them from here.
+"""Every private name of torch that the package uses, with the reason. Other modules import them from here.
 
-All but `top_saved_tensors_hooks` exist in every supported version (torch 2.6 and later). They are plain aliases, so
-calls have no overhead.
+All of them except `top_saved_tensors_hooks` exist in every supported version of torch (2.6 and later). Most are plain
+aliases, so calling them costs nothing extra.
 
-These private attributes, which cannot have an alias, are used as well:
+The package also uses these private attributes, which cannot be aliased:
 
-* `Tensor._version`, the counter that autograd compares (inference tensors have none);
-* `Tensor._backward_hooks` and `._post_accumulate_grad_hooks`, since hooks of a parameter cannot be listed otherwise;
-* `Tensor._values`, the values of a sparse tensor, whose public `values` refuses one that is not coalesced;
-* `UntypedStorage._cdata`, the address of the storage object, since that of its memory is null while it is released;
+* `Tensor._version`, the version counter that autograd compares (inference tensors have none);
+* `Tensor._backward_hooks` and `._post_accumulate_grad_hooks`, because the hooks of a parameter cannot be listed
+  otherwise;
+* `Tensor._values`, the values of a sparse tensor, because the public `values` raises if the tensor is not coalesced;
+* `UntypedStorage._cdata`, the address of the storage object, because the address of its memory is null while the memory
+  is freed;
 * `Module._parameters`, `._buffers` and `._modules`, the dictionaries behind `register_parameter` and similar methods,
-  whose checks would cost time in every forward; `._forward_hooks` and similar, since hooks cannot be listed otherwise;
-* `Module._apply` and `._load_from_state_dict`, which subclasses extend since there are no public hooks;
-* `Library._destroy`, by which torch's own tests undo what a `torch.library.Library` has registered;
-* `DistributedDataParallel._active_ddp_module`, the only indication of a forward inside DistributedDataParallel.
+  because the checks in those methods would cost time in every forward; `._forward_hooks` and similar, because hooks
+  cannot be listed otherwise;
+* `Module._apply` and `._load_from_state_dict`, which subclasses override because there are no public hooks;
+* `Library._destroy`, by which torch's own tests undo the registrations of a `torch.library.Library`;
+* `DistributedDataParallel._active_ddp_module`, the only indication that a forward runs inside DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -36,34 +39,39 @@ _engine: Any = torch.autograd.Variable._execution_engine
 # -- autograd -------------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = _C._current_graph_task_id
-"""Return the number of the backward that runs in this thread, -1 outside one. There is no public equivalent."""
+"""Return the number of the backward that is running in this thread, or -1 if none is. There is no public equivalent."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
-"""Call a function at the end of the running backward. Public hooks belong to a tensor or node, not to a backward."""
+"""Call a function when the running backward ends. Public hooks belong to a tensor or a node, not to a backward."""
 
 top_saved_tensors_hooks: Any = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """`top_saved_tensors_hooks(also_under_tracing)` returns the innermost active (pack, unpack) hooks, or None. The public
-context manager sets hooks but does not read them. In torch 2.6 they cannot be read, and this is None itself."""
+context manager sets hooks but cannot read them. In torch 2.6 nothing can, and this name is None."""
 
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Return whether a transform of torch.func is active. There is no public equivalent."""
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""Return whether torch.export traces. Public since torch 2.7; before, an exported model fails with another error."""
+"""Return whether torch.export is tracing. Public since torch 2.7. In torch 2.6 this returns False, so exporting a
+sharded model fails with a less specific error."""
 
 disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._disable_dynamo
-"""Exclude a function from compilation. torch.compiler.disable does the same, but imports the compiler at once: 1 s."""
+"""Exclude a function from compilation. `torch.compiler.disable` does the same, but imports the compiler at once, which
+takes 1 s."""
 
 optimize_scripts: Callable[[bool], None] = _C._set_graph_executor_optimize
-"""Set whether TorchScript functions that are not optimized yet may be, in this thread. The public
-`torch.jit.optimized_execution` is a context, which ends."""
+"""Set whether TorchScript may optimize, in this thread, functions that it has not optimized yet. The public
+`torch.jit.optimized_execution` is a context manager, so its setting cannot outlast a `with` statement."""
 
 # -- modules --------------------------------------------------------------------------------------------------------
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks of all modules are registered. The public functions only register them."""
-    module: Any = torch.nn.modules.module  # in torch 2.6 without `_has_any_global_hook`
+    """Return whether a global module hook is registered, one that runs for every module.
+
+    The public functions can only register such hooks.
+    """
+    module: Any = torch.nn.modules.module  # its function `_has_any_global_hook` does not exist in torch 2.6
     return bool(
         module._global_forward_hooks
         or module._global_forward_pre_hooks
@@ -75,38 +83,39 @@ def has_global_hooks() -> bool:
 # -- tensors --------------------------------------------------------------------------------------------------------
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
-"""`make_subclass(cls, data, requires_grad)`: make an instance of a Parameter subclass over `data` without calling its
-constructor. `Tensor.as_subclass` returns a view with a history, not a leaf."""
+"""`make_subclass(cls, data, requires_grad)`: make an instance of a Parameter subclass that shares the memory of `data`,
+without calling its constructor. `Tensor.as_subclass` returns a view with an autograd history, not a leaf."""
 
 no_torch_function: Any = _C._disabled_torch_function_impl
-"""The `__torch_function__` of a subclass whose operations return plain tensors. torch disables overrides so for its own
+"""The `__torch_function__` to set on a subclass whose operations return plain tensors. torch uses it for its own
 subclasses, such as Parameter."""
 
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
+"""A context in which subclasses are treated as plain tensors, so that attribute access does not search for overrides.
+torch exports it at its top level without documenting it; `torch.overrides` has no such context."""
 
 FOREACH_TYPES: tuple[list[type], ...] = (
     _optimizer_types, getattr(_foreach_utils, "_foreach_supported_types", []),
 )  # fmt: skip
-"""The exact types for which optimizers, and the clipping of norms, use functions on lists. DTensor adds itself too."""
-"""A context in which subclasses are treated as plain tensors, so that attribute access does not search for overrides.
-torch exports it at its top level without documentation; `torch.overrides` has no such context. Since torch 2.0."""
+"""The exact tensor types for which torch's optimizers and gradient clipping use `_foreach_` functions. Like DTensor,
+the package appends its own classes."""
 
 StorageWeakRef = StorageWeakRef
-"""A weak reference to a storage, hashed and compared by the storage's address; `weakref.ref` would reference its Python
-wrapper. The module is public, the class undocumented."""
+"""A weak reference to a storage, hashed and compared by the storage's address. `weakref.ref` would refer to the
+storage's Python wrapper, which may be freed earlier. The module is public, but the class is undocumented."""
 
 pytree = pytree
-"""Flattens arguments and outputs of any nesting. There is no public equivalent."""
+"""Functions that flatten nested arguments and outputs. There is no public equivalent."""
 
 TorchDispatchMode = TorchDispatchMode
-"""A context in which a subclass of it sees every operation below autograd. Documented only where torch extends
-itself; the package's memory predictions follow storages by it."""
+"""The base class of a context that intercepts every operation below autograd. Documented only for extensions of torch
+itself. The package uses it to track storages when it predicts memory."""
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator of torch.ops with one overload, which says what it writes, None for others.
+    """Return the schema of an operator of torch.ops, which declares the arguments that the operator writes.
 
-    There is no public equivalent.
+    Returns None for an operator with several overloads, and for anything else. There is no public equivalent.
     """
     if isinstance(operator, torch._ops.OpOverloadPacket):
         overloads = operator.overloads()
@@ -115,13 +124,15 @@ def schema_of(operator: Any) -> Any:
 
 
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
-"""A product of float8 matrices, times scales of rows and columns. `torch.nn.functional.scaled_mm` exists since 2.10."""
+"""Multiply two matrices of 8-bit floating-point numbers, and the product by scales of its rows and columns. The public
+`torch.nn.functional.scaled_mm` exists only since torch 2.10."""
 
 preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
-"""`with preserve_version(tensor)`: writes to the tensor are not counted. There is no public equivalent."""
+"""`with preserve_version(tensor)`: writes to the tensor do not increment its version counter. There is no public
+equivalent."""
 
 # -- one operation on many tensors ----------------------------------------------------------------------------------
-# torch's optimizers are built on these; the public API has loops over single tensors only.
+# torch's optimizers are built on these. The public API only has functions of single tensors.
 
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
@@ -130,33 +141,37 @@ foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
 fused_adamw_ = torch._fused_adamw_
-"""The kernel of `torch.optim.AdamW(fused=True)`, which the class applies to parameters only."""
+"""The kernel of `torch.optim.AdamW(fused=True)`. The public class can only apply it to parameters."""
 
 amp_update_scale_ = torch._amp_update_scale_
-"""Grow or back off a loss scale on the device. `torch.amp.GradScaler` is the public caller; its scaling is fixed."""
+"""Grow or back off a loss scale on the device. Publicly, only `torch.amp.GradScaler` calls it, with a policy that
+cannot be changed."""
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-"""The operation by which `GradScaler` unscales gradients. `ShardTensor` overrides it."""
+"""The operation by which `torch.amp.GradScaler` unscales gradients and looks for inf and NaN. `ShardTensor` overrides
+it.
+"""
 
 # -- processes ------------------------------------------------------------------------------------------------------
 
 default_store: Callable[[], Any] = distributed_c10d._get_default_store
-"""Return the store by which the processes of torch's default process group have found each other. There is no public
-equivalent; a store of our own would need a port and an address that every host reaches."""
+"""Return the store through which the processes of torch's default process group found each other. There is no public
+equivalent. A separate store would need another port and an address that every host can reach."""
 
 # -- devices --------------------------------------------------------------------------------------------------------
 
 current_raw_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)
 """`current_raw_stream(device_index)`: return the handle of the current CUDA stream, for kernel launches.
-`torch.cuda.current_stream` makes an object per call and takes several times as long. None in a CPU build of torch."""
+`torch.cuda.current_stream` creates an object in each call, which takes several times as long. This name is None in a
+CPU build of torch."""
 
 # -- compilation ----------------------------------------------------------------------------------------------------
 
 is_tracing: Callable[[], bool] = lambda: TracingContext.try_get() is not None  # noqa: E731
-"""Return whether torch.compile is describing tensors or tracing. `torch.compiler.is_compiling` is true for code that is
-traced, and false while the compiler itself looks at a tensor."""
+"""Return whether torch.compile is tracing, or inspecting a tensor. `torch.compiler.is_compiling` is true in code that
+is being traced, but false while the compiler itself inspects a tensor."""
 
 
 def autocast_type(device: torch.device) -> str:
-    """Return what torch.autocast takes for a tensor on `device`: the meta device stands for a GPU."""
+    """Return the `device_type` that torch.autocast needs for tensors on `device`; "cuda" for the meta device."""
     return "cuda" if device.type == "meta" else device.type

@@ -64,11 +64,11 @@ def test_pack_is_bit_exact() -> None:
         ((torch.zeros(2).double(), 2, 1), ValueError, "x must be torch.float32, got torch.float64"),
         *rows_in_full(
             [
-                ((torch.zeros(2), 2.0, 1), TypeError, "n is a long long, got float"),
-                ((torch.zeros(2), True, 1), TypeError, "n is a long long, got bool"),
+                ((torch.zeros(2), 2.0, 1), TypeError, "n must be a long long, got float"),
+                ((torch.zeros(2), True, 1), TypeError, "n must be a long long, got bool"),
                 ((torch.zeros(2), 2, 1 << 31), OverflowError, "out of bounds"),
-                ((None, 2, 1), TypeError, "x is a pointer to float, got NoneType"),
-                ((5, 2, 1), TypeError, "x is a pointer to float, got int"),
+                ((None, 2, 1), TypeError, "x must be a tensor of float, got NoneType"),
+                ((5, 2, 1), TypeError, "x must be a tensor of float, got int"),
                 ((torch.zeros(2, device="meta"), 2, 1), ValueError, "x must be on cpu, got meta"),
             ]
         ),
@@ -97,7 +97,7 @@ def test_architecture_of_a_device(capability: tuple[int, int], arch: int) -> Non
 
 
 def test_unsupported_device_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="compiles for sm_75, sm_90, the GPU is sm_70"):
+    with pytest.raises(RuntimeError, match="compiles for sm_75, sm_90, but the GPU is sm_70"):
         launch.supported_arch((7, 0), (90, 75))
 
 

@@ -18,7 +18,7 @@ ORDER = [
 """A file imports only from folders to its left, or from its own. (root): the files at the root of the package."""
 BETWEEN_FEATURES = {
     ("features.float8.calibrate", "features.replay"), ("features.parity", "features.replay"),
-    ("features.prediction", "features.auto_wrap"),
+    ("features.prediction", "features.auto_wrap"), ("features.options", "features.packed.arithmetic"),
 }  # fmt: skip
 """The imports from one feature to another. features.auto_wrap, which lists them, may import each, and each may import
 features.options."""

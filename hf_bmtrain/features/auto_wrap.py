@@ -108,7 +108,15 @@ def auto_wrap(
     if weights is not None:
         expect_path("weights", weights)
     level = world.zero_level if zero_level is None else zero_level
-    options = Options(level, use_checkpoint, compile, keep_frozen, quantize_frozen, float8, keep)
+    options = Options(
+        zero_level=level,
+        use_checkpoint=use_checkpoint,
+        compile=compile,
+        keep_frozen=keep_frozen,
+        quantize_frozen=quantize_frozen,
+        float8=float8,
+        keep=keep,
+    )
     check_zero_level(level)
     world.check_same_on_all_ranks("auto_wrap", options.facts())
     if weights is not None:

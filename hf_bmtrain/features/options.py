@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .packed.arithmetic import QUANTIZE_FROZEN
+
 UseCheckpoint = bool | Literal["auto"]
 KeepFrozen = bool | Literal["auto"]
 UseFloat8 = bool | Literal["rows"]
-QUANTIZE_FROZEN = ("nf4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Options:
             raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
 
     def facts(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, for `World.agree`."""
+        """Return what must be equal on all ranks, for `World.check_same_on_all_ranks`."""
         return {**vars(self), "keep": [*self.keep]}
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ..engine.optim.adam import AdamOptimizer
 from ..features.offload.optimizer import AdamOffloadOptimizer
-from ..features.options import QUANTIZE_FROZEN
+from ..features.packed.arithmetic import QUANTIZE_FROZEN
 from ..features.prediction.prediction import Prediction, predict, usable_bytes
 from .meta_model import meta_model, read_config, text_batch
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from hf_bmtrain.features.packed.arithmetic import dynamic_values, nf4_values
+from hf_bmtrain.features.packed.arithmetic import FORMATS, dynamic_values
 
-VALUES, NUMBERS = nf4_values(torch.device("cpu")), dynamic_values(torch.device("cpu"))
+VALUES, NUMBERS = FORMATS["nf4"].code_values(torch.device("cpu")), dynamic_values(torch.device("cpu"))
 
 
 class Params4bit(nn.Parameter):

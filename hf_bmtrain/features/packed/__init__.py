@@ -9,15 +9,19 @@ each layer at each use. Packed weights cannot be trained or written; bitsandbyte
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ...engine.sharding.storage import StorageKind
 from ...engine.wrap.extension import Extension, WrapPlan
 from ...engine.wrap.find import adapter_parameters
-from ..options import Options
 from .bitsandbytes import admit_quantized, adopt_quantized, is_quantized, quantized_facts, refuse_quantized
 from .choose import choose_quantized
 from .storage import PackedKind
+
+if TYPE_CHECKING:  # which imports the names of the formats
+    from ..options import Options
 
 
 class Packed(Extension):

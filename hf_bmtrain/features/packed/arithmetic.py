@@ -2,7 +2,7 @@
 
 A tensor is packed in cells of CELL elements that do not depend on each other. A cell of `nf4` is, in bytes:
 
-    8192 codes       two elements a byte, the first in its upper half: numbers of the 16 in `nf4_values`
+    8192 codes       two elements a byte, the first in its upper half: numbers of the 16 in `Format.values`
     256 scales       of 64 elements each: numbers of the 256 in `dynamic_values`
     4 + 4 + 8        float32: the factor of this cell's scales, and the tensor's mean scale; padding
 
@@ -41,11 +41,22 @@ _NF4 = (
 
 @dataclass(frozen=True)
 class Format:
-    """A packed format. bits: of an element. scale_bits: of a scale, 32 or, compressed, 8."""
+    """A packed format.
+
+    Attributes:
+        name: by which FORMATS has it.
+        bits: of a code, 4 or 8.
+        scale_bits: of a scale: 32, or 8 if scales are compressed.
+        values: the values of the 16 codes of 4 bits, ascending; 0 is one of them, and 1 is the largest magnitude. Empty
+            for 8 bits, whose codes are numbers of float8_e4m3fn.
+        by_name: whether `auto_wrap(quantize_frozen=)` takes the name.
+    """
 
     name: str
     bits: int
     scale_bits: int
+    values: tuple[float, ...] = ()
+    by_name: bool = True
 
     @property
     def cell_bytes(self) -> int:
@@ -75,13 +86,13 @@ class Format:
         if not absmax.isfinite().all():
             raise ValueError("it holds inf or NaN")
         scales = self._put_scales(packed[:, self._codes :], absmax, -(-len(flat) // BLOCK))
-        if not (scales if self.bits == 4 else scales * _FP8_MOST).to(values.dtype).isfinite().all():
+        if not (scales if self.values else scales * _FP8_MOST).to(values.dtype).isfinite().all():
             raise ValueError(
                 f"its magnitude, up to {absmax.max().item():.6g}, would overflow {values.dtype} when it is unpacked"
             )
         for number, chunk in enumerate(flat.split(_CHUNK * CELL)):
             own = slice(number * _CHUNK, (number + 1) * _CHUNK)
-            divisors = absmax if self.bits == 4 else scales
+            divisors = absmax if self.values else scales
             packed[own, : self._codes] = self._encode(_blocks(chunk), divisors[own])
         return packed.view(-1)
 
@@ -89,7 +100,7 @@ class Format:
         """Store the scales, of which the first `count` belong to elements, and return them as they are read."""
         if self.scale_bits == 32:
             most = torch.full_like(absmax, _FP8_MOST)  # a GPU would multiply by the rounded inverse of a number
-            tails.view(torch.float32).copy_(absmax if self.bits == 4 else absmax / most)
+            tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)
         mean = absmax.view(-1)[:count].mean()
         around = absmax - mean
@@ -110,11 +121,11 @@ class Format:
 
     def _encode(self, blocks: Tensor, divisors: Tensor) -> Tensor:
         """Return the codes (cells, bytes) of elements (cells, 256, 64)."""
-        if self.bits == 8:
+        if not self.values:
             scaled = torch.where(divisors[..., None] > 0, blocks / divisors[..., None], 0.0)
             return scaled.clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
         scaled = blocks * (1.0 / divisors.clamp(min=1e-38))[..., None]
-        codes = _nearest(scaled, nf4_values(blocks.device)).flatten(1)
+        codes = _nearest(scaled, self.code_values(blocks.device)).flatten(1)
         return codes[:, ::2] << 4 | codes[:, 1::2]
 
     @torch.no_grad()
@@ -126,13 +137,14 @@ class Format:
         codes: two elements a byte, uint8. scales: of 64 elements each, float32, or 8-bit numbers, of which 256 at a
         time have one of the float32 `factors`, and all the `mean`.
         """
-        assert self.bits == 4
+        assert self.values
         cells = -(-numel // CELL)
         packed = torch.zeros(cells, self.cell_bytes, dtype=torch.uint8, device=codes.device)
-        filled = codes.new_full((cells * self._codes,), 0x77)  # 7 is the code of zero
+        zero = self.values.index(0.0)
+        filled = codes.new_full((cells * self._codes,), zero << 4 | zero)
         filled[: numel // 2] = codes[: numel // 2]
         if numel % 2:
-            filled[numel // 2] = codes[numel // 2] & 0xF0 | 7
+            filled[numel // 2] = codes[numel // 2] & 0xF0 | zero
         packed[:, : self._codes] = filled.view(cells, -1)
         tails = packed[:, self._codes :]
         rows = torch.nn.functional.pad(scales, (0, cells * _BLOCKS - len(scales))).view(cells, _BLOCKS)
@@ -159,29 +171,35 @@ class Format:
         if not out.is_cuda:
             self._reference(packed, out)
             return
-        tables = _tables(out.device)
-        words = packed.view(torch.int32)
+        tables = _tables(self.values, out.device) if self.values else None
         kernel(variant(self, out.dtype), "unpack_cells", out.device)(
-            cells, THREADS, words, tables if self.bits == 4 else None, out
+            cells, THREADS, packed.view(torch.int32), tables, out
         )
 
     def _reference(self, packed: Tensor, out: Tensor) -> None:
         rows = packed.view(-1, self.cell_bytes)
         for cells, target in zip(rows.split(_CHUNK), out.view(-1, _BLOCKS, BLOCK).split(_CHUNK)):
             codes = cells[:, : self._codes]
-            if self.bits == 8:
+            if not self.values:
                 values = codes.contiguous().view(torch.float8_e4m3fn).float()
             else:
-                values = nf4_values(out.device)[torch.stack([codes >> 4, codes & 15], -1).int()]
+                values = self.code_values(out.device)[torch.stack([codes >> 4, codes & 15], -1).int()]
             target.copy_(values.view(-1, _BLOCKS, BLOCK) * self._scales(cells[:, self._codes :])[..., None])
 
+    def code_values(self, device: torch.device) -> Tensor:
+        """Return the values of the 16 codes of 4 bits, (16,) float32."""
+        return _tables(self.values, device)[:16]
 
-FORMATS = {each.name: each for each in (Format("nf4", 4, 8), Format("nf4_float32", 4, 32), Format("fp8", 8, 32))}
 
-
-def nf4_values(device: torch.device) -> Tensor:
-    """Return the values of the 16 codes of nf4, float32, ascending."""
-    return _tables(device)[:16]
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("nf4", 4, 8, _NF4),
+        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # as bitsandbytes makes it without compressing scales
+        Format("fp8", 8, 32),
+    )
+}
+QUANTIZE_FROZEN = tuple(name for name, form in FORMATS.items() if form.by_name)
 
 
 def dynamic_values(device: torch.device) -> Tensor:
@@ -189,17 +207,18 @@ def dynamic_values(device: torch.device) -> Tensor:
 
     The decade down from 1 has 64 parts, the next 32, and so on to the seventh, on both sides of 0.
     """
-    return _tables(device)[16:]
+    return _tables(_NF4, device)[16:]
 
 
 @cache
-def _tables(device: torch.device) -> Tensor:
+def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the values of 16 codes and the 256 numbers of `dynamic_values`, (272,) float32: what the kernel reads."""
     numbers = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
         middles = 10.0 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)
         numbers += [*middles.tolist(), *(-middles).tolist()]
-    return torch.tensor([*_NF4, *sorted(numbers)], dtype=torch.float32, device=device)
+    return torch.tensor([*values, *sorted(numbers)], dtype=torch.float32, device=device)
 
 
 def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
@@ -214,7 +233,7 @@ def _blocks(flat: Tensor) -> Tensor:
 
 @cache
 def variant(form: Format, dtype: torch.dtype) -> Variant:
-    tables = "float" if form.bits == 4 else "none"
+    tables = "float" if form.values else "none"
     defines = {"BITS": str(form.bits), "SCALE_BITS": str(form.scale_bits), "ELEMENT": C_NAMES[dtype], "TABLES": tables}
     return Variant("quantize", tuple(defines.items()))
 

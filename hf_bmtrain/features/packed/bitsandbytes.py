@@ -15,7 +15,7 @@ import torch
 from ...engine.sharding.slots import Place, find_places
 from ...engine.wrap.find import Chain
 from ...engine.wrap.root_params import shared_parameters
-from .arithmetic import BLOCK, CELL, FORMATS, Format, dynamic_values, nf4_values
+from .arithmetic import BLOCK, CELL, FORMATS, Format, dynamic_values
 from .storage import PackedParameter
 
 _log = logging.getLogger("hf_bmtrain")
@@ -132,7 +132,7 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
     nbytes = parameter.numel() * parameter.element_size()
     if tuple(state.shape) != wanted or nbytes != -(-math.prod(state.shape) // 2):
         return f"has {nbytes} bytes for shape {tuple(state.shape)}, and the layer's is {wanted}. {_LOAD}"
-    tables = [(state.code, nf4_values)]
+    tables = [(state.code, FORMATS["nf4"].code_values)]
     if state.nested:
         if state.state2.blocksize != 256:
             return f"has scales that are quantized in blocks of {state.state2.blocksize}, not 256. {_LOAD}"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import by_default, full, in_full
-from hf_bmtrain.features.packed.arithmetic import BLOCK, CELL, FORMATS, dynamic_values, nf4_values
+from hf_bmtrain.features.packed.arithmetic import BLOCK, CELL, FORMATS, Format, dynamic_values
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_the_bits_are_those_of_bitsandbytes(part: int) -> None:
     The numbers of scales are left out: its CPU code does not always take the nearest one.
     """
     functional = pytest.importorskip("bitsandbytes.functional")
-    assert torch.equal(nf4_values(CPU), functional.get_4bit_type("nf4", device="cpu"))
+    assert torch.equal(FORMATS["nf4"].code_values(CPU), functional.get_4bit_type("nf4", device="cpu"))
     assert torch.equal(dynamic_values(CPU), functional.create_dynamic_map())
     for number in range(100 * part, 100 * (part + 1)):
         values = draw(number)
@@ -67,7 +67,7 @@ def test_assembled(numel: int) -> None:
     """Cells of codes and scales that exist already hold their products, and zeros behind them."""
     codes = torch.randint(256, (-(-numel // 2),), dtype=torch.uint8)
     blocks = -(-numel // BLOCK)
-    values = nf4_values(CPU)[torch.stack([codes >> 4, codes & 15], -1).view(-1)[:numel].int()]
+    values = FORMATS["nf4"].code_values(CPU)[torch.stack([codes >> 4, codes & 15], -1).view(-1)[:numel].int()]
     scales, numbers = torch.rand(blocks), torch.randint(256, (blocks,), dtype=torch.uint8)
     factors, mean = torch.rand(-(-blocks // 256)), torch.rand(())
     around = dynamic_values(CPU)[numbers.int()] * factors.repeat_interleave(256)[:blocks] + mean
@@ -116,3 +116,17 @@ def test_tiny_and_zero(name: str) -> None:
     for values in (torch.zeros(500), torch.full((500,), 1e-45), torch.full((500,), -1e-38)):
         out = unpack(name, FORMATS[name].pack(values), 500, torch.float32)
         assert (out - values).abs().max() <= values.abs().max()
+
+
+def test_a_format_with_values_of_its_own():
+    """Another 4-bit format is one entry: the codes and their values come from it, and zeros fill the last cell."""
+    eighths = tuple(code / 8 - 1 for code in range(15)) + (1.0,)
+    form = Format("eighths", 4, 32, eighths)
+    values = torch.tensor(eighths).repeat(700)[: BLOCK * 100 + 3] * 3
+    packed = form.pack(values)
+    out = torch.empty(CELL)
+    form.unpack(packed, out)
+    assert torch.equal(out[: len(values)], values) and not out[len(values) :].any()
+    scales = torch.full((101,), 3.0)
+    codes = packed[: CELL // 2][: (len(values) + 1) // 2]
+    assert torch.equal(form.assemble(len(values), codes, scales)[: len(codes)], codes)

@@ -9,8 +9,7 @@ from torch import nn
 import hf_bmtrain as bmt
 from beside_twin import loss_of, shared_folder, train_beside
 from cases import by_default, full, in_full
-from hf_bmtrain.features.options import QUANTIZE_FROZEN
-from hf_bmtrain.features.packed.arithmetic import CELL, FORMATS
+from hf_bmtrain.features.packed.arithmetic import CELL, FORMATS, QUANTIZE_FROZEN
 from hf_bmtrain.features.packed.storage import QuantizedParameter
 from hf_bmtrain.features.prediction.prediction import predict
 from hf_bmtrain.features.prediction.simulation import on_meta

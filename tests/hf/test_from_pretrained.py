@@ -300,7 +300,7 @@ def refused(folder):
     assert type(head.weight) is torch.nn.Parameter
     head.weight = scattered.SourcedParameter.scatter(torch.ones(2, 2), bmt.rank(), bmt.world_size())
     head.weight.values = None
-    with pytest.raises(RuntimeError, match="moved to a shard before"):
+    with pytest.raises(RuntimeError, match="moved to a shard already"):
         bmt.auto_wrap(torch.nn.ModuleDict({"head": head}))
     return len(list(model.parameters()))
 

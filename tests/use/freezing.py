@@ -562,7 +562,7 @@ def padding_row(side: Side) -> None:
     train(side, model, steps=2)
 
 
-@expect(refused="modified a sharded parameter in place", on=(2,))
+@expect(refused="modified sharded parameters in place", on=(2,))
 def embedding_with_max_norm(side: Side) -> None:
     """nn.Embedding(max_norm=1), which scales rows of its weight in place in the forward."""
     model = Encoder()

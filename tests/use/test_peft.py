@@ -435,7 +435,7 @@ def test_merged_whole(name, after):
 def test_merged_and_unloaded(name):
     """`merge_and_unload` of slices puts the adapters into the base; inside `gathered` it is refused."""
     refusing = bmt.auto_wrap(plain(name))
-    with pytest.raises(RuntimeError, match=r"call merge_adapter\(\) inside, and unload\(\) afterwards"):
+    with pytest.raises(RuntimeError, match=r"call merge_adapter\(\) inside the context and unload\(\) after it"):
         with bmt.gathered(refusing, modify=True):
             refusing.merge_and_unload()
     model, twin = sharded(name, False)

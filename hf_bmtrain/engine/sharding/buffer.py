@@ -25,7 +25,7 @@ from .unused import UnusedParameters
 
 
 class State(Enum):
-    """Of the full parameters: without memory; being gathered; readable."""
+    """Whether the full parameters have no memory, are being all-gathered, or are readable."""
 
     SHARDED = auto()
     GATHERING = auto()
@@ -35,14 +35,18 @@ class State(Enum):
 class ShardedBuffer:
     """Parameters of one dtype and device in one flat buffer, of which every rank stores 1/N.
 
-    The slices, views of `shard`, keep the buffer alive, and it refers to them weakly: a dropped model is freed at once.
+    The local parameters, views of `shard`, keep the buffer alive. It refers to them weakly, so that a dropped model is
+    freed at once. The first `gather` after a write to the shard fills the full buffer again.
 
-    storage: how the shard is kept and sent. shard: (n,) this rank's elements, never reallocated.
-    wholes: a Parameter in its own shape for each, readable only while the buffer is unsharded (after `gather` and
-    `wait`, until `reshard`). number: among the buffers of this world, the same on every rank.
-    local_ranges: the part of each parameter in this rank's shard. update: the shard's last asynchronous update.
-    resident: `reshard` does nothing while no parameter is trainable; the same on every rank. The next `gather`
-    after a write to the shard fills the full buffer anew.
+    Attributes:
+        storage: how the shard is kept and sent.
+        shard: (n,) this rank's elements of the flat buffer, never reallocated.
+        full_params: one Parameter of the full shape for each parameter; readable only while the buffer is unsharded,
+            that is after `gather` and `wait`, until `reshard`.
+        number: counts the buffers of this world from 1; the same on every rank.
+        local_ranges: for each parameter, the range of it that is in this rank's shard.
+        update: the last asynchronous update of the shard.
+        resident: whether `reshard` does nothing while no parameter is trainable; the same on every rank.
     """
 
     shard: torch.Tensor
@@ -55,7 +59,14 @@ class ShardedBuffer:
         reduction: Reduction,
         storage: Storage | None = None,
     ) -> None:
-        """Store `parameters`, with rank 0's values. Collective. reduction: averages the gradients."""
+        """Shard `parameters`, with rank 0's values. Collective.
+
+        Args:
+            world: the ranks that share the buffer.
+            parameters: the full parameters, all of one dtype.
+            reduction: averages the gradients over the ranks.
+            storage: how the shard is kept and sent; None for plain elements.
+        """
         world.buffers.made += 1
         self.number = world.buffers.made
         dtype = parameters[0].dtype
@@ -92,8 +103,11 @@ class ShardedBuffer:
     ) -> None:
         """Set what an all-gather sends, and where it arrives. The buffer must be sharded.
 
-        source: of this rank. target: None if nothing is sent. cut: the ranges of the source that other ranks read; None
-        for those of parameters that are stored on several ranks.
+        Args:
+            source: this rank's tensor, which the all-gather sends.
+            target: the memory that the all-gather fills; None if there is nothing to gather.
+            cut: the ranges of `source` that this rank itself reads from `target`; None for the ranges of parameters
+                that are split between ranks. The rest of this rank's part of `target` may stay unfilled.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -102,7 +116,10 @@ class ShardedBuffer:
         self._filled_version = -1
 
     def make_local(self, cls: type[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]) -> list[Any]:
-        """Return this rank's slices of `parameters`, whose storage this buffer is, as instances of `cls`."""
+        """Return the local parameters of `parameters`, which this buffer stores, as instances of `cls`.
+
+        They are 1-D views of `shard`.
+        """
         slices: list[Any] = []
         for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
             view = self.shard[local_range.shard_start : local_range.shard_stop]
@@ -116,18 +133,18 @@ class ShardedBuffer:
 
     @property
     def slices(self) -> list[Any]:
-        """This rank's slices, but for those that were dropped together with their modules."""
+        """The local parameters that still exist; modules may have been dropped together with theirs."""
         return [local for reference in self.gradient.slices if (local := reference()) is not None]
 
-    # -- gather, use, release -----------------------------------------------------------------------------------
+    # -- all-gather, use, reshard -------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """A number that changes whenever the weights are written."""
+        """torch's counter of writes to the shard."""
         return self.shard._version
 
     def gather(self) -> None:
-        """Start to gather the present weights, unless the buffer is whole with them or is being gathered."""
+        """Start the all-gather of the present weights, unless the full buffer has them or is about to get them."""
         if self.update.ticket is not None:
             self.update.wait()
         if self._alone:
@@ -152,13 +169,16 @@ class ShardedBuffer:
         self._state = State.GATHERING
 
     def _note_gather(self) -> None:
-        """Note a gather for the comparison of the ranks, where an evaluation on one rank differs from training."""
+        """Record the all-gather in the collective log.
+
+        An all-gather without gradients has an entry of its own, so that one rank's evaluation differs from training.
+        """
         if self._collective_log is not None:
             evaluates = self._inside.depth > 0 and not torch.is_grad_enabled()
             self._collective_log.note(self._entries[evaluates])
 
     def wait(self) -> None:
-        """Make the current stream wait until the buffer is whole."""
+        """Make the current stream wait until the full parameters are readable."""
         if self._state is State.GATHERING:
             if self._ticket is not None:
                 self._ticket.wait()
@@ -168,7 +188,7 @@ class ShardedBuffer:
                 self.storage.after_gather()
 
     def reshard(self) -> None:
-        """Free what `gather` has filled, unless it is the shard or kept."""
+        """Free the full buffer, unless it is resident or is the shard itself."""
         if self._state is State.SHARDED:
             return
         if self.resident and self.is_resident:
@@ -177,7 +197,7 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free what `gather` has filled, also if it is kept."""
+        """Free the full buffer, even if it is resident."""
         if self._ticket is not None:  # nothing has read it: it need not be unpacked
             self._ticket.wait()
             self._ticket = None
@@ -186,31 +206,37 @@ class ShardedBuffer:
 
     @property
     def is_resident(self) -> bool:
-        """True if it is frozen and stays whole from its next gather on."""
+        """True if the buffer is frozen and, once gathered, stays unsharded."""
         return self.resident and not self.gradient.trainable
 
     @property
     def sharded(self) -> bool:
-        """True if the full buffer is memory of its own; otherwise it is the shard, and always whole."""
+        """True if the full buffer has memory of its own; otherwise the shard is the full buffer."""
         return not self._alone
 
     @property
     def is_unsharded(self) -> bool:
-        """True while what is gathered has memory: always with one rank, otherwise from `gather` to `reshard`."""
+        """True from `gather` to `reshard`; always if the shard is the full buffer."""
         return self._alone or self._state is not State.SHARDED
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of what `gather` fills; 0 if the full buffer is the shard."""
+        """Bytes that `gather` allocates; 0 if the shard is the full buffer."""
         return self.storage.memory().nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a whole. The same on every rank, unlike which wholes view the shard."""
+        """Return whether `tensor` is a view of a full parameter, be it in the full buffer or in the shard.
+
+        The result is the same on every rank, although ranks differ in which full parameters are views of the shard.
+        """
         return self.storage.holds(tensor)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Make the wholes readable under `with`; then they are as before, and shards may be written. Collective."""
+        """Make the full parameters readable inside the context. Collective.
+
+        At the end the buffer is unsharded only if it was before, and no rank reads shards: they may be written.
+        """
         try:
             with self.storage.full_values():
                 yield
@@ -218,13 +244,17 @@ class ShardedBuffer:
             self._gather.wait_for_readers()
 
     def prepare_write(self) -> None:
-        """Wait until no rank reads the shard, before it is written outside an optimizer's step. Collective."""
+        """Wait until no rank reads the shard; call it before writing the shard, except in an optimizer. Collective."""
         self._gather.wait_for_readers()
 
     def gather_like_local(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Assemble whole tensors from every rank's `values`, laid out like the slices of their indices. Collective.
+        """Return the full tensors of which `values` are this rank's elements, with one all-gather. Collective.
 
-        The values have one dtype. One all-gather; the results are views of one new flat tensor on the shard's device.
+        Args:
+            values: by parameter index, a 1-D tensor laid out like the local parameter, all of one dtype.
+
+        Returns:
+            By index, a tensor of the full shape: a view of one new flat tensor on the shard's device.
         """
         first = next(iter(values.values()))
         flat = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=self.shard.device)
@@ -239,10 +269,13 @@ class ShardedBuffer:
     # -- refused ------------------------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Raise RuntimeError if a forward wrote into a whole, or cast it.
+        """Raise RuntimeError if a forward wrote to a full parameter or cast it. Cast ones are restored.
 
-        The change would be lost with the full buffer, or stay on the one rank that stores the parameter completely.
-        copies: Parameters over the same memory that were written. Wholes that were cast are restored.
+        The change would be lost when the buffer is resharded, or be kept on one rank only, whose shard contains the
+        whole parameter.
+
+        Args:
+            copies: other Parameters over the same memory that are known to have been written.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:
@@ -252,9 +285,9 @@ class ShardedBuffer:
                 written.append(full)
         if written and self.sharded:
             raise RuntimeError(
-                f"The forward modified a sharded parameter in place (shapes {[tuple(full.shape) for full in written]}"
-                f"); with {self.communicator.size} ranks the change is lost but for what lies on one rank. Load the "
-                "weights again, and keep such state in a buffer (register_buffer), or exclude this module."
+                f"The forward modified sharded parameters in place (shapes {[tuple(full.shape) for full in written]}"
+                f"). With {self.communicator.size} ranks the change would be lost, or would reach one rank only. Load "
+                "the weights again, and keep such state in a buffer (register_buffer), or exclude this module."
             )
 
     def _refuse_cast(self) -> NoReturn:
@@ -263,7 +296,7 @@ class ShardedBuffer:
             full.data = self.storage.view(index, full.shape)
         shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds)
         raise RuntimeError(
-            f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}: the "
-            "copies would not follow the optimizer. Cast that module so before auto_wrap (a router that computes in "
-            "float32, say), or the activations in its forward."
+            f"The forward cast sharded parameters of shapes {shapes} from {self.shard.dtype} to {kinds.pop()[1]}. The "
+            "optimizer would not update the copies. Cast this module before auto_wrap (for example a router that "
+            "computes in float32), or cast the activations in its forward instead."
         )

@@ -1,4 +1,4 @@
-"""The context manager `gathered`: whole parameters, to be read or modified."""
+"""The context manager `gathered`: full parameters, to be read or modified."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from .parameter import DistributedParameter
 from .slots import Slot, find_slots
 
 Wholes = dict[DistributedParameter, torch.nn.Parameter]
-"""Copies of whole parameters, by their slices."""
+"""Copies of full parameters, by local parameter."""
 
 
 @contextmanager
 def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
-    """Show full parameters, in their own shapes, under `with`. Collective.
+    """Make full parameters available inside a `with` block. Collective.
 
-    The full tensors are copies on each rank's device, made without gradients. Inside the context the model and its
-    `state_dict()` cannot be called. After an exception inside nothing is written.
+    The full parameters are copies on each rank's device, without gradients. Inside the context neither the model nor
+    its `state_dict()` can be called. If the code inside raises, nothing is written back.
 
     Args:
-        what: a module, whose attributes and `parameters()` are full inside; or one or several parameters.
-        modify: whether to write the values back. At the end all ranks get the weights as they are on rank 0;
-            AdamOptimizer's float32 masters follow where the weights differ.
+        what: a module, whose attributes and `parameters()` are full parameters inside the context; or one or several
+            parameters.
+        modify: whether to write the values back at the end. All ranks get rank 0's values. Where a weight changed,
+            AdamOptimizer sets its float32 master to the new value.
 
     Returns:
         A context manager. It yields the module, or a list of the full tensors of the parameters.
 
     Raises:
         ValueError: `what` is an ordinary tensor, which is full already.
-        RuntimeError: at the end, before anything is written, if values were changed without `modify`, or those of
-            quantized weights in any case, or if another parameter or module was put in the place of one (resizing
-            embeddings, tying): do that before `auto_wrap`.
+        RuntimeError: at the end, before anything is written, if values were changed without `modify`, if values of
+            read-only weights (quantized ones) were changed, or if a parameter or module was replaced, as by resizing
+            embeddings or tying weights: do that before `auto_wrap`.
 
     Example::
 
@@ -44,7 +45,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
             model.lm_head.weight.normal_(std=0.02)
     """
     world = current_world()
-    wanted = "a model, or sharded parameters: an ordinary tensor is whole already"
+    wanted = "a model or sharded parameters (an ordinary tensor is full already)"
     expect_kind("what", what, (torch.nn.Module, torch.Tensor, Iterable), wanted)
     expect_flag("modify", modify)
     sharded_params: list[Any] = []
@@ -73,7 +74,10 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
 
 
 def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
-    """Yield each slice once, while the wholes of its buffer are readable; one buffer is gathered at a time."""
+    """Yield each local parameter once, while the full parameters of its buffer are readable. Collective.
+
+    One buffer is unsharded at a time.
+    """
     unique = dict.fromkeys(sharded_params)
     for buffer in dict.fromkeys(sharded.buffer for sharded in unique):
         with buffer.unsharded():
@@ -81,13 +85,13 @@ def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[Distr
 
 
 def _copies(sharded_params: Iterable[DistributedParameter]) -> Wholes:
-    """Return a whole parameter in memory of its own for each slice. Collective."""
+    """Return a copy of the full parameter for each local parameter. Collective."""
     return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put the wholes into the model's slots, and restore its slices and modules at the end in any case."""
+    """Put the full parameters into the model's slots; at the end restore the local parameters and all modules."""
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(_refuse) for module in modules]
     hooks += [module.register_state_dict_pre_hook(_refuse) for module in modules]
@@ -109,9 +113,9 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -
             slot.show(slot.sharded)
     if replaced:
         raise RuntimeError(
-            f"gathered: another parameter or module was put into {', '.join(replaced)}, and nothing is changed: "
-            "inside, values may change, not shapes, ties or layers. Resize, tie or replace before auto_wrap; of PEFT's "
-            "adapters call merge_adapter() inside, and unload() afterwards."
+            f"gathered: a parameter or module of {', '.join(replaced)} was replaced; nothing was written back. "
+            "Inside the context only values may change, not shapes, ties or layers: resize, tie or replace before "
+            "auto_wrap. For PEFT adapters, call merge_adapter() inside the context and unload() after it."
         )
 
 
@@ -121,20 +125,23 @@ def _differ(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 def _refuse(*args: Any) -> None:
     raise RuntimeError(
-        "Inside bmt.gathered the model holds copies: call it, or its state_dict() (which is whole anyway), after the "
-        "`with`."
+        "Inside bmt.gathered the model's parameters are copies, so it cannot be called, nor its state_dict(): call "
+        "them after the `with` block (the state dict has full tensors anyway)."
     )
 
 
 def _write_back(world: World, full_params: Wholes) -> None:
-    """Store rank 0's values of the wholes. Collective. Raises RuntimeError if a shape or dtype was changed."""
+    """Write rank 0's values of the full parameters into the shards. Collective.
+
+    Raises RuntimeError, before anything is written, if a shape or dtype was changed.
+    """
     misfits = [
         f"{tuple(sharded.full_shape)} {sharded.dtype} became {tuple(full.shape)} {full.dtype}"
         for sharded, full in full_params.items()
         if full.dtype != sharded.dtype or full.shape != sharded.full_shape
     ]
-    problem = f"Shapes and dtypes are fixed by auto_wrap, change them before: {', '.join(misfits)}" if misfits else None
-    world.raise_everywhere("gathered: nothing is changed", problem)
+    problem = f"Change shapes and dtypes before auto_wrap, not inside: {', '.join(misfits)}" if misfits else None
+    world.raise_everywhere("gathered: nothing was written back", problem)
     for sharded, full in full_params.items():
         values = full.detach().to(sharded.device, copy=True).contiguous()
         if values.numel():
@@ -143,9 +150,9 @@ def _write_back(world: World, full_params: Wholes) -> None:
 
 
 def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
-    """Raise RuntimeError on every rank if values were changed on one. Collective.
+    """Raise RuntimeError on every rank if any rank changed the values of these parameters. Collective.
 
-    modify: whether the context was opened for writing; only read-only parameters are checked then.
+    modify: whether the context was opened with modify=True; `full_params` are the read-only parameters then.
     """
     if not full_params:
         return
@@ -154,9 +161,9 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
     way_out = "write with bmt.gathered(..., modify=True)"
     if modify:
         way_out = next(iter(full_params)).buffer.storage.read_only
-    world.raise_everywhere(f"gathered: parameters were changed inside, which has no effect: {way_out}", problem)
+    world.raise_everywhere(f"gathered: changes of parameters inside have no effect: {way_out}", problem)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as uint8, which compares NaNs by their bits."""
+    """Return a 1-D uint8 tensor of the elements' bytes, so that equal NaNs compare as equal."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

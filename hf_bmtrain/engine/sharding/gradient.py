@@ -1,4 +1,4 @@
-"""The gradient of a flat buffer: averaged over the ranks into the shard, accumulated, handed to the slices."""
+"""The gradient of a flat buffer: averaged over the ranks, accumulated, and set as `.grad` of local parameters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from .unused import UnusedParameters
 
 
 class GradientBuffer:
-    """Owns `shard`, this rank's part of the flat gradient, which exists while a slice has a `.grad`.
+    """Averages the gradient of a flat buffer over the ranks into a shard, and accumulates it over backwards.
 
-    wholes: the whole parameters, whose `.grad` autograd sets. slices: weak references to this rank's slices, set once
-    they are made; a slice may be dropped with its module. A new accumulation begins if no slice has a `.grad`. While
-    several backwards accumulate, half-precision gradients are summed in float32 and rounded once into `shard`. A
-    parameter without a gradient on this rank counts as zero, and its slice's `.grad` stays None if no rank has one.
-    requires_grad: of each slice; the slices write it. trained: of each slice, whether it required a gradient when one
-    was reduced. number: the buffer's.
+    `send` starts the reduction of the `.grad`s that autograd set on the full parameters; `receive` waits for the mean
+    and sets the local parameters' `.grad` to views of `shard`. A new accumulation begins when no local parameter has
+    a `.grad`. Half-precision gradients of several backwards are summed in float32 and rounded once into `shard`. A
+    parameter without a gradient on this rank counts as zero; its `.grad` stays None if no rank has a gradient.
+
+    Attributes:
+        shard: (n,) this rank's shard of the flat gradient; exists while a local parameter has a `.grad`, else None.
+        slices: weak references to the local parameters, set once they exist; one may be dropped with its module.
+        requires_grad: of each local parameter, which writes it when its own `requires_grad` is set.
+        trained: for each local parameter, whether it required a gradient in any reduction so far.
+        number: the number of the flat buffer.
     """
 
     def __init__(
@@ -39,7 +44,15 @@ class GradientBuffer:
         like: torch.Tensor,
         unused: UnusedParameters,
     ) -> None:
-        """placements: of the wholes. like: the parameters' shard, whose shape, dtype and device the gradient's has."""
+        """Create it for one flat buffer.
+
+        Args:
+            placements: where each full parameter is in the buffer.
+            reducer: averages the gradients over the ranks.
+            full_params: the full parameters, whose `.grad` autograd sets.
+            like: the shard of the parameters; the gradient's shard gets its shape, dtype and device.
+            unused: finds the parameters that no rank used.
+        """
         self._placements, self._reducer, self._full_params, self._like = placements, reducer, full_params, like
         self._communicator = placements[0].communicator
         self._unused, self._alone = unused, self._communicator.size == 1
@@ -52,41 +65,42 @@ class GradientBuffer:
         self.trained = [False] * len(full_params)
         self._full_params_require_grad = list(self.requires_grad)
         self._noted_require_grad = list(self.requires_grad)
-        self._begun = False  # the shard is being written, from the first gradient of a backward to `receive`
+        self._begun = False  # True while the shard is written: from a backward's first gradient until `receive`
         self._pending: PendingReduce | None = None  # from `send` to `receive`
         self._collected: set[int] = set()
-        self._absent: list[int] = []  # from `send` to `decide`: not used by this rank, and without a `.grad`
+        self._absent: list[int] = []  # from `send` to `decide`: parameters not used by this rank, without `.grad` yet
         self._squares: torch.Tensor | None = None
         self._norms: SegmentNorms | None = None
         self.shard: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None  # the running sum
+        self._total: torch.Tensor | None = None  # the running sum of an accumulation, float32 or wider
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
-        present = [position for position, size in enumerate(sizes) if size or position % 2]  # gaps that are not empty
+        # `sizes` alternates between padding and parameters: leave out empty padding, but keep empty parameters.
+        present = [position for position, size in enumerate(sizes) if size or position % 2]
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
         self._version = -1
-        self._segments: Segments | None = None  # torch measures float64
+        self._segments: Segments | None = None  # None for float64, whose norms torch computes
         self._is_complex = like.is_complex()
         if like.dtype.to_real() != torch.float64:
-            numbers = 2 if self._is_complex else 1  # an element is so many real numbers
+            numbers = 2 if self._is_complex else 1  # real numbers per element
             ends = [*(local_range.shard_start for local_range in self._local_ranges), self._local_ranges[-1].shard_stop]
             self._segments = Segments([numbers * end for end in ends], like.device)
 
     @property
     def trainable(self) -> bool:
-        """True if any slice requires a gradient."""
+        """True if any local parameter requires a gradient."""
         return any(self.requires_grad)
 
     def follow_requires_grad(self) -> None:
-        """Make the wholes require gradients as their slices do, which may have changed since the last forward."""
+        """Copy `requires_grad` from the local to the full parameters; it may have changed since the last forward."""
         if self.requires_grad != self._full_params_require_grad:
             for full, required in zip(self._full_params, self.requires_grad):
                 full.requires_grad_(required)
             self._full_params_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
-        """Drop the shard if no slice has a `.grad`, so that its memory is free during the next forward."""
+        """Free the shard if no local parameter has a `.grad`, so that the next forward can use its memory."""
         if self.shard is not None and not self._begun and not self._absent and self._fresh:
             self.shard = self._total = self._squares = self._norms = None
             self._handed = [None] * len(self._handed)
@@ -101,13 +115,13 @@ class GradientBuffer:
 
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
-        """The `.grad` of every slice, None for one that was dropped."""
+        """The `.grad` of every local parameter, None for one that was dropped."""
         return [None if (local := reference()) is None else local.grad_now for reference in self.slices]
 
     def set_aside(self) -> Callable[[], None]:
-        """Leave the slices without `.grad` and hooks. Returns a function that puts all back as it is now.
+        """Remove `.grad` and gradient hooks from the local parameters, and return a function that restores them.
 
-        For a backward that is no part of training, such as a comparison's.
+        For a backward that is not part of training, such as one whose gradients are only compared.
         """
         slices = [local for each in self.slices if (local := each()) is not None]
         gradients = [(local, local.grad, local._gradient_hooks.copy()) for local in slices]
@@ -117,7 +131,7 @@ class GradientBuffer:
         self._handed = [None] * len(self._handed)
         for local in slices:
             local.grad = None
-            local._gradient_hooks.clear()  # a handle refers to this dict
+            local._gradient_hooks.clear()  # not a new dict: the hooks' handles refer to this one
 
         def restore() -> None:
             for local, gradient, hooks in gradients:
@@ -131,30 +145,31 @@ class GradientBuffer:
 
     @torch.no_grad()
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Take over the gradient of parameter `index` before `send`. Several are added up."""
+        """Accept a gradient of parameter `index` before `send`. Several gradients of one parameter are summed."""
         if self.requires_grad[index]:  # it may have been frozen since the forward
             self._collected.add(index)
             self._reducer.collect(index, gradient, self._begin)
 
     @property
     def is_pending(self) -> bool:
-        """True if it was sent and not received."""
+        """True from `send` to `receive`."""
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield this rank's gradients that `send` will average, each with its index, but for what was collected."""
+        """Yield (index, `.grad`) of every full parameter that has a gradient, before `send` averages it."""
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
                 yield index, full.grad
 
     def send(self) -> None:
-        """Start to average what was collected and the `.grad` of every whole over the ranks."""
+        """Start to average the collected gradients and the full parameters' `.grad`s over the ranks. Collective."""
         shard, total = self._begin()
-        # Parameters that were frozen since the forward get no more gradient.
+        # Drop the gradients of parameters that were frozen after the forward.
         gradients = [full.grad if required else None for full, required in zip(self._full_params, self.requires_grad)]
         for full in self._full_params:
             full.grad = None
-        if self.requires_grad != self._noted_require_grad:  # a rank where it is another would give zeros to the mean
+        # Recorded in the log, because a rank with another requires_grad would contribute zeros to the mean.
+        if self.requires_grad != self._noted_require_grad:
             self._noted_require_grad = list(self.requires_grad)
             self._communicator.collective_log.note(code("change of requires_grad in", self.number))
         self.trained = [*map(operator.or_, self.trained, self.requires_grad)]
@@ -168,7 +183,10 @@ class GradientBuffer:
         self._pending = self._reducer.send(gradients, shard, total)
 
     def _note_absent(self, lacking: list[int]) -> None:
-        """Note and post which parameters this rank did not use, but for those that have a `.grad` in any case."""
+        """Post which parameters this rank did not use, except those that already have a `.grad`.
+
+        lacking: the indices of full parameters without `.grad`; their gradients may have been collected.
+        """
         present = self._gradients
         self._absent = [
             index
@@ -179,14 +197,15 @@ class GradientBuffer:
             self._unused.post(self._absent)
 
     def receive(self) -> bool:
-        """Wait for the mean, which is added to an accumulation, and set the slices' `.grad` to views of `shard`.
+        """Wait for the mean, add it to a running accumulation, and set the local parameters' `.grad`.
 
-        The slices of parameters that this rank did not use are left to `decide`. Returns True if there are any.
+        Each `.grad` is a view of `shard`. Returns True if parameters that this rank did not use are left to `decide`.
+        With one rank, or if gradient hooks are registered, none are left.
         """
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
         self._squares, self._pending, self._begun = self._pending.squares, None, False
-        torch.autograd.graph.increment_version(self.shard)  # a reduction and packing do not count their writes
+        torch.autograd.graph.increment_version(self.shard)  # the reduction's writes do not increment the version
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
@@ -194,7 +213,7 @@ class GradientBuffer:
         if not self._absent:
             self._hand_out(self._indices)
             return False
-        # Hooks are called in the same order on every rank, which they may rely on.
+        # Decide now if there are hooks: all ranks must call them in the same order, since they may be collective.
         hooked = any(local is not None and local._gradient_hooks for local in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()
@@ -205,9 +224,9 @@ class GradientBuffer:
         return True
 
     def decide(self) -> None:
-        """Set the `.grad` of parameters that another rank used. The host waits until all gradients have arrived.
+        """Set the `.grad` of parameters that this rank did not use but another rank did.
 
-        Nothing happens if the gradient was sent again since, which decides as well.
+        The host waits for the mean. Does nothing if `send` was called again, since that decides too.
         """
         if self._pending is not None or not self._absent:
             return
@@ -221,19 +240,22 @@ class GradientBuffer:
         return self._unused.agree(self._absent)
 
     def discard(self) -> None:
-        """Forget what autograd has computed, what was collected and what was sent."""
+        """Drop the full parameters' `.grad`s, the collected gradients and a pending reduce."""
         for full in self._full_params:
             full.grad = None
         self._reducer.discard()
         self._collected.clear()
         self._absent = []
         if self._pending is not None:
-            self._pending.cancel()  # it may have written the shard
+            self._pending.cancel()  # it may have written the shard, so its squares are dropped, too
             self._pending = self._squares = None
         self._begun = False
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the shard for this backward's mean, and the running sum if an accumulation has begun."""
+        """Return the shard to which this backward's mean is written, and the running sum or None.
+
+        There is a running sum if this backward continues an accumulation.
+        """
         assert self._pending is None, "the previous gradient was not received"
         if not self._begun:
             if self._absent:
@@ -251,7 +273,7 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True if every slice's `.grad` is still the view of `shard` that was handed out."""
+        """True if every `.grad` of a local parameter is the view of `shard` that `receive` or `decide` set."""
         for mine, handed in zip(self._gradients, self._handed):
             if mine is not None and mine is not handed:
                 return False
@@ -262,7 +284,10 @@ class GradientBuffer:
         return self.shard is not None and self.shard._version == self._version
 
     def squares(self, indices: Sequence[int]) -> torch.Tensor | None:
-        """Return the sums of squares of these adjacent slices' `.grad`s, (k,) float64; None if not measured yet."""
+        """Return the sum of squares of each of these adjacent local parameters' `.grad`s, (k,) float64.
+
+        None if the reduction did not compute it, or if a `.grad` was written or replaced since.
+        """
         if self._squares is None or not self._unwritten:
             return None
         gradients, handed = self._gradients, self._handed
@@ -271,13 +296,16 @@ class GradientBuffer:
         return self._squares[indices[0] : indices[-1] + 1]
 
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements start:stop of the float32 running sum, or None if `.grad` is not rounded from one."""
+        """Return elements start:stop of the running sum, a view in float32 or wider.
+
+        None if there is no running sum, or if the shard was written since.
+        """
         if self._total is None or not self._unwritten:
             return None
         return self._total[start:stop]
 
     def _resume_total(self) -> None:
-        """Set the running sum to the present `.grad` of the slices, which may be the user's own."""
+        """Set the running sum to the present `.grad`s of the local parameters, which the user may have replaced."""
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)
         if self._total is None or not self._unwritten:
@@ -291,7 +319,7 @@ class GradientBuffer:
                 target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self, indices: Iterable[int]) -> None:
-        """Set the `.grad` of these slices, and call their hooks."""
+        """Set the `.grad` of the local parameters `indices`, then call their hooks."""
         assert self.shard is not None
         norms = self._norms
         parts = self.shard.split_with_sizes(self._sizes)

@@ -1,4 +1,4 @@
-"""Parameters outside blocks: gathered when a forward reads them, released when backward no longer needs them."""
+"""All-gather root parameters when a forward reads them; reshard them when backward no longer needs them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ if TYPE_CHECKING:
 
 
 class _Saved:
-    """A view of the whole buffer that autograd keeps for its backward."""
+    """A view of the full buffer that autograd has saved for backward."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
 
 
 class OnDemandGather:
-    """Gathers one buffer outside blocks from its first read in a forward pass to the end of the pass's backward.
+    """Unshards one buffer of root parameters from its first read in a forward pass until backward is done with it.
 
-    It is released as soon as backward no longer needs its values. That is known for a read inside `watch`, which sees
-    every tensor that autograd saves: an embedding saves no weights, a linear layer does until its own backward is over.
-    Any other read, an unwatched one, keeps the buffer whole until the whole backward is over. If it was released too
-    early (before a second backward, say) it is gathered again when autograd unpacks it. All ranks guess alike.
+    For a read inside `watch`, which sees every tensor that autograd saves, it is known when backward is done: an
+    embedding saves no weights, a linear layer saves them until its own backward is over. After any other, unwatched
+    read the buffer stays unsharded until the whole backward is over. If the buffer was resharded too early (for
+    example before a second backward), it is gathered again when autograd unpacks a saved view. Every rank takes the
+    same decisions.
+
+    Attributes:
+        unwatched: whether the buffer was read outside `watch` in this forward pass.
     """
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
@@ -40,7 +44,10 @@ class OnDemandGather:
 
     @classmethod
     def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
-        """Return the on-demand gather of the buffer of `sharded`, which its slices own, made at the first read."""
+        """Return the OnDemandGather of the buffer of the local parameter `sharded`, created at the first call.
+
+        The buffer's local parameters own it.
+        """
         gather = sharded.on_demand
         if gather is None:
             gather = cls(schedule, sharded.buffer)
@@ -50,20 +57,21 @@ class OnDemandGather:
 
     @property
     def version(self) -> int:
-        """The buffer's version."""
+        """The version of the buffer's shard."""
         return self._buffer.version
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of the buffer's wholes."""
+        """Return whether `tensor` is a view of a full parameter of the buffer."""
         return self._buffer.holds(tensor)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def read(self, sharded: Any, reader: torch.nn.Module) -> torch.nn.Parameter:
-        """Return the whole of `sharded`, gathered once per pass, inside a forward or a backward; otherwise the slice.
+        """Return the full parameter inside a forward or backward, and the local parameter `sharded` elsewhere.
 
-        Every reader (a module; tied parameters have several) gets a Parameter of its own over the same memory, so
-        that its gradient is collected when it is complete, without waiting for those of the others.
+        The first read of a forward pass all-gathers the buffer. Each module that reads the parameter (tied parameters
+        have several such readers) gets a Parameter of its own over the same memory, so that its gradient is collected
+        as soon as it is complete, independently of the other readers'.
         """
         if self._schedule.in_backward:
             self._schedule.join_backward(self)
@@ -86,13 +94,13 @@ class OnDemandGather:
         weights = self._buffer.full_params[index].data
         full = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
         if not full.requires_grad:
-            return full  # torch admits no hook
-        owner = weakref.ref(self)  # autograd keeps the hook where the garbage collector cannot see a cycle
+            return full  # torch refuses a hook on it
+        owner = weakref.ref(self)  # autograd owns the hook, where the garbage collector could not find a cycle
 
         def collect(full: torch.nn.Parameter) -> None:
             gather, gradient = owner(), full.grad
             full.grad = None
-            # The model may have been dropped. What was read may have no part in the loss: then there is no gradient.
+            # The model may have been dropped. There is no gradient if the loss does not depend on the parameter.
             if gather is not None and gradient is not None:
                 gather.collect(index, gradient)
                 gather._release_if_unneeded()
@@ -101,13 +109,13 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the Parameters by which modules have read parameter `index`."""
+        """Return the full Parameters over parameter `index`, one for each module that has read it."""
         return [own[index] for own in self._parameters.values() if index in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Take over the gradient of parameter `index` in the running backward."""
+        """Pass a gradient of parameter `index`, complete for one reader, on to the gradient buffer."""
         self._schedule.join_backward(self)
-        if self._buffer.gradient.is_pending:  # that of a block, whose parameter is read outside of it as well
+        if self._buffer.gradient.is_pending:  # the buffer is a block's, and its parameter was read outside it as well
             self._schedule.receive_all()
         for observer in self._schedule.observers.before_reduce:
             observer.before_reduce(self._buffer.gradient, index, gradient)
@@ -123,7 +131,7 @@ class OnDemandGather:
             self._buffer.reshard()
 
     def reshard(self) -> None:
-        """Release the buffer at the end of the pass."""
+        """Reshard the buffer at the end of the forward pass or of its backward."""
         self.unwatched = False
         self._buffer.reshard()
 
@@ -131,7 +139,10 @@ class OnDemandGather:
 
     def _restore(self, saved: _Saved) -> torch.Tensor:
         if not self._schedule.in_backward:
-            raise RuntimeError("A weight that autograd saved can only be read inside a backward: it is sharded.")
+            raise RuntimeError(
+                "A weight that autograd saved is sharded again, and can be read only while backward runs: do not read "
+                "saved tensors (grad_fn._saved_...) outside it."
+            )
         self._schedule.join_backward(self)
         self._buffer.gather()
         self._buffer.wait()
@@ -139,36 +150,36 @@ class OnDemandGather:
         return saved.view
 
     def prepare_backward(self, unwatched: bool) -> None:
-        """Start the gather that backward needs. unwatched: as it was at the end of the forward."""
+        """Start the all-gather if backward needs the buffer. unwatched: its value at the end of the forward."""
         self._schedule.join_backward(self)
         self.unwatched = unwatched
         if unwatched or self._saved:
             self._buffer.gather()
         if unwatched:
-            self._buffer.wait()  # no later call would
+            self._buffer.wait()  # no later call waits: backward reads these views without unpacking them
 
     def finish_backward(self) -> None:
-        """Release the buffer, unless an enclosing backward needs it, and send its gradient."""
+        """Reshard the buffer, unless an enclosing backward needs it, and start the reduction of its gradient."""
         if not self._schedule.is_member(self):
             self.reshard()
         if self._buffer.gradient.trainable:
             self._schedule.send([self._buffer.gradient])
 
     def abandon_backward(self) -> None:
-        """Release the buffer and forget its gradient."""
+        """Reshard the buffer and drop its gradient."""
         self.reshard()
         self._buffer.gradient.discard()
 
 
 @contextmanager
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
-    """Note the views of these buffers that autograd saves under `with`; only the code inside reads the buffers.
+    """Keep track of the views of these buffers that autograd saves inside the context.
 
-    A buffer of which nothing was saved, and which has no other reader, is released at the end.
+    At the end, a buffer is resharded if autograd has saved none of its views and one module alone reads it.
     """
 
     def pack(tensor: torch.Tensor):
-        view = tensor.detach()  # a saved tensor with autograd history would be a cycle
+        view = tensor.detach()  # saved with its autograd history, a tensor would be part of a reference cycle
         for gather in group:
             if gather._buffer.holds(view):
                 saved = _Saved(view)
@@ -183,7 +194,7 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
         if owner._version != value:  # saved-tensor hooks switch autograd's own check off
             raise RuntimeError(
                 f"A tensor of shape {tuple(owner.shape)} that backward needs was modified in place (it is at version "
-                f"{owner._version}, was saved at {value}): write `x = x + y` for `x += y`."
+                f"{owner._version}, and was saved at version {value}). Write `x = x + y` instead of `x += y`."
             )
         return owner
 

@@ -1,4 +1,4 @@
-"""DistributedParameter: this rank's slice of one parameter."""
+"""DistributedParameter: this rank's elements of one parameter."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from .on_demand import OnDemandGather
 class Origin(NamedTuple):
     """Where `auto_wrap` found a parameter.
 
-    model: a number of the model, larger for one that was wrapped later. number: among its parameters. block: the name
-    of the block that holds it, "" outside blocks. name: in the block, or in the model.
+    Attributes:
+        model: the model's number; models that are wrapped later have larger ones.
+        number: the parameter's position among the model's parameters.
+        block: the name of the parameter's block in the model, "" for a root parameter.
+        name: the parameter's name in the block; for a root parameter, in the model.
     """
 
     model: int
@@ -31,17 +34,17 @@ class Origin(NamedTuple):
 
 
 class DistributedParameter(ShardBase, torch.nn.Parameter):
-    """This rank's 1-D shard of a parameter. `model.parameters()` yields such shards, and optimizers update them.
+    """This rank's elements of a parameter, 1-D. `model.parameters()` yields them, and optimizers update them.
 
     `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective.
 
-    The shard is a view of the memory of its `ShardedBuffer`: writing to it writes there. Its `part`, the plain tensor
-    of this rank's elements, may be empty. As an attribute of a `DistributedModule` the parameter is full when it is
-    read inside a forward.
+    The elements are a view of the shard of a `ShardedBuffer`: writing to the parameter writes to the shard. `part` is
+    the plain tensor of these elements; it may be empty. When a forward reads the parameter as an attribute of a
+    `DistributedModule`, it gets the full parameter.
 
-    A backward sets the `.grad` of every parameter in the blocks that it passed through, and of those outside blocks
-    whose buffers its forward read, if any rank used the parameter; a rank that did not use it counts as zero. A
-    parameter that no rank used is left as it is, with None at first, as in plain torch.
+    A backward sets the `.grad` of every parameter that any rank used, in the blocks that backward passed through and
+    in the root buffers that forward read. A rank that did not use the parameter counts as zero in the mean. The
+    `.grad` of a parameter that no rank used is not touched (it stays None at first), as in plain torch.
 
     Args:
         data: the full values, any shape; rank 0's are taken.
@@ -50,8 +53,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         group: a name for `grouped_parameters`.
 
     Attributes:
-        full_shape: the shape of the full parameter, as `shape` is.
-        origin: where `auto_wrap` found the parameter, None without `auto_wrap`.
+        full_shape: the shape of the full parameter, equal to `shape`.
+        origin: where `auto_wrap` found the parameter; None if it was created in another way.
 
     Raises:
         ValueError: `data` is on the meta device, or cannot require a gradient.
@@ -74,14 +77,17 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_tensor("data", data)
         expect_flag("requires_grad", requires_grad)
         if requires_grad and not (data.is_floating_point() or data.is_complex()):
-            raise ValueError(f"data must be of a floating dtype, got {data.dtype}: or pass requires_grad=False")
+            raise ValueError(
+                f"data must have a floating-point or complex dtype, got {data.dtype}: convert it, or pass "
+                "requires_grad=False"
+            )
         if init_method is not None:
             expect_callable("init_method", init_method, "a function that fills a tensor, or None")
         expect_kind("group", group, (str, type(None)), "a name (str) or None")
         if data.is_meta:
             raise ValueError(
-                "data is a meta tensor, and a DistributedParameter needs values to shard: create it on a real "
-                "device, with init_method= for values that init_parameters() fills in."
+                "data is a meta tensor, and a DistributedParameter needs values to shard. Create it on a real device; "
+                "pass init_method= if init_parameters() is to fill in the values later."
             )
         full = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         world = current_world()
@@ -92,12 +98,12 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def full(self) -> torch.nn.Parameter:
-        """The whole parameter, a view of the full buffer; its values are readable only while the buffer is whole."""
+        """The full parameter, a view of the full buffer, readable only while that is unsharded."""
         return self.buffer.full_params[self.index]
 
     @property
     def ds_shape(self) -> torch.Size:
-        """`full_shape`, under the name that PEFT reads."""
+        """`full_shape`; PEFT reads this attribute of ZeRO-3 parameters."""
         return self.full_shape
 
     @property
@@ -115,7 +121,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def trained(self) -> bool:
-        """True if a gradient has been reduced while this required one, or a checkpoint of what is trained had it."""
+        """True if it required a gradient in a reduction so far, or was loaded from a checkpoint as a trained one."""
         return self.buffer.gradient.trained[self.index]
 
     @trained.setter
@@ -129,7 +135,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         self.buffer.update.wait()
 
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
-        """Return the tensors that autograd knows for this: the whole in a block, or those of its readers outside."""
+        """Return the leaves of this parameter in autograd's graph.
+
+        They are the full parameter, for one in a block, or one Parameter for each module that reads a root parameter.
+        """
         return [self.full] if self.on_demand is None else self.on_demand.full_params(self.index)
 
     def read_full(self) -> torch.Tensor:
@@ -144,22 +153,22 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def gather(self) -> torch.Tensor:
         """Return the full parameter, a new tensor of `full_shape` on this rank's device. Collective.
 
-        Where autograd records, it is differentiable: its gradient is averaged over the ranks into `.grad`.
+        If gradients are enabled, the result is differentiable: its gradient is averaged over the ranks into `.grad`.
         """
         return self.read_full()
 
     def gather_gradient(self) -> torch.Tensor | None:
-        """Return the full gradient, a new tensor of `full_shape`, or None if there is none. Collective."""
+        """Return the full gradient, a new tensor of `full_shape`; None if `.grad` is None. Collective."""
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
     def take(self, full: torch.Tensor) -> ShardTensor:
-        """Return this rank's part of a full tensor. Not collective.
+        """Return this rank's elements of a full tensor. Not collective.
 
         Args:
             full: a tensor of `full_shape`, any dtype and device.
 
         Returns:
-            1-D, a view of `full`, possibly empty.
+            A 1-D view of `full` (of a contiguous copy, if `full` is not contiguous), possibly empty.
 
         Raises:
             ValueError: `full` has another shape.
@@ -169,17 +178,17 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             raise ValueError(
                 f"full must be a tensor of the full shape {tuple(self.full_shape)}, got {tuple(full.shape)}"
             )
-        self.buffer.update.wait()  # the part is about to be written
+        self.buffer.update.wait()  # the caller is about to write the result into the shard
         return ShardTensor.of(self.placement.cut(full), self.placement)
 
     def register_post_accumulate_grad_hook(self, hook):
-        """Call a hook after the gradient, averaged over all ranks, was added to `.grad`.
+        """Register a hook that is called after the gradient, averaged over all ranks, was added to `.grad`.
 
         Args:
-            hook: a function of this parameter.
+            hook: a function that takes this parameter.
 
         Returns:
-            A handle, whose `remove()` removes the hook.
+            A handle whose `remove()` removes the hook.
         """
         expect_callable("hook", hook, "a function of the parameter")
         handle = RemovableHandle(self._gradient_hooks)
@@ -201,30 +210,32 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             RuntimeError: always. `register_post_accumulate_grad_hook` sees the averaged gradient.
         """
         raise RuntimeError(
-            "A tensor hook on a sharded parameter would never fire: its gradient arrives from the reduction, not "
-            "from autograd. Use register_post_accumulate_grad_hook, which sees the averaged gradient in `.grad`."
+            "A tensor hook on a sharded parameter would never be called, because its gradient comes from the reduction "
+            "over the ranks, not from autograd. Use register_post_accumulate_grad_hook, which sees the averaged "
+            "gradient in `.grad`."
         )
 
     def __reduce_ex__(self, protocol):
         raise RuntimeError(
-            f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled: this rank holds "
-            f"{self.placement.range.length} of its elements. Save "
-            "bmt.save(model, file), model.state_dict() or parameter.gather(), on all ranks."
+            f"A sharded parameter of shape {tuple(self.full_shape)} cannot be pickled: this rank stores only "
+            f"{self.placement.range.length} of its elements. Call bmt.save(model, file) on all ranks, or pickle the "
+            "result of model.state_dict() or parameter.gather(), which all ranks must call."
         )
 
     def __deepcopy__(self, memo):
         raise RuntimeError(
-            "A sharded model cannot be deep-copied: copy the model before auto_wrap, or load state_dict() into another."
+            "A sharded model cannot be deep-copied. Copy the model before auto_wrap, or load its state_dict() into "
+            "another model."
         )
 
 
 def is_read_only(parameter: object) -> bool:
-    """Return whether `parameter` is a local parameter that can neither be written nor trained."""
+    """Return whether `parameter` is a DistributedParameter whose storage can be neither written nor trained."""
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.read_only is not None
 
 
 class _ReadWhole(torch.autograd.Function):
-    """A whole copy of a parameter, whose gradient is averaged over the ranks."""
+    """Copy a full parameter; in backward, average the copy's gradient over the ranks into the parameter's `.grad`."""
 
     @staticmethod
     def forward(ctx, parameter: DistributedParameter) -> torch.Tensor:

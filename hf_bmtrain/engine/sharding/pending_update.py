@@ -1,4 +1,4 @@
-"""The shard's last asynchronous update."""
+"""The last asynchronous update of a shard."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from ..comm.streams import Ticket
 
 
 class PendingUpdate:
-    """The shard's last asynchronous update. Wait for it before reading or writing the shard.
+    """The last asynchronous update of a shard. Wait for it before reading or writing the shard.
 
-    A `ShardedBuffer` waits for it when it is gathered, and that is enough, because all that computes with the weights
-    gathers first: forward, backward, `parameter.gather()`, `state_dict`. A rank gives its shard to a collective
-    after its own wait, so the others, too, get what is updated; copies between GPUs are told by `announce`. And a
-    gradient is not written before a forward has gathered its buffer: from then on the current stream is behind the
-    update that reads it. Besides, `.data` and `take` wait for it. Other reads and writes of slices (torch operations
-    on a parameter itself) are not seen.
+    `ShardedBuffer.gather` waits for the update. This is enough, because whatever computes with the weights gathers
+    first: forward, backward, `parameter.gather()`, `state_dict`. Other ranks get the updated weights too: each rank
+    waits for its own update before it passes the shard to a collective, and peer copies wait as `announce` tells
+    them. Gradients are safe as well: the next gradient is written after a forward has gathered the buffer, so the
+    current stream has waited by then for the update that reads the old gradient. `.data` and `take` wait too. Other
+    reads and writes of local parameters (torch operations on a parameter itself) do not wait.
 
-    It keeps the gradients until it has been waited for: so their memory, of the current stream, is free for what that
-    stream does next, and not before the update has read them.
+    The gradients are referenced until the wait. The allocator reuses their memory in the order of the current stream,
+    which is behind the update from then on.
 
-    ticket: of the update, None if none is pending. ever_asynchronous: whether one has been begun, the same on every
-    rank.
+    Attributes:
+        ticket: the ticket of the update, None if no update is pending.
+        ever_asynchronous: whether `begin` has ever been called; the same on every rank.
     """
 
     def __init__(self, gather: Gather) -> None:
@@ -34,19 +35,24 @@ class PendingUpdate:
         self._gradients: Sequence[torch.Tensor] = ()
 
     def begin(self, ticket: Ticket, gradients: Sequence[torch.Tensor]) -> None:
-        """Note that the shard is being written until `ticket`, which follows earlier ones, from these `gradients`."""
+        """Register an update of the shard.
+
+        Args:
+            ticket: completes when the shard is written, and not before earlier updates are complete.
+            gradients: the tensors that the update reads.
+        """
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:
-        """Make every rank's gathers of this `shard` begin when the update that was just begun is done everywhere.
+        """Make every rank's later all-gathers of `shard` wait for the update registered last, on all ranks. Collective.
 
-        Collective: all ranks begin and announce the same updates in the same order, in an optimizer's step.
+        All ranks begin and announce the same updates in the same order, in an optimizer's step.
         """
         assert self.ticket is not None, "begin, then announce"
         self._gather.announce(shard, self.ticket)
 
     def wait(self) -> None:
-        """Make the current stream wait for the update."""
+        """Make the current stream wait for the update, if one is pending."""
         if self.ticket is not None:
             self.ticket.wait()
             self.ticket, self._gradients = None, ()

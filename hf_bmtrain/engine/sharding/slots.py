@@ -17,9 +17,18 @@ from .storage import PLAIN, StorageKind
 
 
 class Slot(NamedTuple):
-    """The place `name` in the dict of a module that shows a slice or its whole. Tied parameters have several."""
+    """An entry of a module's `_parameters`, set to either the local or the full parameter.
 
-    parameters: dict[str, Any]  # and not the module, which may hold the slot
+    A tied parameter has several slots.
+
+    Attributes:
+        parameters: the module's `_parameters`.
+        name: the key in it.
+        full: the full parameter.
+        sharded: the local parameter.
+    """
+
+    parameters: dict[str, Any]  # not the module itself, which may refer to the slot
     name: str
     full: torch.nn.Parameter
     sharded: DistributedParameter
@@ -32,7 +41,7 @@ Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 
 
 def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
-    """Return every (module, name, parameter) of the modules themselves, without their children."""
+    """Return (module, name, parameter) of every parameter directly in these modules, not in their children."""
     return [
         (module, name, parameter)
         for module in modules
@@ -47,7 +56,7 @@ def buffers_of(model: torch.nn.Module) -> list[ShardedBuffer]:
 
 
 def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
-    """Return the slots of the modules' parameters that are slices now."""
+    """Return the slots directly in these modules that are set to local parameters now."""
     return [
         Slot(module._parameters, name, parameter.full, parameter)
         for module, name, parameter in find_places(modules)
@@ -56,7 +65,10 @@ def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
 
 
 def tensor_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return what must be equal on all ranks of the parameters and buffers of `model`, by name, for `World.agree`."""
+    """Return the facts about the parameters and buffers of `model` that must be equal on all ranks.
+
+    They are strings by name, for `World.check_same_on_all_ranks`.
+    """
     facts: dict[str, str] = {"class": type(model).__qualname__}
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -80,13 +92,21 @@ def shard_places(
     kind_of: Callable[[torch.nn.Parameter], StorageKind | None] = lambda parameter: None,
     separate: Set[int] = frozenset(),
 ) -> tuple[list[ShardedBuffer], list[Slot]]:
-    """Move the parameters of `places` into flat buffers by dtype and requires_grad, and put slices in the places.
+    """Move the parameters of `places` into flat buffers, and put local parameters into their slots. Collective.
 
-    A parameter that occurs twice is stored once. One group of whole parameters is in memory at a time. The old ones
-    are marked `sharded_elsewhere`, because an optimizer that still holds them would train nothing. Collective.
+    Parameters share a buffer if they agree in dtype, `requires_grad`, storage kind and membership of `separate`. Tied
+    parameters are stored once. At most one buffer's full parameters are in device memory at a time. The old parameters
+    are marked `sharded_elsewhere`, so that an optimizer that refers to them is refused: its steps would do nothing.
 
-    kind_of: the storage of a parameter, None for the one that it brings itself, or plain elements. separate: ids of
-    parameters that share no buffer with others.
+    Args:
+        world: the ranks that share the buffers.
+        places: (module, name, parameter) of each slot.
+        reduction: averages the gradients over the ranks.
+        kind_of: returns a parameter's storage kind; None for the parameter's own `storage_kind`, or else PLAIN.
+        separate: ids of parameters that share no buffer with parameters outside this set.
+
+    Returns:
+        The buffers, and the slots in the order of `places`.
     """
     groups: dict[_Group, dict[int, torch.nn.Parameter]] = {}
     for _, _, parameter in places:
@@ -111,7 +131,7 @@ def shard_places(
 
 
 class _Group(NamedTuple):
-    """What the parameters of a buffer have in common."""
+    """The properties that all parameters of a buffer share."""
 
     dtype: torch.dtype
     requires_grad: bool
@@ -120,7 +140,7 @@ class _Group(NamedTuple):
 
 
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
-    """Put the plain parameters of a group before the others if their kind takes them. Return their number."""
+    """Move the matching plain parameters to the start of group `key` if its kind admits them; return their number."""
     plain = key._replace(kind=PLAIN)
     others = groups.get(plain, {})
     if not others or not key.kind.takes([*others.values()], [*groups[key].values()]):
@@ -130,7 +150,7 @@ def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group
 
 
 def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return `parameter` itself, or the whole of one that was sharded before."""
+    """Return `parameter` itself if it is an ordinary one, or a full copy of a DistributedParameter (collective)."""
     if not isinstance(parameter, DistributedParameter):
         return parameter
     full: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
@@ -140,9 +160,9 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
-    """Under `with`, the slots are empty, so that `module._apply` does not reach the slices.
+    """Set the slots to None inside the context, so that `module._apply(convert)` does not convert local parameters.
 
-    Raises RuntimeError if `convert` would move or cast them.
+    Raises RuntimeError if `convert` would move them to another device or cast them.
     """
     for slot in slots:
         probe = torch.empty(0, dtype=slot.sharded.dtype, device=slot.sharded.device)
@@ -150,8 +170,8 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
         if converted.dtype != probe.dtype or converted.device != probe.device:
             raise RuntimeError(
                 f"A sharded model cannot be moved or cast ({probe.dtype} on {probe.device} to {converted.dtype} on "
-                f"{converted.device}): its slices would lose their place in the flat buffers. Cast the model "
-                "before auto_wrap; it is moved to the rank's device by auto_wrap."
+                f"{converted.device}): its parameters are views of flat buffers. Cast the model before auto_wrap, "
+                "which moves it to the rank's device."
             )
     for slot in slots:
         slot.show(None)

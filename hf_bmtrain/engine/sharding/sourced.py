@@ -1,4 +1,4 @@
-"""SourcedParameter: a loaded parameter that no rank holds whole until it is sharded."""
+"""SourcedParameter: a loaded parameter whose values stay in a file, or divided among the ranks, until it is sharded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from ..comm.communicator import Communicator
 from ..runtime.world import World
 
 GATHERED_NUMEL = 1 << 20
-"""At most about so many elements are gathered at a time."""
+"""About the maximum number of elements that one all-gather of `SourcedParameter.move` receives."""
 
 
 class SourcedParameter(torch.nn.Parameter):
-    """A whole parameter on the meta device, whose values are in a file, or divided equally among the ranks.
+    """A parameter of the full shape on the meta device, whose values are in a file or divided equally among the ranks.
 
-    It stands for a parameter in a model that auto_wrap will shard, from the time its values were read: which elements a
-    rank's shard will hold is known only when the model is complete.
+    It takes a loaded parameter's place in the model until auto_wrap shards it: only when the model is complete is it
+    known which elements are in which rank's shard.
 
-    values: 1-D; None once they are sharded. mapped: they are all of them, in a file that this process has mapped, and
-    take no memory of its own. Otherwise they are this rank's share, in host memory, as long on every rank, the end
-    filled with zeros. fingerprint: of the whole, to be compared between the ranks.
+    Attributes:
+        values: 1-D, None once they were moved to a shard. If `mapped`, all elements. Otherwise this rank's share in
+            host memory, of the same length on every rank, padded with zeros.
+        mapped: whether `values` is memory of a file that this process has mapped, so that it costs no memory.
+        fingerprint: of all elements, for comparison between the ranks.
     """
 
     values: torch.Tensor | None
@@ -35,9 +37,16 @@ class SourcedParameter(torch.nn.Parameter):
 
     @classmethod
     def scatter(cls, full: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> SourcedParameter:
-        """Take the values of `full`, a tensor on the CPU that has the same ones on all `size` ranks.
+        """Return a SourcedParameter with the values of `full`.
 
-        dtype: that of the parameter, if it is not that of `full`.
+        Not collective. It refers to the memory of `full` if that is a mapped file, and copies this rank's share
+        otherwise.
+
+        Args:
+            full: a tensor on the CPU with the same values on all `size` ranks.
+            rank: this rank.
+            size: the number of ranks.
+            dtype: the dtype of the parameter; None for that of `full`.
         """
         dtype = full.dtype if dtype is None else dtype
         made: Any = make_subclass(cls, torch.empty_like(full, device="meta", dtype=dtype), full.requires_grad)
@@ -48,14 +57,14 @@ class SourcedParameter(torch.nn.Parameter):
         return made
 
     def divide(self, rank: int, size: int) -> None:
-        """Copy the share of `rank`, and let go of the rest."""
+        """Replace `values`, which must be all elements, by a copy of the share of `rank` in host memory."""
         assert self.values is not None
         values = _share_of(self.values, rank, size)
         self.values, self.mapped = _allocate(-(-len(self.values) // size), self.dtype), False
         self.values[: len(values)] = values
 
     def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
-        """Return whether this rank's share of `other` has the same values, and `other` the same shape."""
+        """Return whether `other` has the same shape, and the same values in this rank's share. Not collective."""
         shares = [
             _share_of(each.values, rank, size) if each.mapped else each.values
             for each in (self, other)
@@ -63,17 +72,23 @@ class SourcedParameter(torch.nn.Parameter):
         ]
         if len(shares) < 2 or self.shape != other.shape:
             return False
-        count = min(map(len, shares))  # without the zeros at the end
+        count = min(map(len, shares))  # a divided share may end in zeros of padding
         return torch.equal(shares[0][:count], shares[1][:count])
 
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
-        """Fill `part`, 1-D, with the whole's elements from `start` on, and drop the values. Collective.
+        """Fill `part` with the parameter's elements start:start+len(part), and drop `values`. Collective.
 
-        `mapped` must be the same on all ranks.
+        Args:
+            part: 1-D, this rank's elements in its shard.
+            start: the index of its first element in the flattened parameter.
+            communicator: of the ranks among which the values are divided. `mapped` must be the same on all of them.
         """
         if self.values is None:
-            raise RuntimeError(f"The values of a parameter of shape {tuple(self.shape)} were moved to a shard before.")
+            raise RuntimeError(
+                f"The values of a loaded parameter of shape {tuple(self.shape)} were moved to a shard already. Load "
+                "the model again to shard it again."
+            )
         share, self.values = self.values, None
         if self.mapped:
             part.copy_(share[start : start + len(part)])
@@ -84,14 +99,17 @@ class SourcedParameter(torch.nn.Parameter):
             every = mine.new_empty(communicator.size * len(mine))
             communicator.all_gather(every, mine).wait()
             for rank, values in enumerate(every.view(communicator.size, -1)):
-                first = rank * len(share) + at  # the whole's element that is values[0]
+                first = rank * len(share) + at  # the index of values[0] in the flattened parameter
                 low, high = max(start, first), min(stop, first + len(values))
                 if low < high:
                     part[low - start : high - start] = values[low - first : high - first]
 
 
 def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Divide the values that are not in a mapped file on every rank. Collective, with the same names on all ranks."""
+    """Divide each parameter's values among the ranks unless every rank has mapped their file. Collective.
+
+    parameters: by name; all ranks pass the same names.
+    """
     mapped = world.gather_objects({name for name, parameter in parameters.items() if parameter.mapped})
     for name, parameter in parameters.items():
         if parameter.mapped and not all(name in names for names in mapped):
@@ -104,7 +122,7 @@ def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of `tensor` is a file's, False where the system does not tell."""
+    """Return whether the memory of `tensor` is a mapped file; False without /proc/self/maps, which tells it."""
     maps = Path("/proc/self/maps")
     if not tensor.is_contiguous() or not maps.exists():
         return False
@@ -118,9 +136,9 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros (numel,) in a mapping of their own, which the system gets back when they are dropped.
+    """Return zeros (numel,) in an anonymous mapping, whose memory the system gets back when they are freed.
 
-    In malloc's heap the short-lived whole tensors of the loading would leave holes between the shares.
+    In malloc's heap, the full tensors that are freed during loading would leave unusable holes between the shares.
     """
     if numel * dtype.itemsize < mmap.PAGESIZE:
         return torch.zeros(numel, dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""The state dict of a sharded model: save whole tensors, load this rank's parts of them."""
+"""The state dict of a sharded model: save full tensors, load this rank's elements of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .slots import Slot, find_slots
 
 
 class StateDict(OrderedDict):
-    """The result of a collective `state_dict` under construction.
+    """The state dict that the ranks are building together.
 
-    keep: False on a rank that participates without keeping values; it gets empty tensors.
+    keep: whether this rank keeps the values. If not, it takes part in the collectives and gets empty tensors.
     """
 
     def __init__(self, keep: bool = True) -> None:
@@ -27,13 +27,16 @@ class StateDict(OrderedDict):
         self.copies: dict[Hashable, torch.Tensor] = {}
 
     def copy_to_cpu(self, source: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor with the values, one for each `source`, so that tied weights stay tied."""
+        """Return a copy of `value` on the CPU; the same tensor for the same `source`, so that tied weights stay tied.
+
+        The tensor is empty if this rank does not keep values.
+        """
         if source not in self.copies:
             self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0, device="cpu")
         return self.copies[source]
 
     def on_cpu(self) -> OrderedDict:
-        """Return the entries, all in new memory on the CPU, tied ones tied."""
+        """Return the entries as copies on the CPU. Entries that share memory share their copy."""
         made = {id(copy) for copy in self.copies.values()}
         for key, value in self.items():
             if isinstance(value, torch.Tensor) and id(value) not in made:
@@ -48,9 +51,14 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Run `collect`, which fills `destination` from the slots' modules, with whole parameters; store CPU copies.
+    """Fill `destination` by calling `collect`, then replace full parameters in it by CPU copies. Collective.
 
-    Collective. destination: a StateDict, or a dict of torch's own when a plain module is the root.
+    While `collect` runs, the slots are set to the full parameters.
+
+    Args:
+        destination: a StateDict, or torch's own dict if `state_dict` was called on an unsharded module.
+        slots: the slots whose parameters `collect` saves.
+        collect: fills `destination` from the slots' modules.
     """
     full_params = {slot.full for slot in slots}
     with ExitStack() as stack:
@@ -67,9 +75,9 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
 
 
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
-    """Return the whole state dict of `model` on the CPU, in new memory, tied weights tied. Collective.
+    """Return the full state dict of `model`, copied to the CPU; tied weights share memory. Collective.
 
-    keep: if False, this rank participates and gets the keys, with empty tensors.
+    keep: whether this rank keeps the values. If not, it takes part in the collectives and gets empty tensors.
     """
     destination = StateDict(keep)
     type(model).state_dict(model, destination=destination)  # not a state_dict set on the instance
@@ -77,9 +85,9 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
 
 
 def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> None:
-    """Raise RuntimeError unless all ranks are about to load equal parameters. Collective.
+    """Raise RuntimeError unless all ranks are about to load the same parameters. Collective.
 
-    Module buffers may differ: those that a forward writes do.
+    The modules' own buffers are not compared: a forward may write different values to them on each rank.
     """
     world = current_world()
     if world.size == 1 or not isinstance(state, dict):  # a DistributedStateDictWrapper is rank 0's everywhere
@@ -103,10 +111,10 @@ def shard_on_load(
     unexpected,
     errors: list[str],
 ) -> None:
-    """Replace the whole tensors of the module's slots in `state_dict` by this rank's part, to be loaded in place.
+    """Replace the full tensors for the module's slots in `state_dict` by this rank's elements, which torch then copies.
 
-    A hook before a module loads. It may run twice for one (a DistributedModule inside a block); entries that are parts
-    already stay as they are.
+    A load_state_dict pre-hook. It may run twice for a module (a DistributedModule inside a block); the second run
+    leaves the entries alone.
     """
     slots = find_slots([module])
     for buffer in dict.fromkeys(slot.sharded.buffer for slot in slots):
@@ -117,8 +125,8 @@ def shard_on_load(
             continue
         if metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
-                "load_state_dict(assign=True) would replace the slices of a sharded model: use assign=False, "
-                "which copies into them."
+                "load_state_dict(assign=True) would replace the parameters of a sharded model, which are views of flat "
+                "buffers. Use assign=False, which copies into them."
             )
         try:
             state_dict[key] = slot.sharded.take(state_dict[key])
@@ -128,7 +136,7 @@ def shard_on_load(
 
 
 def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
-    """Register hooks on the modules of `layer` with these slots: each saves wholes and loads this rank's parts."""
+    """Make each module of `layer` with one of these slots save full tensors and load this rank's elements of them."""
     filled = {id(slot.parameters) for slot in slots}
     for module in layer.modules():
         if id(module._parameters) in filled:
@@ -137,9 +145,10 @@ def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
 
 
 def _gather_on_save(module, state_dict, prefix, metadata) -> None:
-    """Replace slices by wholes on the CPU in the state dict of a module inside a block, called alone. Collective.
+    """Replace local parameters in `state_dict` by full tensors on the CPU. Collective.
 
-    The block's own state dict shows wholes in the slots.
+    A state_dict post-hook of the modules inside a block, for a direct call of their own `state_dict`. When the block's
+    or the model's `state_dict` runs, the slots are set to full parameters, and this does nothing.
     """
     slots = find_slots([module])
     if slots:

@@ -1,7 +1,7 @@
 """How a flat buffer keeps this rank's shard, and what its all-gather sends.
 
-`Storage` itself keeps plain elements. A feature that keeps or sends them in another form subclasses it, and names its
-class by a `StorageKind`, which `shard_places` asks for each parameter.
+`Storage` itself keeps plain elements. To keep or send them in another form, subclass it, and return the subclass from
+a `StorageKind`; `shard_places` asks for the kind of each parameter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """What a buffer takes. stored: what this rank keeps. gathered: views of all memory that an all-gather may fill.
+    """The memory of a flat buffer.
 
-    nbytes: of what an all-gather fills, 0 if the full buffer is the shard.
+    Attributes:
+        stored: the tensors that this rank always keeps.
+        gathered: views of all memory that an all-gather may fill.
+        nbytes: bytes that an all-gather allocates; 0 if the shard is the full buffer.
     """
 
     stored: list[torch.Tensor]
@@ -36,14 +39,16 @@ class Memory(NamedTuple):
 
 
 class Storage:
-    """Plain elements: the shard is sent as it is, and arrives where the parameters are read.
+    """Keep plain elements: the all-gather sends the shard itself and fills the memory of the full parameters.
 
-    With one rank the full buffer *is* the shard: nothing is gathered, and nothing is freed.
+    With one rank the shard is the full buffer: nothing is gathered or freed.
 
-    buffer: set before any method is called; a weak reference, since the buffer owns its storage. prepares, unpacks:
-    whether `before_gather` and `after_gather` do anything. read_only: why the parameters cannot be written or trained,
-    and the way out; None if they can. full: the memory of the full parameters in their own dtype, None if it is the
-    shard's.
+    Attributes:
+        buffer: the buffer that owns this storage, referred to weakly; set before any method is called.
+        prepares: whether `before_gather` does anything.
+        unpacks: whether `after_gather` does anything.
+        read_only: if the parameters can be neither written nor trained, the reason and the way out, for messages.
+        full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -63,11 +68,11 @@ class Storage:
         self._buffer = weakref.ref(buffer)
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        """Lay out tensors of `numels` elements."""
+        """Return the layout of tensors with `numels` elements in `world_size` shards."""
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
-        """Make the buffer's `shard`, and `route` what is sent. What is filled has memory until `fill`. Collective."""
+        """Allocate the buffer's `shard`, and the full buffer until `fill` frees it; call `buffer.route`. Collective."""
         buffer, layout = self.buffer, self.buffer.layout
         buffer.shard = world.shards.allocate(layout.shard_numel, dtype, world.device, buffer.update.wait)
         if layout.world_size > 1:
@@ -75,9 +80,9 @@ class Storage:
         buffer.route(buffer.shard, self.full)
 
     def view(self, index: int, shape: torch.Size) -> torch.Tensor:
-        """Return parameter `index` in full: readable while the buffer is unsharded.
+        """Return a view in `shape` of the full parameter `index`, readable while the buffer is unsharded.
 
-        One that is completely in this rank's shard is a view of that, and is not copied.
+        It is a view of the shard if that contains the whole parameter, and of the full buffer otherwise.
         """
         buffer = self.buffer
         local_range = buffer.local_ranges[index]
@@ -88,7 +93,7 @@ class Storage:
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Store rank 0's values, so that ranks that drew different random weights agree. Collective."""
+        """Store rank 0's values on all ranks, whose randomly initialized weights may differ. Collective."""
         buffer = self.buffer
         if any(isinstance(parameter, SourcedParameter) for parameter in parameters):
             self._fill_singly(parameters)
@@ -105,7 +110,7 @@ class Storage:
         self.full.free()
 
     def _fill_singly(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Store the values of scattered parameters, and rank 0's of others, without the full buffer."""
+        """Store the parameters one at a time, without the full buffer: each from its source or rank 0. Collective."""
         buffer = self.buffer
         if self.full is not None:
             self.full.free()
@@ -120,19 +125,19 @@ class Storage:
             part.copy_(values[local_range.tensor_start : local_range.tensor_stop])
 
     def before_gather(self) -> None:
-        """Make what is sent current. It may be collective."""
+        """Prepare what the all-gather sends, from the present shard. May be collective."""
 
     def after_gather(self) -> None:
-        """Unpack what has arrived, on the current stream."""
+        """Compute the full parameters from what the all-gather received, on the current stream."""
 
     def reshard(self) -> None:
-        """Free what an all-gather and `after_gather` allocated, also if the latter was never called."""
+        """Free what the all-gather and `after_gather` allocated. `after_gather` may not have been called."""
         if self.full is not None:
             self.full.free()
 
     @contextmanager
     def full_values(self) -> Iterator[None]:
-        """Under `with`, the full parameters have the shards' values in their own dtype. Collective."""
+        """Inside the context, make the full parameters readable with the shards' exact values. Collective."""
         buffer = self.buffer
         was_unsharded = buffer.is_unsharded
         buffer.gather()
@@ -148,7 +153,7 @@ class Storage:
         return self.full is not None and (self.full.holds(tensor) or shares_storage(tensor, self.buffer.shard))
 
     def memory(self) -> Memory:
-        """Return what the buffer takes."""
+        """Return the memory that the buffer uses."""
         buffer = self.buffer
         nbytes = 0 if self.full is None else buffer.layout.numel * buffer.shard.itemsize
         return Memory([buffer.shard], [*buffer.full_params], nbytes)
@@ -156,19 +161,29 @@ class Storage:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """Which storage a parameter gets; parameters of equal kinds may share a buffer. This one: plain elements."""
+    """Makes the storage of a parameter's buffer, here of plain elements. Parameters of equal kinds share buffers."""
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
-        """Return the storage of a buffer. small: how many of its first parameters `takes` has let in."""
+        """Return the storage of a buffer of `parameters`.
+
+        Args:
+            parameters: the full parameters, in the order of the buffer.
+            small: the number of parameters at the start that are of the plain kind and were admitted by `takes`.
+        """
         return Storage()
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether plain parameters, of the same dtype and `requires_grad`, come first in the buffer of `own`."""
+        """Return whether parameters of the plain kind are stored in the buffer of this kind, before its own.
+
+        Args:
+            small: parameters of the plain kind, of the same dtype and `requires_grad` as `own`.
+            own: the parameters of this kind.
+        """
         return False
 
     @property
     def parameter_class(self) -> type[DistributedParameter] | None:
-        """The class of the local parameters, None for DistributedParameter itself."""
+        """The class of the local parameters; None for DistributedParameter itself."""
         return None
 
 

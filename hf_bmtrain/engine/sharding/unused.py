@@ -1,4 +1,4 @@
-"""Agreement between the ranks on the parameters that none of them used in a backward."""
+"""How ranks find the parameters that no rank used in a backward."""
 
 from __future__ import annotations
 
@@ -8,28 +8,37 @@ from ..comm.object_comm import ObjectComm
 
 
 class UnusedParameters:
-    """Finds the parameters of one buffer that no rank used in a backward.
+    """Finds the parameters of one flat buffer that no rank used in a backward.
 
-    A rank that used all of them does nothing. Another one posts those that it did not use before it sends the buffer's
-    gradient, and reads all ranks' posts after the mean has arrived on the host: every rank has sent by then, so a rank
-    without a post used all. The posts of one gradient are deleted after the mean of a later one has arrived: every rank
-    has read them by then.
+    A rank that used all parameters does nothing. A rank that did not posts the unused ones before it starts the
+    reduction of the buffer's gradient, and reads all ranks' posts when its host has waited for the mean. Every rank
+    has started the reduction by then, so a rank without a post used all parameters. The posts of one gradient are
+    deleted when the host has waited for the mean of a later one: every rank has read them by then.
 
-    sent: the number of gradients that were sent, which the owner counts.
+    Attributes:
+        sent: the number of reductions started so far. The owner increments it.
     """
 
     def __init__(self, control: ObjectComm, number: int) -> None:
-        """number: of the buffer, the same on every rank."""
+        """Create it for one flat buffer.
+
+        Args:
+            control: exchanges posts between the ranks.
+            number: the buffer's number, the same on every rank.
+        """
         self._control, self.number = control, number
         self.sent = 0
         self._read: str | None = None
 
     def post(self, indices: Sequence[int]) -> None:
-        """Tell the other ranks that this one did not use these parameters, before the gradient is sent."""
+        """Tell the other ranks, before the reduction starts, that this rank did not use these parameters."""
         self._control.post(self._key, ",".join(map(str, indices)))
 
     def agree(self, indices: Sequence[int]) -> set[int]:
-        """Return those of `indices`, which this rank posted, that no rank used. The mean has arrived on the host."""
+        """Return those of `indices`, which this rank has posted, that no rank used.
+
+        The host must have waited for the mean of the gradient.
+        """
         if self._control.size == 1:
             return set(indices)
         posts = self._control.read_posts(self._key)

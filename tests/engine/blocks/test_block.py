@@ -325,7 +325,7 @@ def weight_modified_in_forward(options):
     model.layers[1] = Mean()
     bmt.auto_wrap(model, **options)
     if bmt.world_size() > 1:
-        with pytest.raises(RuntimeError, match="modified a sharded parameter"):
+        with pytest.raises(RuntimeError, match="modified sharded parameters"):
             model(ids(0, 0))
 
 

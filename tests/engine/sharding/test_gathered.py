@@ -95,7 +95,7 @@ def what_would_vanish_raises():
     unchanged_after(
         model, lambda m: setattr(m.head.bias, "data", torch.zeros(9)), r"\(2,\).*became \(9,\)", modify=True
     )
-    with pytest.raises(ValueError, match="whole already"), bmt.gathered(torch.ones(3)):
+    with pytest.raises(ValueError, match="full already"), bmt.gathered(torch.ones(3)):
         pass
 
 

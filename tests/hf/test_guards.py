@@ -94,7 +94,7 @@ def retied_weights():
 
 def ddp():
     model = bmt.auto_wrap(Tower())
-    with pytest.raises(RuntimeError, match="DistributedDataParallel around a model that hf_bmtrain has sharded"):
+    with pytest.raises(RuntimeError, match="DistributedDataParallel was applied to a model that hf_bmtrain"):
         torch.nn.parallel.DistributedDataParallel(model)
     assert dict(torch.nn.Module.named_children(model)).keys() == {"embedding", "layers", "head"}
 
@@ -125,7 +125,7 @@ class Whole(torch.nn.Module):
 def ddp_around_a_parent():
     """DDP reads its attribute of the outermost module only: the forward tells."""
     wrapped = torch.nn.parallel.DistributedDataParallel(Outer())
-    with pytest.raises(RuntimeError, match="DistributedDataParallel around"):
+    with pytest.raises(RuntimeError, match="DistributedDataParallel was applied"):
         wrapped(ids(0, 0))
 
 

@@ -1,11 +1,11 @@
-"""Boundaries around the forward of sharded layers for autograd, and autocast without its cache.
+"""Callbacks when backward enters and leaves the forward of a sharded layer, and autocast without its cache.
 
-The boundaries call back when backward reaches the layers and when it has left them. They are identity functions, but
-for the outputs of a model, which `watch_backward` leaves as they are: hooks on them call back at the first gradient.
-`enter_backward` is applied to the outputs of a layer: its backward runs once all their gradients exist, before any node
-of the layer. `leave_backward` is applied to the inputs: its backward runs once all their gradients exist, after the
-nodes that made them. By then the gradients of the layers' weights are complete as well: autograd's engine runs, of the
-nodes that are ready, those that accumulate gradients first and then the one that was made last.
+`enter_backward` is an identity function on the outputs of a layer. Its backward runs when the gradients of all outputs
+exist, before any other autograd node of the layer. `leave_backward` is an identity function on the inputs. Its
+backward runs when the gradients of all inputs exist, hence after the nodes that computed them. By then the gradients
+of the layer's weights are complete too: of the nodes that are ready, autograd's engine runs those that accumulate
+gradients first, and then the one that was created last. `watch_backward` does not replace the outputs of a model: hooks
+on them call back at the first gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _EnterBackward(torch.autograd.Function):
     def forward(ctx, before: Callable[[Any], None], token: Any, *outputs: torch.Tensor):
         ctx.before, ctx.token = before, token
         ctx.set_materialize_grads(False)
-        # detach() and not the tensor itself: an input returned as it is becomes a view that may not be modified.
+        # detach(), because autograd turns an input that is returned into a view that may not be modified in place.
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
@@ -51,9 +51,9 @@ class _LeaveBackward(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call `function.apply(*args)` without its search for functorch's wrappers, which takes half of its time.
+    """Call `function.apply(*args)` without its search for functorch's wrappers, which takes half the time of the call.
 
-    Under a transform of functorch torch's own call raises; torch.compile supports only the usual call.
+    The usual call is made inside a functorch transform, where it raises, and in torch.compile, which supports no other.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
@@ -61,25 +61,31 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class Containers:
-    """The mutable containers (lists, dicts, objects) among the arguments of layers, which the layers may modify.
+    """The mutable containers (lists, dicts, objects) among a layer's arguments, to which the layer may add tensors.
 
-    During the forward their tensors are behind the boundary of `leave_backward`.
+    During the forward, the tensors in them are replaced by the results of `leave_backward`'s identity function.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
-        """guarded: the `inputs` behind the boundary."""
+        """Remember what to restore.
+
+        Args:
+            values: the layer's arguments.
+            inputs: the differentiable tensors found in them.
+            guarded: the tensors that replace `inputs`, in the same order.
+        """
         self._values, self._inputs = values, {id(tensor) for tensor in inputs}
         self._originals = {id(tensor): original for tensor, original in zip(guarded, inputs)}
-        self._guarded = guarded  # ids are those of living objects
+        self._guarded = guarded  # keeps the tensors alive, so that their ids stay unique
 
     def restore(self) -> None:
-        """Put the original tensors into the containers again, at the end of the forward."""
+        """Put the original tensors back into the containers, at the end of the forward."""
         seen: set[int] = set()
         for value in self._values:
             exchange(value, self._originals, seen)
 
     def added(self, seen: set[int], strange: list[Any]) -> list[torch.Tensor]:
-        """Return the differentiable tensors that the layers put into the containers. For the rest see `tensors_in`."""
+        """Return the differentiable tensors that the layer put into the containers. seen, strange: see `tensors_in`."""
         return [t for t in tensors_in(self._values, seen, strange) if id(t) not in self._inputs]
 
     def exchange(self, table: dict[int, torch.Tensor], seen: set[int]) -> None:
@@ -90,11 +96,21 @@ class Containers:
 def enter_backward(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None = None
 ) -> tuple[Any, bool]:
-    """Return `outputs` with their differentiable tensors behind the boundary, and True if there are any.
+    """Pass the differentiable tensors in `outputs` through an identity function whose backward calls `before`.
 
-    before: called with `token` before the layers' backward. filled: containers that the layers may have added tensors
-    to, which count as outputs. Lists, dicts and objects are modified in place. Raises RuntimeError if an object that
-    cannot be searched holds differentiable tensors.
+    In lists, dicts and objects, the tensors are replaced in place.
+
+    Args:
+        before: called before the layer's backward.
+        token: the argument of `before`.
+        outputs: what the layer returned.
+        filled: the containers among the layer's arguments; tensors that the layer added to them count as outputs.
+
+    Returns:
+        The outputs with these tensors replaced, and whether there are any.
+
+    Raises:
+        RuntimeError: an object with `__slots__`, in which tensors cannot be replaced, has differentiable ones.
     """
     found: list[torch.Tensor] = []
     opened: list[Any] = []
@@ -107,10 +123,11 @@ def enter_backward(
 
 
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
-    """Call `before` from hooks on the differentiable tensors in `outputs`; otherwise like `enter_backward`.
+    """Do as `enter_backward`, but leave `outputs` as they are and call `before` from hooks on their tensors.
 
-    What a model returns is then what its layers passed on, and a hook or `retain_grad()` on a hidden state sees its
-    whole gradient. Leaves, on which a hook would stay, and models being compiled get an identity function.
+    The model then returns the very tensors that its layers passed on, and a hook or `retain_grad()` on a hidden state
+    sees the complete gradient. `enter_backward` is called instead if an output is a leaf, which would keep the hook,
+    if an object cannot be searched for tensors, or while torch.compile traces the model.
     """
     if torch.compiler.is_compiling():
         return enter_backward(before, token, outputs)
@@ -131,7 +148,7 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 def _enter_containers(
     before: Callable[[Any], None], token: Any, outputs: Any, filled: Containers | None
 ) -> tuple[Any, bool]:
-    """`enter_backward` for any outputs."""
+    """Do the work of `enter_backward` for outputs and arguments with mutable containers."""
     seen: set[int] = set()
     strange: list[Any] = []
     found = [] if filled is None else filled.added(seen, [])
@@ -140,8 +157,8 @@ def _enter_containers(
         names = [name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ())]
         if any(getattr(getattr(leaf, name, None), "requires_grad", False) for name in names):
             raise RuntimeError(
-                f"The forward of a sharded layer or model returned a {type(leaf).__name__}, whose tensors cannot be "
-                "found, because it has __slots__. Return tensors, tuples, dicts, dataclasses without slots, or a "
+                f"The forward of a sharded layer or model returned a {type(leaf).__name__}. Its tensors cannot be "
+                "replaced, because it has __slots__. Return tensors, tuples, dicts, dataclasses without slots, or a "
                 "transformers ModelOutput."
             )
     if not found:
@@ -157,10 +174,18 @@ def _enter_containers(
 def leave_backward(
     after: Callable[[], None], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers | None]:
-    """Return `args` and `kwargs` behind the boundary, the differentiable tensors in them, and the containers in them.
+    """Pass the differentiable tensors in the arguments through an identity function whose backward calls `after`.
 
-    after: called when the gradients of all these tensors exist; never, if there are none. Containers are not copied:
-    their tensors are replaced in place, until `restore`. None if there are no containers.
+    Containers are not copied: the tensors in them are replaced in place until `Containers.restore`.
+
+    Args:
+        after: called when the gradients of all these tensors exist; never called if there are none.
+        args: the layer's positional arguments.
+        kwargs: the layer's keyword arguments.
+
+    Returns:
+        `args` and `kwargs` with these tensors replaced, the replacements, and the containers among the arguments, None
+        if there are none.
     """
     found: list[torch.Tensor] = []
     opened: list[Any] = []
@@ -183,7 +208,7 @@ def leave_backward(
 def _leave_containers(
     after: Callable[[], None], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers]:
-    """`leave_backward` for any arguments."""
+    """Do the work of `leave_backward` for arguments with mutable containers."""
     values = (*args, *kwargs.values())
     found = list(dict.fromkeys(tensors_in(values, set(), [])))
     guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if found else ()
@@ -194,9 +219,9 @@ def _leave_containers(
 
 
 def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -> None:
-    """Add the differentiable tensors in `values` and in tuples there, in the order of `_replace`.
+    """Append to `found` the differentiable tensors in `values` and in tuples in them, in the order of `_replace`.
 
-    opened: gets everything else that may hold tensors.
+    opened: everything else that may contain tensors is appended to it.
     """
     for value in values:
         kind = type(value)
@@ -210,7 +235,7 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -
 
 
 def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
-    """Return a copy of `value` in which the tensors of `_find` are replaced by the next ones of `guarded`."""
+    """Return a copy of `value` in which the tensors that `_find` finds are replaced by the next ones of `guarded`."""
     if isinstance(value, torch.Tensor):
         return next(guarded) if value.requires_grad else value
     if type(value) is tuple:
@@ -219,10 +244,10 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 
 
 def uncached_autocast() -> AbstractContextManager | None:
-    """Return the caller's autocast without its cache of casts, None if the caller has none.
+    """Return a context with the current autocast settings but without the cache of casts; None without autocast.
 
-    The cache is keyed by the whole parameter, which is the same object every step: a refilled block would compute
-    with the casts of old weights, and the casts of all blocks would stay alive.
+    The cache is keyed by the full parameter, which is the same object at every step: after an optimizer step a block
+    would compute with casts of the old weights, and the casts of all blocks would stay in memory.
     """
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):

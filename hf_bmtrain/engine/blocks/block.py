@@ -28,11 +28,11 @@ class CheckpointBlock(ShardedModule):
     `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. Collective.
 
     Args:
-        layer: the layer. It may hold DistributedParameters already; a CheckpointBlock is returned as it is.
+        layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
         use_checkpoint: whether to recompute the forward in backward instead of keeping its activations; for "auto" see
             `auto_wrap`.
         zero_level: 3 frees the full parameters between forward and backward, 2 keeps them; None takes the world's.
-        mode: an argument of BMTrain's, of its pipeline; ignored.
+        mode: accepted because BMTrain has it, for pipelines; ignored.
     """
 
     _bmt: BlockState
@@ -59,7 +59,7 @@ class CheckpointBlock(ShardedModule):
         return layer
 
     def __init__(self, *args, **kwargs) -> None:
-        """Do nothing: Python calls this on the layer that `__new__` returned."""
+        """Do nothing. Python calls it on the layer that `__new__` returned, which is initialized already."""
 
     def _slots(self) -> list[Slot]:
         return self._bmt.slots
@@ -67,12 +67,12 @@ class CheckpointBlock(ShardedModule):
     def compile(self, *args, **kwargs) -> None:
         """Compile the layer's own forward with torch.compile, without the all-gathers and reductions around it.
 
-        The forward of the class is compiled, not the bound one: torch takes the parameters as inputs, so layers that
-        differ in nothing else share a graph. A forward that was set on the instance is compiled separately.
+        The forward of the class is compiled, not the bound method: the parameters are inputs of the graph, so layers
+        that differ only in their parameters share it. A forward that was set on the instance is compiled separately.
 
         Args:
-            *args: of torch.compile.
-            **kwargs: of torch.compile.
+            *args: passed to torch.compile.
+            **kwargs: passed to torch.compile.
         """
         state = self._bmt
         if not state.compiled:
@@ -87,7 +87,7 @@ class CheckpointBlock(ShardedModule):
 
 @contextmanager
 def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
-    """Run the blocks' own forwards under `with` as they are without `compile`."""
+    """Make the blocks run their forwards without `torch.compile` inside the context."""
     states = [block._bmt for block in blocks]
     forwards = [state.own_forward for state in states]
     for state in states:
@@ -106,11 +106,19 @@ def extend(
     use_checkpoint: object,
     zero_level: int,
 ) -> None:
-    """Make `layer` a CheckpointBlock. sharded: the result of `shard_places` for its parameters."""
+    """Make `layer` a CheckpointBlock, in place.
+
+    Args:
+        layer: the layer.
+        sharded: the result of `shard_places` for its parameters.
+        world: the ranks that share it.
+        use_checkpoint: as in CheckpointBlock.
+        zero_level: 2 or 3.
+    """
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, world.layer_features.replay(layer), zero_level)
     state.recompute = world.layer_features.recompute(use_checkpoint, state)
-    # A forward set on the instance (a patch) would hide the block's: it becomes the layer's own.
+    # A forward set on the instance (by a patch) would hide the extended class's: the block calls it as the layer's own.
     state.own_forward = layer.__dict__.pop("forward", None)
     layer._bmt = state  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))
@@ -118,7 +126,10 @@ def extend(
 
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
-    """Add parameters that were put into `block` after it was sharded. sharded: the result of `shard_places`."""
+    """Add parameters that were put into `block` after it was sharded.
+
+    sharded: the result of `shard_places` for the new parameters.
+    """
     buffers, slots = sharded
     block._bmt.buffers += buffers
     block._bmt.slots += slots
@@ -128,7 +139,7 @@ def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slo
 
 @functools.cache
 def _extended_class(cls: Any) -> type[torch.nn.Module]:
-    """Return the one class for all sharded layers of `cls`."""
+    """Return the class of all blocks made from layers of class `cls`."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args, **kwargs):
@@ -139,9 +150,10 @@ def _extended_class(cls: Any) -> type[torch.nn.Module]:
 
 
 def weak_method(method: Callable) -> Callable:
-    """Return a function that calls the bound `method` without keeping its object alive; any other callable as it is.
+    """Return a function that calls the bound `method` without keeping its object alive; return other callables as is.
 
-    For what an object stores of its own methods: a cycle would keep a dropped model until the next garbage collection.
+    For an object that stores one of its own methods: the reference cycle would keep a dropped model in memory until
+    the next garbage collection.
     """
     if not inspect.ismethod(method):
         return method
@@ -151,7 +163,7 @@ def weak_method(method: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         alive = owner()
         if alive is None:
-            raise RuntimeError(f"the object of this {function.__name__}() was dropped: keep a reference to the model.")
+            raise RuntimeError(f"The model of this {function.__name__}() was dropped: keep a reference to the model.")
         return function(alive, *args, **kwargs)
 
     call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""TransformerBlockList: blocks in execution order; and BMTrain's list for pipelines, with one stage."""
+"""TransformerBlockList: blocks in execution order; and BMTrain's list for pipelines, here with one stage."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from .block import CheckpointBlock
 
 
 class TransformerBlockList(torch.nn.ModuleList):
-    """CheckpointBlocks in execution order, linked to their neighbours for prefetching.
+    """CheckpointBlocks in execution order, each linked to its neighbours for prefetching.
 
-    Makes every module a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList (a slice
-    is a plain ModuleList), and called as in BMTrain: `list(x, *args)` passes x through all blocks, which all get the
-    same `args` and `kwargs`. Collective.
+    Makes every module a CheckpointBlock. Collective. The list can be iterated over, indexed and sliced like any
+    ModuleList (a slice is a plain ModuleList). It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x`
+    through all blocks, each of which gets the same `args` and `kwargs`.
 
     Args:
         modules: the layers, in execution order.
-        num_hidden: the number of leading arguments that are hidden states, passed from block to block. Each block
-            returns as many, as a tuple if there are several.
+        num_hidden: the number of hidden states, which are the first arguments of a block and are passed from block to
+            block. Each block returns as many, as a tuple if there are several.
     """
 
-    num_hidden: int = 1  # of a list whose class was extended in place, too
+    num_hidden: int = 1  # a class attribute, for lists whose class was extended in place without __init__
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
-        wanted = "at least 1: it counts the hidden states that go from block to block"
+        wanted = "at least 1: it is the number of hidden states that are passed from block to block"
         expect_number("num_hidden", num_hidden, wanted, lambda number: number >= 1, integer=True)
         expect_kind("modules", modules, Iterable, "a list of torch.nn.Modules")
         layers = list(modules)
         for layer in layers:
-            expect_kind("modules", layer, torch.nn.Module, "torch.nn.Modules alone")
+            expect_kind("modules", layer, torch.nn.Module, "a list of torch.nn.Modules only")
         super().__init__([CheckpointBlock(layer) for layer in layers])
         self.num_hidden = num_hidden
         self.link()
 
     def link(self) -> None:
-        """Link every block to its neighbours in the list."""
+        """Set `next` and `previous` of every block in the list, for prefetching."""
         blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)
@@ -48,19 +48,22 @@ class TransformerBlockList(torch.nn.ModuleList):
         """Pass hidden states through all blocks.
 
         Args:
-            *args: the hidden states, as many as `num_hidden`, and further arguments that all blocks get.
-            return_hidden_states: whether to append, for each hidden state, the inputs of all blocks, stacked on a new
-                dimension 0: (blocks, ...).
-            **kwargs: keywords that all blocks get.
+            *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
+            return_hidden_states: whether to append, for each hidden state, its values before every block, stacked
+                along a new dimension 0: (blocks, ...).
+            **kwargs: passed to every block.
 
         Returns:
-            The last block's hidden state, or a tuple if there are several or `return_hidden_states` is set.
+            The last block's hidden state; a tuple if there are several, or if `return_hidden_states` is set.
 
         Raises:
-            ValueError: there are fewer arguments than hidden states, or a block returns another number of them.
+            ValueError: `args` has fewer than `num_hidden` elements, or a block returns another number of values.
         """
         if len(args) < self.num_hidden:
-            raise ValueError(f"this list passes on {self.num_hidden} hidden states, got {len(args)} arguments")
+            raise ValueError(
+                f"This TransformerBlockList passes on {self.num_hidden} hidden states, got {len(args)} positional "
+                "arguments: pass every hidden state by position, or set num_hidden."
+            )
         hidden, rest = args[: self.num_hidden], args[self.num_hidden :]
         entered: list[tuple] = []
         for number, block in enumerate(self):
@@ -74,8 +77,9 @@ class TransformerBlockList(torch.nn.ModuleList):
         hidden = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
         if len(hidden) != self.num_hidden:
             raise ValueError(
-                f"block {number} returned {len(hidden)} values, but this list passes on {self.num_hidden}: give "
-                f"TransformerBlockList num_hidden={len(hidden)}, or return what the next block takes."
+                f"Block {number} of a TransformerBlockList returned {len(hidden)} values instead of "
+                f"{self.num_hidden}: pass num_hidden={len(hidden)} to TransformerBlockList, or return only the hidden "
+                "states that the next block takes."
             )
         return hidden
 
@@ -86,7 +90,7 @@ class TransformerBlockList(torch.nn.ModuleList):
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """TransformerBlockList under the name of BMTrain's list for pipelines. It has one stage and computes the same.
+    """A TransformerBlockList under the name of BMTrain's list for pipelines. It has a single stage.
 
     Args:
         modules: the layers, in execution order.
@@ -100,7 +104,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
         Args:
             *args: as in TransformerBlockList.
-            batch_related: an argument of BMTrain's, what it cuts into micro-batches; ignored.
+            batch_related: accepted because BMTrain has it, for the arguments to cut into micro-batches; ignored.
             return_hidden_states: as in TransformerBlockList.
             **kwargs: as in TransformerBlockList.
         """

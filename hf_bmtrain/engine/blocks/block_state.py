@@ -1,4 +1,4 @@
-"""The operations around one block's forward and backward: gather, compute, release, reduce."""
+"""The operations around one block's forward and backward: all-gather, compute, reshard, reduce."""
 
 from __future__ import annotations
 
@@ -21,18 +21,28 @@ from .schedule import Schedule
 
 @dataclass(eq=False, repr=False)
 class BlockState:
-    """A CheckpointBlock's buffers, the slots that show them, and its neighbours in execution order.
+    """The state of a CheckpointBlock, and the operations around its forward and backward.
 
-    The wholes are in the slots exactly while forward or backward runs in the block. The block that ran last stays whole
-    until another one opens, and its neighbour is prefetched.
+    The slots are set to full parameters exactly while the block's forward or backward runs. The block that ran last
+    stays unsharded until another block starts. When a block starts, its neighbour is prefetched.
 
-    recompute: decides which forwards are recomputed. own_forward: replaces
-    the forward of the layer's class (one set on the instance, or a compiled one). eager_forward: what it was before it
-    was compiled. pending: the number of forwards whose backward has not run yet, so that a block that is used several
-    times is reduced once, when its gradient is complete.
+    A block's gradients are reduced depending on `pending` and `_entered`, which are the same on every rank, and not on
+    which gradients exist, which may differ.
 
-    Whether a block is reduced follows from `pending` and `_entered` (backward has entered the block, and its gradient
-    is not reduced yet), and not from the presence of gradients, because these are the same on every rank.
+    Attributes:
+        schedule: the schedule of the world.
+        buffers: the flat buffers of the block's parameters.
+        slots: the slots of these parameters in the layer's modules.
+        replay: makes a recomputation find the state that the first forward found.
+        zero_level: 3 frees the full parameters between forward and backward, 2 keeps them.
+        recompute: decides which forwards are recomputed in backward.
+        previous: the block before this one in the block list.
+        next: the block after this one in the block list.
+        own_forward: if not None, called instead of the class's forward: one set on the instance, or a compiled one.
+        compiled: whether the forward is compiled.
+        eager_forward: `own_forward` before it was compiled.
+        pending: the number of forwards whose backward has not run. A block that is called several times is reduced
+            once, when this is 0.
     """
 
     schedule: Schedule
@@ -47,8 +57,8 @@ class BlockState:
     compiled: bool = False
     eager_forward: Callable | None = None
     pending: int = field(default=0, init=False)
-    _open: bool = field(default=False, init=False)  # the wholes are shown in the slots
-    _entered: bool = field(default=False, init=False)
+    _open: bool = field(default=False, init=False)  # the slots are set to full parameters
+    _entered: bool = field(default=False, init=False)  # backward has entered the block, and has not reduced it yet
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -58,7 +68,10 @@ class BlockState:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the layer's own forward on whole parameters."""
+        """Unshard the block and run the layer's own forward. Collective.
+
+        layer_forward: the bound forward of the layer's class.
+        """
         layer_forward = self.own_forward or layer_forward
         if self.schedule.in_backward:
             recorded = self.schedule.was_recorded(self)
@@ -90,7 +103,10 @@ class BlockState:
     def _forward_with_grad(
         self, layer_forward: Callable, args: tuple, kwargs: dict, recompute: bool
     ) -> tuple[Any, bool]:
-        """Return the outputs, between the boundaries of the block's backward, and whether they are differentiable."""
+        """Run the layer's forward with callbacks for the block's backward.
+
+        Returns the outputs, and whether any of them is differentiable.
+        """
         args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
         try:
@@ -103,8 +119,8 @@ class BlockState:
                 filled.restore()
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
-                "The layer modified one of its inputs in place, which a sharded block cannot follow in backward: "
-                "write `x = x + y` for `x += y` at the start of its forward."
+                "The layer modified one of its inputs in place, which is not supported in a sharded block, because "
+                "backward would miss it. Write `x = x + y` instead of `x += y` in the layer's forward."
             )
         shown = [buffer.version for buffer in self.buffers]
         outputs, differentiable = enter_backward(self.before_backward, shown, outputs, filled)
@@ -114,7 +130,7 @@ class BlockState:
         return outputs, differentiable
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the layer's own forward now, and again in backward instead of keeping its activations."""
+        """Run the layer's forward under torch's checkpoint, which recomputes it in backward."""
         again = False
 
         def run(*args, **kwargs):
@@ -125,8 +141,9 @@ class BlockState:
                     return self._inside(layer_forward, *args, **kwargs)
             if not self._open:
                 raise RuntimeError(
-                    "Backward entered a sharded block without passing its output: the loss reads an activation from "
-                    "inside the block (a hook, a stored attribute). Return that activation from the block's forward."
+                    "Backward entered a sharded block without passing its outputs, because the loss uses an activation "
+                    "from inside the block (taken by a hook, or stored in an attribute). Return that activation from "
+                    "the block's forward."
                 )
             self.recompute.backward_begins(recomputed=True)
             with self.replay.restore(snapshot):
@@ -143,12 +160,12 @@ class BlockState:
             with autocast:
                 return layer_forward(*args, **kwargs)
 
-    # -- recomputation by a checkpoint around the block ---------------------------------------------------------
+    # -- recompute by a checkpoint around the block -------------------------------------------------------------
 
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a recorded forward again for a checkpoint around this block, perhaps before the block's own backward.
+        """Recompute this block for a checkpoint around it, perhaps before the block's own backward has started.
 
-        Autograd must save what it saved in the first forward, so the block's own checkpoint is there again.
+        Autograd must save the same tensors as in the first forward, so the block's own checkpoint is applied again.
         """
         closed = not self._open
         if closed:
@@ -156,16 +173,19 @@ class BlockState:
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
             return run(*args) if self.recompute is NEVER else checkpoint(run, *args, use_reentrant=False)
-        finally:  # torch ends a recomputation early by an exception
+        finally:  # torch may end a recomputation early by raising an exception
             if closed:
                 self.show_local()
                 if self.zero_level == 3:
                     self.schedule.leave_unsharded(self)
 
-    # -- wholes and slices --------------------------------------------------------------------------------------
+    # -- full and local parameters ------------------------------------------------------------------------------
 
     def unshard(self, neighbour: BlockState | None) -> None:
-        """Gather the block, prefetch the neighbour behind it, and put the wholes into the slots."""
+        """All-gather the block, prefetch `neighbour`, and set the slots to the full parameters. Collective.
+
+        The current stream waits for the block's all-gathers only, which are issued before the neighbour's.
+        """
         self.schedule.open_block(self, neighbour)
         for buffer in self.buffers:
             buffer.gather()
@@ -179,9 +199,9 @@ class BlockState:
             if shown is not local and shown is not full:
                 raise RuntimeError(
                     f"'{name}' of a block was replaced by a {type(shown).__name__} after it was sharded (by "
-                    "torch.func.functional_call, or assigned), and the block would compute with its own. Use a copy "
-                    "of the model made before auto_wrap, or write other values under `with bmt.gathered(model, "
-                    "modify=True):`."
+                    "torch.func.functional_call or an assignment), but the block would still use its own parameter. "
+                    "Use a copy of the model made before auto_wrap, or write the new values inside `with "
+                    "bmt.gathered(model, modify=True):`."
                 )
             parameters[name] = full
         self._open = True
@@ -199,13 +219,16 @@ class BlockState:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        """Open the block. token: the buffers' versions in forward, which must be the present ones."""
+        """Unshard the block for its backward. Collective.
+
+        token: the buffers' versions in forward. Raises RuntimeError if they have changed.
+        """
         self.schedule.join_backward(self)
         self.recompute.backward_begins(recomputed=False)
         if token != [buffer.version for buffer in self.buffers]:
             raise RuntimeError(
-                "The weights of a block changed between its forward and its backward (an optimizer step or a load "
-                "came between them); its gradients would be wrong. Run forward again."
+                "The weights of a block changed between its forward and its backward, for example by an optimizer step "
+                "or by loading weights, so its gradients would be wrong. Run forward again."
             )
         self._entered = True
         ahead = self.previous and self.previous()
@@ -213,7 +236,10 @@ class BlockState:
         self.schedule.make_room()
 
     def after_backward(self) -> None:
-        """Close the block after one call's backward; reduce and release it if no other call is pending."""
+        """Set the slots back to local parameters after the backward of one forward.
+
+        If no other forward's backward is pending, also start the gradients' reduction and reshard the block.
+        """
         self.show_local()
         if self.pending > 0:
             self.pending -= 1
@@ -224,7 +250,11 @@ class BlockState:
         self.reshard()
 
     def finish_backward(self) -> None:
-        """End the backward of a block whose inputs needed no gradient, or of whose calls some had no backward."""
+        """Reduce and reshard the block at the end of the whole backward, unless `after_backward` has done so.
+
+        `after_backward` has not if no input of the block required a gradient, or if the backward did not go through all
+        of the block's forwards.
+        """
         if self._open:
             self.show_local()
         self.pending = 0
@@ -233,16 +263,17 @@ class BlockState:
         self.reshard()
         for buffer in self.buffers:
             if not buffer.gradient.trainable:
-                buffer.gradient.discard()  # frozen since the forward
+                buffer.gradient.discard()  # its parameters were frozen after the forward
             for full in buffer.full_params:
                 if full.grad is not None:
                     raise RuntimeError(
-                        "A block's gradient arrived after its backward was over: one of its parameters is used outside "
-                        "its own forward. Pass what is shared through the block's inputs and outputs."
+                        "A block's parameter got a gradient after the block's backward was over, because the parameter "
+                        "is used outside the block's forward. Pass what is shared through the block's inputs and "
+                        "outputs."
                     )
 
     def abandon_backward(self) -> None:
-        """Close the block after a backward that raised, and forget its gradient."""
+        """Reshard the block and drop its gradients, after a backward that raised."""
         self.pending, self._entered = 0, False
         self.show_local()
         self.reshard()

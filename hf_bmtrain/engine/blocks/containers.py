@@ -16,10 +16,13 @@ import torch
 from ..base.torch_internals import pytree
 
 ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
-"""Types of values that hold no tensors."""
+"""Types whose values contain no tensors."""
 _CODE = (torch.nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, types.ModuleType)
 _STATELESS = sys.stdlib_module_names - {"types", "collections"} | {"torch", "numpy"}
-"""Packages whose objects are no containers (loggers, locks, generators). `types` has SimpleNamespace."""
+"""Packages whose objects are not searched for tensors (loggers, locks, generators).
+
+`types` is searched because of SimpleNamespace, and `collections` because of its containers.
+"""
 
 
 @functools.cache
@@ -28,9 +31,9 @@ def _has_attributes(cls: type) -> bool:
 
 
 def containers_of(value: Any) -> list[Any]:
-    """Return what can be modified in `value` itself: a list, dict, set or deque, and the dict of its attributes.
+    """Return the mutable containers of `value`: itself if it is a list, dict, set or deque, and its `__dict__`.
 
-    Empty for tensors, modules, code, and objects of the standard library.
+    Empty for tensors, modules, functions and classes, and objects of the standard library, torch or numpy.
     """
     own = [value] if isinstance(value, (list, dict, set, deque)) else []
     if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):
@@ -41,12 +44,12 @@ def containers_of(value: Any) -> list[Any]:
 
 
 def items_of(container: Any) -> list[Any]:
-    """Return what a container holds: the values of a dict, the items of any other."""
+    """Return the values of a dict, or the items of any other container."""
     return list(container.values() if isinstance(container, dict) else container)
 
 
 def _nodes(value: Any) -> list[Any] | None:
-    """Return the leaves of an object without containers of which pytree knows how to open it, otherwise None."""
+    """Return the leaves of `value` if pytree can flatten it, None if pytree regards it as a leaf itself."""
     leaves = pytree.tree_leaves(value)
     return None if len(leaves) == 1 and leaves[0] is value else leaves
 
@@ -54,8 +57,10 @@ def _nodes(value: Any) -> list[Any] | None:
 def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Iterator[torch.Tensor]:
     """Yield the differentiable tensors in `values` at any depth.
 
-    seen: ids of containers that are left out, to which all that are searched are added. strange: gets the objects that
-    cannot be searched.
+    Args:
+        values: the values to search.
+        seen: ids of containers, which are skipped. The id of each container that is searched is added.
+        strange: objects that cannot be searched are appended to it.
     """
     for value in values:
         if type(value) in ATOMS:
@@ -78,9 +83,12 @@ def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Ite
 
 
 def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
-    """Return `value` with the tensors whose ids are keys of `table` replaced, in place in mutable containers.
+    """Return `value` with the tensors of `table` replaced. Mutable containers are modified in place, tuples copied.
 
-    Tuples that hold such tensors are copied. seen: as in `tensors_in`.
+    Args:
+        value: the value to search, at any depth.
+        table: the new tensors, by the id of the tensor that each replaces.
+        seen: as in `tensors_in`.
     """
     if type(value) in ATOMS:
         return value
@@ -103,7 +111,7 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
         items = [exchange(item, table, seen) for item in value]
         if all(map(is_, items, value)):
             return value
-        make = getattr(value, "_make", type(value))  # of a named tuple
+        make = getattr(value, "_make", type(value))  # a named tuple has _make
         return make(items)
     if _nodes(value) is None:
         return value

@@ -1,4 +1,4 @@
-"""DistributedModule: parameters outside blocks, gathered when they are read inside a forward."""
+"""DistributedModule: a module whose root parameters are all-gathered when they are read inside a forward."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .schedule import ForwardPass, Schedule
 from .sharded_module import ShardedModule, extend_class
 
 _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
-"""Methods that are called instead of the module, for a part of its forward."""
+"""Methods of models that users call instead of the model itself, to run a part of its forward."""
 
 
 def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
-    """Return `outputs` with copies in place of views of parameters, whose memory is freed before they are read."""
+    """Return `outputs` with copies in place of views of parameters, whose full buffer is freed after the forward."""
     if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
         return outputs
     if not any(isinstance(leaf, torch.Tensor) and forward_pass.holds(leaf) for leaf in pytree.tree_leaves(outputs)):
@@ -36,18 +36,18 @@ def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
 
 
 class DistributedModule(ShardedModule):
-    """A module whose DistributedParameters are full when read inside a forward, and shards otherwise.
+    """A module whose DistributedParameters are full parameters when they are read inside a forward.
 
-    Inside a forward means during a call of this or an enclosing DistributedModule, after `auto_wrap` also of their
-    methods `forward_...`, `get_..._features` and `generate` (if the model has one of its own), or during a
-    recomputation in backward. The first read of a forward pass all-gathers the parameter's buffer, so every rank must
-    read it. The buffer is freed when backward no longer needs it, or after the forward if nothing requires a gradient.
-    Any other read returns the shard (name, dtype, device, `full_shape`) without communication; `parameter.gather()` is
-    the explicit collective.
+    "Inside a forward" is during a call of this or an enclosing DistributedModule, or during a recomputation in
+    backward. After `auto_wrap` it is also during a call of the methods `forward_...`, `get_..._features`, and
+    `generate` if the model has its own. The first read in a forward pass all-gathers the parameter's buffer, so every
+    rank must read it. The full buffer is freed when backward no longer needs it, or after the forward if no output
+    requires a gradient. A read anywhere else returns the DistributedParameter itself, without communication; call
+    `parameter.gather()` on all ranks for the full values.
 
     Args:
-        *args: of the next class, usually torch.nn.Module.
-        **kwargs: of the next class.
+        *args: passed to the next base class, usually torch.nn.Module.
+        **kwargs: passed to the next base class.
     """
 
     _schedule: Schedule
@@ -70,12 +70,12 @@ class DistributedModule(ShardedModule):
         return self._run(super().__call__, args, kwargs)
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call `function`, the forward of this module or a part of it, with parameters that are whole when read."""
+        """Call `function`, the forward of this module or a part of it, so that reads of parameters all-gather them."""
         schedule = self._schedule
         if schedule.in_forward:
             with self._watch_own():
                 return function(*args, **kwargs)
-        if schedule.in_backward:  # a checkpoint around a part of the model recomputes it
+        if schedule.in_backward:  # a checkpoint around this module recomputes it
             with uncached_autocast() or nullcontext(), schedule.inside, self._watch_own():
                 return function(*args, **kwargs)
         with uncached_autocast() or nullcontext(), schedule.forward() as forward_pass:
@@ -95,7 +95,10 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """Watch what autograd saves, if this module has no children and so does all reads itself."""
+        """Return the context `watch` for this module's own buffers, or a null context if the module has children.
+
+        `watch` requires that no other module reads these buffers inside it, as only a module without children can tell.
+        """
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
         slices = [p for p in self._parameters.values() if type(p) is DistributedParameter and p.buffer.sharded]
@@ -105,14 +108,15 @@ class DistributedModule(ShardedModule):
     # -- weights in and out -------------------------------------------------------------------------------------
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self._schedule.discard_failed_backward()  # it may have left a block open, whose wholes `zero_grad` would find
+        self._schedule.discard_failed_backward()  # which may have left full parameters in slots, for zero_grad to find
         return super().named_parameters(*args, **kwargs)
 
     def _slots(self) -> list[Slot]:
         return find_slots([self])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        slicing = self.register_load_state_dict_pre_hook(shard_on_load)  # after the user's, which may rename keys
+        # Registered here to run after the user's hooks, which may rename keys.
+        slicing = self.register_load_state_dict_pre_hook(shard_on_load)
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         finally:
@@ -120,7 +124,7 @@ class DistributedModule(ShardedModule):
 
 
 def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
-    """Extend the class of `module` in place, so that its sharded parameters read as DistributedModule's do."""
+    """Make `module` a DistributedModule in place, by extending its class."""
     if not isinstance(module, DistributedModule):
         module.__class__ = _distributed_class(type(module))
         module.__dict__["_schedule"] = schedule
@@ -129,7 +133,7 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
     parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(getattr(cls, name))]
-    # transformers' own `generate` (with synced_gpus) only calls the model; one of a model reads its parameters.
+    # The `generate` of transformers, which has synced_gpus, only calls the model. A model's own reads parameters.
     if "generate" in parts and "synced_gpus" in inspect.signature(cls.generate).parameters:
         parts.remove("generate")
     return extend_class(DistributedModule, cls, {name: _part(getattr(cls, name)) for name in parts})
@@ -144,7 +148,7 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """An `init_method` of DistributedParameter: a function that fills a tensor, with its arguments.
+    """An `init_method` for DistributedParameter: calls a function on the tensor, with fixed further arguments.
 
     Args:
         function: a function that fills a tensor in place, such as torch.nn.init.normal_.
@@ -166,12 +170,12 @@ class ParameterInitializer:
 
 @torch.no_grad()
 def init_parameters(model: torch.nn.Module) -> None:
-    """Fill every DistributedParameter that has an `init_method`, with rank 0's values on all ranks. Collective.
+    """Initialize every DistributedParameter that has an `init_method`; all ranks get rank 0's values. Collective.
 
-    Parameters without one keep their values: a Hugging Face model initializes itself.
+    Parameters without one keep their values. Hugging Face models need no call, because they initialize themselves.
 
     Args:
-        model: the model whose parameters are filled.
+        model: the model whose parameters are initialized.
     """
     world = current_world()
     expect_module("model", model)
@@ -185,14 +189,14 @@ def init_parameters(model: torch.nn.Module) -> None:
 
 
 def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """Yield the parameters of a model by their group, for an optimizer.
+    """Yield the parameters of a model by their `group`, for an optimizer's parameter groups.
 
     Args:
         model: the model, sharded or not.
 
     Returns:
-        An iterator over (group, parameters), in order of first appearance; the group is None for parameters without
-        one. Each parameter occurs once.
+        An iterator over (group, parameters), in the order in which the groups first occur. The group is None for
+        parameters without one. Each parameter occurs once.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Observers: what a feature sees of the steps of a world, without a change to them."""
+"""Observers: they are told about the steps of a world, and do not change them."""
 
 from __future__ import annotations
 
@@ -10,46 +10,56 @@ import torch
 
 from ..sharding.gradient import GradientBuffer
 
-if TYPE_CHECKING:  # optimizers are to the right of this folder
+if TYPE_CHECKING:  # at run time, this folder must not import engine/optim
     from ..optim.manager import OptimManager
 
 
 class Observer:
-    """Sees the events of a world whose methods it overrides. `Schedule.observe` adds it.
+    """Base class of observers. A subclass overrides the methods of the events that it wants to see.
 
-    position: observers of an event run in ascending order of it.
+    `Schedule.observe` adds an observer to a world.
+
+    Attributes:
+        position: the observers of an event are called in ascending order of `position`.
     """
 
     position = 50
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before each forward of a wrapped model, but not in a recomputation or a rehearsal."""
+        """Called before each forward of a wrapped model, except in a recomputation or a rehearsal."""
 
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
-        """Called with this rank's own gradient of parameter `index` of a buffer, before the mean over the ranks."""
+        """Called before a gradient is averaged over the ranks.
+
+        Args:
+            gradient: the gradient of the flat buffer.
+            index: the parameter's index in the buffer.
+            values: this rank's gradient of the full parameter.
+        """
 
     def end_backward(self) -> None:
-        """Called at the end of a backward, when all gradients have been received."""
+        """Called at the end of a backward, when every `.grad` is set."""
 
     def end_step(self, manager: OptimManager) -> None:
-        """Called at the end of `OptimManager.step`. On a GPU the host does not know yet whether it was skipped."""
+        """Called at the end of `OptimManager.step`. On a GPU, the host does not know yet if the step was skipped."""
 
     def explain_skip(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor
     ) -> str | None:
-        """Return in words why the last step of `manager` was skipped, None if that is not known. Collective.
+        """Return a text that explains why the last step of `manager` was skipped, None if unknown. Collective.
 
         Args:
-            parameters: of all its optimizers.
-            counts: (len(parameters), 2) int64, the numbers of nan and inf in this rank's part of each averaged
-                gradient; -1 where the gradient was freed before it was known that the step is skipped.
+            manager: the manager whose step was skipped.
+            parameters: the parameters of all its optimizers.
+            counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
+                gradient; -1 if the gradient was freed before the host knew that the step is skipped.
         """
 
     def out_of_memory(self) -> str | None:
-        """Return lines for the error by which the device's memory ran out, None for none."""
+        """Return lines to be added to a torch.OutOfMemoryError, or None."""
 
     def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
-        """Called by `record_tensor` in a forward that is not a recomputation or a rehearsal."""
+        """Called by `record_tensor`, with its arguments, except in a recomputation or a rehearsal."""
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_") and name != "position")
@@ -57,7 +67,7 @@ Kind = TypeVar("Kind", bound=Observer)
 
 
 class Observers:
-    """The observers of a world: one tuple per event, of those that override its method, in order of position."""
+    """The observers of a world. Each attribute holds the observers that override the method of its name, in order."""
 
     before_forward: tuple[Observer, ...]
     before_reduce: tuple[Observer, ...]
@@ -75,12 +85,12 @@ class Observers:
         return iter(self._all)
 
     def add(self, observer: Observer) -> None:
-        """Add `observer` behind those of the same position."""
+        """Add `observer`, after those with the same position."""
         self._all.append(observer)
         self._sort()
 
     def remove(self, observer: Observer) -> None:
-        """Remove `observer`; do nothing if it is not there."""
+        """Remove `observer`; do nothing if it was not added."""
         if any(observer is each for each in self._all):
             self._all = [each for each in self._all if each is not observer]
             self._sort()
@@ -93,7 +103,7 @@ class Observers:
 
 
 class ObserverHandle:
-    """What `Schedule.observe` returns."""
+    """Removes an observer that `Schedule.observe` has added."""
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
         self._observers, self._observer = observers, weakref.ref(observer)  # an observer may own its handle

@@ -1,4 +1,4 @@
-"""Which forwards of a block are recomputed in backward, and how a repeated forward finds what the first one did."""
+"""Which forwards of a block are recomputed in backward, and how a recomputation reproduces the first forward."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ if TYPE_CHECKING:
 
 
 class Recompute:
-    """Recomputes every training forward of a block. Subclasses decide for each one.
+    """Recomputes every training forward of a block. A subclass may decide for each forward.
 
-    fills_cache: whether training forwards may fill a key-value cache, which a repeated forward would fill twice.
-    keeps_activations: whether a forward like the last one is not recomputed.
+    Attributes:
+        fills_cache: whether training forwards may fill a key-value cache, which a recomputation would fill twice.
+        keeps_activations: whether the last forward's activations were kept, and it is not recomputed.
     """
 
     fills_cache = False
     keeps_activations = False
 
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
-        """Return whether the training forward that is about to begin is recomputed. Called before the all-gather.
+        """Return whether to recompute, in backward, the training forward that is about to start.
 
-        pending: the number of the block's forwards whose backward has not run.
+        Called before the block's all-gather.
+
+        Args:
+            args: the positional arguments of the forward.
+            kwargs: its keyword arguments.
+            pending: the number of the block's forwards whose backward has not run.
         """
         return True
 
     def first_forward(self, args: tuple, kwargs: dict, pending: int) -> AbstractContextManager[Any] | None:
-        """Return a context for the first run of a forward that is recomputed, None for none."""
+        """Return a context for the first run of a forward that will be recomputed, or None."""
 
     def backward_begins(self, recomputed: bool) -> None:
-        """Note that the block's backward begins, or a recomputation inside it."""
+        """Called when the block's backward starts, and, with `recomputed`, when a recomputation in it starts."""
 
 
 class _Never(Recompute):
@@ -47,27 +53,27 @@ ALWAYS, NEVER = Recompute(), _Never()
 
 
 class Replay(Protocol):
-    """Repeats a layer's forward as it was the first time."""
+    """Makes a recomputation of a layer's forward compute the same as the first run."""
 
     def record(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return the context of a first forward, which yields what `restore` needs."""
+        """Return the context of the first run, which yields the snapshot that `restore` needs."""
         ...
 
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:
-        """Return the context of a repeated forward. It may end it by swallowing an exception."""
+        """Return the context of the recomputation. It may end the recomputation early by swallowing an exception."""
         ...
 
 
 class LayerFeatures(Protocol):
-    """What a block is made with. The features stand to the right of this folder, so the world names them."""
+    """Creates the parts of a block that this folder cannot import. `World` has the implementation."""
 
     def check(self, use_checkpoint: object) -> None:
-        """Raise ValueError if `use_checkpoint` is not a value that `recompute` knows."""
+        """Raise ValueError if `recompute` does not accept `use_checkpoint`."""
 
     def recompute(self, use_checkpoint: Any, block: BlockState) -> Recompute:
-        """Return what `use_checkpoint` means for `block`."""
+        """Return the policy for `block` that the user's value of `use_checkpoint` selects."""
         ...
 
     def replay(self, layer: torch.nn.Module) -> Replay:
-        """Return what repeats the forwards of `layer`."""
+        """Return the Replay for `layer`."""
         ...

@@ -1,4 +1,4 @@
-"""The schedule: which blocks are whole, and which gradients are in flight, in the current forward and backward."""
+"""The schedule: which blocks are unsharded, and which reductions are pending, in the current forward and backward."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class BackwardParticipant(Protocol):
-    """Takes part in a backward and is closed at its end, in the same order on every rank."""
+    """Takes part in a backward. The schedule calls all participants at its end, in the same order on every rank."""
 
     def finish_backward(self) -> None:
-        """Send the gradients that are still to be reduced, and release what is whole."""
+        """Start the reductions that are still missing, and reshard. Collective."""
 
     def abandon_backward(self) -> None:
-        """Drop partial gradients and release what is whole, after a backward that raised."""
+        """Drop the gradients and reshard, after a backward that raised."""
 
 
 class ForwardPass:
-    """A call of the outermost sharded module. It owns the boundary at the outputs, where its backward begins.
+    """One call of the outermost sharded module, from its forward until its backward reaches its outputs.
 
-    readers: the buffers outside blocks that it read, each with its `unwatched` as it is at the `end`. blocks: those
-    that autograd recorded in it.
+    If a block of `blocks` is called while the backward runs, a checkpoint around it recomputes it. A call of any other
+    block is a new forward, whose backward runs inside the running one.
 
-    While its backward runs, a call of a recorded block is a recomputation by a checkpoint around it; a call of any
-    other block is a forward of its own, recorded for a backward inside the backward.
+    Attributes:
+        readers: the buffers of root parameters that the forward read, each with its `unwatched` at the `end`.
+        blocks: the blocks with a differentiable output in this forward.
     """
 
     def __init__(self, enter: Callable[[ForwardPass], None]) -> None:
-        """enter: notes that the running backward goes through this pass."""
+        """enter: called with this pass when a backward reaches its outputs."""
         self._enter = enter
         self.readers: dict[OnDemandGather, bool] = {}
         self.blocks: set[Any] = set()
@@ -53,7 +54,7 @@ class ForwardPass:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
-        """End the forward. Returns the versions of the buffers it read, for `before_backward`."""
+        """End the forward, and return the versions of the buffers it read, for `before_backward`."""
         self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
 
@@ -63,22 +64,25 @@ class ForwardPass:
             reader.check_unwritten()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a parameter that the forward read, but for watched reads."""
+        """Return whether `tensor` is a view of a root parameter that the forward read outside `watch`."""
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def reshard(self) -> None:
-        """Release what was read; no backward will follow."""
+        """Reshard the buffers that were read, when no backward will follow."""
         for reader in self.readers:
             reader.reshard()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def before_backward(self, token: list[int]) -> None:
-        """Start the gathers that backward needs. token: the result of `end`."""
+        """Start the all-gathers of root parameters that backward needs. Collective.
+
+        token: the result of `end`. Raises RuntimeError if the versions have changed.
+        """
         if token != [reader.version for reader in self.readers]:
             raise RuntimeError(
-                "Weights outside the blocks changed between the forward and its backward (an optimizer step or a "
-                "load came between them); the gradients would be wrong. Run forward again."
+                "Weights outside the blocks changed between the forward and its backward, for example by an optimizer "
+                "step or by loading weights, so the gradients would be wrong. Run forward again."
             )
         self._enter(self)
         for reader, unwatched in self.readers.items():
@@ -86,7 +90,7 @@ class ForwardPass:
 
 
 class ForwardDepth:
-    """Counts how deep the running code is inside layers' forwards: a context of each of them."""
+    """Counts how many layers' and models' forwards are running, one inside the other; each enters this context."""
 
     depth = 0
 
@@ -98,11 +102,15 @@ class ForwardDepth:
 
 
 class Schedule:
-    """Decides when blocks are released and gradients received; shared by all buffers and blocks of a world.
+    """Decides when blocks are resharded and pending reductions waited for. All blocks of a world share one schedule.
 
-    shards: allocates and gathers shards. blocks, outside: the reductions of gradients of blocks, and of what is outside
-    them. inside: the context of a layer's own forward, the first one or a recomputation. observers: what sees the steps
-    of this world. backwards: the number of backwards since the start.
+    Attributes:
+        shards: allocates and gathers shards.
+        blocks: the reduction of the gradients of blocks.
+        outside: the reduction of the gradients of root parameters.
+        inside: the context of a layer's own forward, be it the first one or a recomputation.
+        observers: the observers of this world.
+        backwards: the number of backwards that have ended.
     """
 
     def __init__(self, shards: Gather, blocks: Reduction, outside: Reduction, inside: ForwardDepth) -> None:
@@ -111,8 +119,8 @@ class Schedule:
         self.backwards = 0
         self._pass: ForwardPass | None = None
         self._calibrates = False
-        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # by graph task
-        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, those that its backward runs through
+        self._members: dict[int, dict[BackwardParticipant, None]] = {}  # participants by autograd graph task
+        self._passes: dict[int, list[ForwardPass]] = {}  # by graph task, the passes whose outputs backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that a dropped model is freed
         self._prefetched: weakref.ref[BlockState] | None = None
         self._pending: deque[list[GradientBuffer]] = deque()
@@ -121,16 +129,19 @@ class Schedule:
     # -- observers ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: Observer, owner: object | None = None) -> ObserverHandle:
-        """Let `observer` see the steps of this world, until its handle removes it or `owner`, say a model, is freed."""
+        """Add `observer` to this world, until the returned handle removes it or `owner` is freed.
+
+        owner: an object to which the observer belongs, such as a model.
+        """
         self.observers.add(observer)
         return ObserverHandle(self.observers, observer, owner)
 
     def observer(self, kind: type[Kind]) -> Kind | None:
-        """Return the first observer of class `kind`, None if there is none."""
+        """Return the first observer that is an instance of `kind`, None if there is none."""
         return next((observer for observer in self.observers if isinstance(observer, kind)), None)
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Tell the observers that a wrapped model's forward begins."""
+        """Call the observers' `before_forward`, except in a recomputation or a rehearsal."""
         if not self.repeats:
             for observer in self.observers.before_forward:
                 observer.before_forward(model, args, kwargs)
@@ -139,37 +150,37 @@ class Schedule:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of shards and mailboxes outside torch's allocator, whose statistics do not include them."""
+        """Bytes of shards and of receive buffers for gradients that torch's memory statistics do not include."""
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
-        """Add to an error by which the device's memory ran out what takes it, and what would take less."""
+        """Add to a torch.OutOfMemoryError what the observers know: what uses memory, and how to use less."""
         if not isinstance(error, torch.OutOfMemoryError):
             return
         lines = [text for observer in self.observers.out_of_memory if (text := observer.out_of_memory()) is not None]
         if not lines:
             return
-        add_note = getattr(error, "add_note", None)  # from Python 3.11 on
+        add_note = getattr(error, "add_note", None)  # new in Python 3.11
         if add_note is None:
             _log.error("%s", "\n".join(lines))
         else:
             add_note("\n".join(lines))
 
     def free_dropped(self) -> None:
-        """Free the mapped memory of models that every rank has dropped. Collective."""
+        """Free the memory outside torch's allocator of models that every rank has dropped. Collective."""
         self.shards.free_dropped()
         if not self.shards.mapped_bytes:
             self.blocks.free()
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
+        """Make the current stream wait until no rank reads shards, so that they may be written. Collective."""
         self.shards.wait_for_readers()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     @property
     def in_forward(self) -> bool:
-        """True inside a forward, where a read of a parameter outside blocks gathers it."""
+        """True inside a forward, where reading a root parameter all-gathers it."""
         return self.inside.depth > 0
 
     @property
@@ -179,12 +190,12 @@ class Schedule:
 
     @property
     def repeats(self) -> bool:
-        """True while a forward runs another time: a recomputation in backward, or a calibration ahead of it."""
+        """True while a forward is repeated: recomputed in backward, or rehearsed before the real one."""
         return self._calibrates or self.in_backward
 
     @contextmanager
     def forward(self) -> Iterator[ForwardPass]:
-        """Open an outermost forward of a model."""
+        """Run the outermost forward of a model inside this context, which yields its ForwardPass."""
         self.discard_failed_backward()
         outer, self._pass = self._pass, ForwardPass(self._enter_pass)
         try:
@@ -195,7 +206,10 @@ class Schedule:
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
-        """Open a forward without a backward ahead of the open one. What it alone reads is released at its end."""
+        """Run a rehearsal inside this context: a forward without a backward, before the real forward.
+
+        At the end, buffers are resharded that only the rehearsal has read.
+        """
         outer = {} if self._pass is None else self._pass.readers
         with self.forward() as own:
             self._calibrates = True
@@ -207,17 +221,20 @@ class Schedule:
                     reader.reshard()
 
     def add_reader(self, reader: OnDemandGather) -> None:
-        """Note that the open forward pass reads a buffer outside blocks."""
+        """Register that the running forward pass reads a buffer of root parameters."""
         if self._pass is not None:
             self._pass.readers[reader] = True
 
     def record(self, block: BackwardParticipant) -> None:
-        """Note that autograd has recorded a forward of `block` in the open forward pass."""
+        """Register that `block` has a differentiable output in the running forward pass."""
         if self._pass is not None:
             self._pass.blocks.add(block)
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Release the blocks that are whole, except `block`, which begins, and the one that is gathered ahead."""
+        """Reshard the blocks that are unsharded, except `block`, which starts now, and `prefetched`.
+
+        prefetched: the neighbour that is gathered next, remembered so that a later call reshards it.
+        """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
             if kept is not None and kept is not block and kept is not prefetched:
@@ -225,7 +242,7 @@ class Schedule:
         self._left_unsharded, self._prefetched = None, None if prefetched is None else weakref.ref(prefetched)
 
     def leave_unsharded(self, block: BlockState) -> None:
-        """Keep `block` whole until another block opens, because it may be needed next."""
+        """Leave `block` unsharded until another block starts, because the next one to start may be `block` again."""
         if self._left_unsharded is not None:
             kept = self._left_unsharded()
             if kept is not None and kept is not block:
@@ -235,20 +252,21 @@ class Schedule:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def join_backward(self, member: BackwardParticipant) -> None:
-        """Add `member` to the running backward. The first one queues the callback that ends it.
+        """Add a participant to the running backward. The first one queues the callback `_end_backward`.
 
-        Members are kept by graph task, because a backward inside a backward (a reentrant checkpoint) ends first.
+        Participants are stored by autograd's graph task, because a backward that runs inside another one (of a
+        reentrant checkpoint) ends before it.
         """
         self._members_of(current_graph_task())[member] = None
 
     def _enter_pass(self, forward_pass: ForwardPass) -> None:
-        """Note that the running backward goes through the outputs of `forward_pass`."""
+        """Register that the running backward has reached the outputs of `forward_pass`."""
         task = current_graph_task()
         self._members_of(task)
         self._passes.setdefault(task, []).append(forward_pass)
 
     def _members_of(self, task: int) -> dict[BackwardParticipant, None]:
-        assert task != -1, "outside a backward"
+        assert task != -1, "no backward is running"
         members = self._members.get(task)
         if members is None:
             members = self._members[task] = {}
@@ -256,20 +274,21 @@ class Schedule:
         return members
 
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
-        """Return whether `block` was recorded in a forward pass that a running backward goes through.
+        """Return whether `block` was recorded in a forward pass whose outputs a running backward has reached.
 
-        None if that is unknown: a block was called outside a forward pass, or backward bypassed the model's outputs.
+        None if there is no such forward pass: the block was called outside a model, or backward started from an
+        activation inside the model.
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a backward that encloses the one that is ending."""
+        """Return whether `member` takes part in a backward that has not ended; the one ending now does not count."""
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()
     def _end_backward(self, task: int) -> None:
-        """Reduce what is left and make the current stream wait for it, so that every `.grad` may be read."""
+        """End the backward of graph task `task`: finish all reductions and set every `.grad`. Collective."""
         self.open_block(None, None)
         members, passes = self._members.pop(task), self._passes.pop(task, [])
         try:
@@ -278,17 +297,17 @@ class Schedule:
             self._receive(ahead=0)
             self._decide()
         except BaseException:
-            self._members[task], self._passes[task] = members, passes  # for discard_failed_backward
+            self._members[task], self._passes[task] = members, passes  # discard_failed_backward needs them
             raise
-        self.wait_for_readers()  # the optimizer may write
+        self.wait_for_readers()  # so that the optimizer may write the shards
         self.backwards += 1
         for observer in self.observers.end_backward:
             observer.end_backward()
 
     def discard_failed_backward(self) -> None:
-        """Close a backward that raised before its end; what was in flight does not reach any `.grad`.
+        """Clean up after a backward that raised: drop its gradients, pending reductions included, and reshard.
 
-        Its members are still there while no backward runs.
+        Such a backward is recognized by its participants, which are still registered although no backward runs.
         """
         if not self._members or self.in_backward:
             return
@@ -304,21 +323,25 @@ class Schedule:
         for member in members:
             member.abandon_backward()
 
-    # -- gradients in flight ------------------------------------------------------------------------------------
+    # -- pending reductions -------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Receive gradients until at most one other block's are in flight, before a block's backward makes its own.
+        """Wait for earlier gradient reductions until at most one block's is still pending.
 
-        Issue gathers that are to run alongside that backward first, so that they do not wait as well.
+        Called before a block's backward creates gradients of its own. The caller must issue the all-gathers that
+        overlap that backward before this call; otherwise they are delayed by the wait.
         """
         self._receive(self.blocks.ahead)
 
     def receive_all(self) -> None:
-        """Receive all gradients that are in flight."""
+        """Wait for all pending reductions, and set their `.grad`s."""
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
-        """Start averaging `gradients` over the ranks. They are received together."""
+        """Start to average `gradients`, those of one block, over the ranks. Collective.
+
+        First waits, like `make_room`, for earlier reductions. Later waits treat `gradients` as one group.
+        """
         self._receive(self.blocks.ahead)
         for gradient in gradients:
             if gradient.is_pending:
@@ -331,7 +354,7 @@ class Schedule:
             self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """Receive all gradients except the last `ahead` groups."""
+        """Wait for all pending reductions except the last `ahead` groups, and set their `.grad`s."""
         while len(self._pending) > ahead:
             for gradient in self._pending[0]:
                 if gradient.receive():
@@ -339,7 +362,7 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Find out which parameters no rank used, where this rank did not use all."""
+        """Set the `.grad`s that `receive` left open because this rank did not use the parameters."""
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:
             gradient.decide()

@@ -1,4 +1,4 @@
-"""The base of modules that hold sharded parameters, and the extension of a module's class in place."""
+"""The base class of modules with sharded parameters, and the extension of a module's class in place."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ..sharding.state_dict import StateDict, check_full_tensors, copy_full_param
 
 
 class RefuseDataParallel:
-    """A collection that raises when it is iterated over, so that merely reading the attribute does no harm."""
+    """Raises when it is iterated over, which DistributedDataParallel does; reading the attribute is harmless."""
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise RuntimeError(
-            "DistributedDataParallel around a model that hf_bmtrain has sharded: it would overwrite every rank's "
-            "shards with rank 0's. Leave it out, the model averages its gradients itself. Where Trainer or "
-            "Accelerator put it there, the installed accelerate is too old: pip install 'accelerate>=1.14'."
+            "DistributedDataParallel was applied to a model that hf_bmtrain has sharded. It would overwrite every "
+            "rank's shards with rank 0's. Remove it: the model averages its gradients itself. If your script does not "
+            "apply it, the installed accelerate does, and is too old: pip install 'accelerate>=1.14'."
         )
 
 
 class ShardedModule(torch.nn.Module):
-    """A module that holds sharded parameters and reduces their gradients itself.
+    """A module with sharded parameters, whose gradients are reduced without DistributedDataParallel.
 
-    `_is_accelerate_prepared` prevents Accelerate (and with it Trainer) from adding DistributedDataParallel, which
-    reads `_ddp_params_and_buffers_to_ignore` if it is added nevertheless.
+    `_is_accelerate_prepared` prevents Accelerate from adding DistributedDataParallel. If that is added nevertheless,
+    it iterates over `_ddp_params_and_buffers_to_ignore`, which raises.
     """
 
-    _extends: ClassVar[Any]  # of an extended class: the class of the user's
+    _extends: ClassVar[Any]  # set on a generated subclass: the user's class that it extends
     _is_accelerate_prepared = True
     _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # An extended class is none of the user's, whose classes may register or count their subclasses.
+        # Do not call the user's __init_subclass__ for a generated class: it may register or count subclasses.
         if "_extends" not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
@@ -47,17 +47,17 @@ class ShardedModule(torch.nn.Module):
         super().register_parameter(name, param)
 
     def _slots(self) -> Sequence[Slot]:
-        """Return the slots of the sharded parameters that this module gathers."""
+        """Return the slots of the sharded parameters that this module is responsible for."""
         raise NotImplementedError
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """Return full tensors on the CPU, under the module's own keys; tied weights stay tied. Collective.
+        """Return full tensors on the CPU, under the module's usual keys; tied weights stay tied. Collective.
 
         Args:
-            *args: as in torch.nn.Module, as are the others.
-            destination: a state dict under construction.
-            prefix: of the keys.
-            keep_vars: ignored: the tensors are copies without gradients.
+            *args: as in torch.nn.Module.
+            destination: as in torch.nn.Module: a dict to be filled.
+            prefix: as in torch.nn.Module: put before every key.
+            keep_vars: ignored, because the tensors are copies without gradients.
         """
         outermost = destination is None
         if outermost:
@@ -68,7 +68,7 @@ class ShardedModule(torch.nn.Module):
         return destination.plain() if outermost else destination
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Load full tensors, of which each rank takes its part. Collective.
+        """Load full tensors; each rank copies its own elements of them. Collective.
 
         Args:
             state_dict: the full tensors, the same on every rank.
@@ -76,7 +76,7 @@ class ShardedModule(torch.nn.Module):
             **kwargs: as in torch.nn.Module.
 
         Raises:
-            RuntimeError: with nothing changed, if the ranks pass different parameters; or as torch.nn.Module.
+            RuntimeError: the ranks pass different parameters (nothing is changed then); or as in torch.nn.Module.
         """
         check_full_tensors(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
@@ -87,43 +87,43 @@ class ShardedModule(torch.nn.Module):
 
     def __deepcopy__(self, memo):
         raise RuntimeError(
-            f"A sharded {type(self).__name__} cannot be deep-copied: copy the model before it is wrapped, "
-            "AveragedModel(model) included, and wrap both."
+            f"A sharded {type(self).__name__} cannot be deep-copied. Copy the model (or create AveragedModel(model), "
+            "which copies it) before it is wrapped, and wrap both."
         )
 
     def __reduce_ex__(self, protocol) -> NoReturn:
         raise RuntimeError(
-            f"A sharded {type(self).__name__} cannot be pickled: torch.save(model) would save one rank's shards. Save "
-            "its weights: bmt.save(model, file) or model.save_pretrained(folder), on all ranks."
+            f"A sharded {type(self).__name__} cannot be pickled: torch.save(model) would save one rank's shards only. "
+            "Save its weights with bmt.save(model, file) or model.save_pretrained(folder), called on all ranks."
         )
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise RuntimeError(
-            "torch.nn.DataParallel around a model that hf_bmtrain has sharded: it copies modules, and slices cannot "
-            "be copied. Start one process a GPU (torchrun --nproc-per-node N script.py), or show the process one GPU "
-            "(CUDA_VISIBLE_DEVICES=0)."
+            "torch.nn.DataParallel was applied to a model that hf_bmtrain has sharded. It copies modules, and sharded "
+            "parameters cannot be copied. Start one process per GPU (torchrun --nproc-per-node N script.py), or make "
+            "only one GPU visible to the process (CUDA_VISIBLE_DEVICES=0)."
         )
 
 
 def moved(name: str, module: torch.nn.Module) -> RuntimeError:
-    """Return the error of a sharded parameter that something renames to `name` in `module`."""
+    """Return the error for a sharded parameter that is registered in `module` under another `name`."""
     return RuntimeError(
-        f"'{name}' in {type(module).__name__} is a sharded weight under a new name: torch.nn.utils.prune and "
-        "spectral_norm rename what they change, and would read this rank's slice of it. Prune and parametrize the "
-        "model before auto_wrap."
+        f"'{name}' in {type(module).__name__} is a sharded weight under a new name. torch.nn.utils.prune and "
+        "spectral_norm rename the weights that they change, and would then read this rank's elements only. Prune and "
+        "parametrize the model before auto_wrap."
     )
 
 
 def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
-    """Return a class that extends `cls` by `base` and `methods` and has its name, module and docstring.
+    """Return a subclass of `base` and `cls` with `methods`, and with the name, module and docstring of `cls`.
 
-    Create one per `cls`, not one per module: torch.compile compiles once per class.
+    The caller creates one class for each `cls`, not for each module, because torch.compile compiles once per class.
     """
     names = {"_extends": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass = type(cls)
     if _begins_without_dict(cls):
-        # `__class__` can be assigned only if the layout comes from `cls`, that is if `cls` is the first base. Methods
-        # are looked up in the same order as for all other classes.
+        # Python allows assigning `__class__` only if the object layout comes from `cls`, so `cls` must be the first
+        # base. The method resolution order is still the one of the usual bases (base, cls).
         order = metaclass(cls.__name__, (base, cls), dict(names)).__mro__[1:]
         ordered: Any = type(metaclass.__name__, (metaclass,), {"mro": lambda extended: [extended, *order]})
         return ordered(cls.__name__, (cls, base), {**names, **methods})
@@ -131,7 +131,7 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
 
 
 def _begins_without_dict(cls: Any) -> bool:
-    """Return whether the layout of `cls` begins with a class without `__dict__`, as in `class C(ABC, nn.Module)`."""
+    """Return whether `cls` gets its object layout from a base without `__dict__`, as in `class C(ABC, nn.Module)`."""
     while cls.__base__.__dictoffset__:
         cls = cls.__base__
     return cls.__base__ is not object

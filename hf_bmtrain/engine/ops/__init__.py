@@ -1,5 +1,6 @@
-"""Operations on the tensors of one device.
+"""Arithmetic on the tensors of one device.
 
-Each operation is a contract (shapes, dtypes, aliasing), a reference in torch and a CUDA launch; the public function
-chooses between them by `tensor.is_cuda`. Nothing here knows ranks, parameters, modules or optimizers.
+Each operation has a public function whose docstring is its contract (shapes, dtypes, aliasing), a CUDA kernel, and a
+reference implementation in torch. The public function launches the kernel for CUDA tensors and computes the same with
+the reference otherwise. Nothing here depends on ranks, parameters, modules or optimizers.
 """

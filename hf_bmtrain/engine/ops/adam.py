@@ -1,7 +1,8 @@
-"""AdamW over a flat range in one launch; hyper-parameters, step, clip factor and skip flag are stored on the device.
+"""AdamW over a flat range of elements in one kernel launch.
 
-A step calls `adam_prepare` once and `adam_update` once per range. Neither waits for the device. Both launch a kernel
-for CUDA tensors, and compute the same in torch otherwise.
+Hyper-parameters, step counts, clip factor and skip flag are tensors on the device, so a step does not wait for it. An
+optimizer step calls `adam_prepare` once and then `adam_update` once per range. For CUDA tensors both launch a kernel;
+otherwise they compute the same in torch.
 """
 
 from functools import cache
@@ -30,14 +31,23 @@ def variant(
     master: torch.dtype = torch.float32,
     coupled: bool = False,
 ) -> Variant:
-    """Return the variant that updates these dtypes. Raise ValueError if there is none.
+    """Return the variant of the source for a combination of dtypes.
 
-    coupled: read l2. The other variants are compiled without it, so that their fused multiplications are the same.
+    Args:
+        grad: the dtype of the gradients.
+        exp_avg: the dtype of the first moment, float32 or bfloat16.
+        weight: the dtype of the 16-bit weights; None if the float32 masters are the weights themselves.
+        master: the dtype of the masters: float32, or int16 for residuals.
+        coupled: whether the kernel adds l2 times the weight to the gradient. Otherwise the term is left out at compile
+            time, so that it cannot change how the compiler fuses the other multiplications.
+
+    Raises:
+        ValueError: the combination is not supported.
     """
     if weight is not None and grad not in (weight, torch.float32):
         raise ValueError(f"gradients of a {weight} weight must be {weight} or float32, got {grad}")
     if master == torch.int16 and weight != torch.bfloat16:
-        raise ValueError(f"a master of 16 bits goes with a bfloat16 weight, not with {weight}")
+        raise ValueError(f"16-bit masters (residuals) need bfloat16 weights, got {weight}")
     return Variant(
         "adam",
         (
@@ -51,7 +61,7 @@ def variant(
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants that this module can compile."""
+    """Return every variant of this module's source. They are the same for all architectures."""
     kinds = [(grad, None, torch.float32) for grad in C_NAMES]
     kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
     kinds += [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
@@ -65,13 +75,17 @@ def variants(arch: int) -> list[Variant]:
 
 
 def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Tensor, records: Tensor) -> None:
-    """Compute this step's record of each run, a range of elements that `adam_update` updates.
+    """Compute the record of each run: the factors that `adam_update` needs in this step.
 
-    grad_scale  (1,) float32: divisor of the gradients (loss scale over clip factor)
-    found_inf   (1,) float32: nonzero if the step must be skipped
-    hyper       (runs, 7) float64, columns as in HYPER; the first hold_steps steps have learning rate 0
-    steps       (runs,) float32: steps taken so far; advanced by one unless the step is skipped
-    records     (runs, 12) float32, written; columns as in RECORD
+    A run is a range of elements with the same hyper-parameters and step count. Does not wait for the device.
+
+    Args:
+        grad_scale: (1,) float32, by which gradients are divided: the loss scale divided by the clip factor.
+        found_inf: (1,) float32, nonzero if the step must be skipped.
+        hyper: (runs, 7) float64, with the columns of HYPER. In the first hold_steps steps the learning rate is 0.
+        steps: (runs,) float32, the number of steps that each run has taken. Incremented in place unless the step is
+            skipped.
+        records: (runs, 12) float32, written, with the columns of RECORD.
     """
     runs, device = len(hyper), records.device
     expect("grad_scale", grad_scale, (torch.float32,), (1,), device)
@@ -82,7 +96,7 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
     if runs == 0:
         return
     if records.is_cuda:
-        chosen = variant(torch.float32, torch.float32, None)  # the kernel is the same in all variants
+        chosen = variant(torch.float32, torch.float32, None)  # any variant: this kernel does not depend on the dtypes
         launch = kernel(chosen, "adam_prepare", records.device)
         return launch(-(-runs // 32), 32, grad_scale, found_inf, hyper, runs, steps, records)
     skip = found_inf != 0
@@ -110,21 +124,26 @@ def adam_update(
     index_base: int = 0,
     coupled: bool = False,
 ) -> None:
-    """Make one AdamW step of n adjacent elements in place, unless the record is marked to be skipped.
+    """Make one AdamW step on n adjacent elements in place, unless the record says that the step is skipped.
 
-    grad         (n,) float32, float16 or bfloat16; the dtype of `weight`, or float32; only read
-    master       (n,) float32; the parameter itself if `weight` is None; or int16, a bfloat16 weight's residual
-                 (engine/ops/residual.py): then `weight` is read as well, and exp_avg_sq carries tie flags
-    exp_avg      (n,) float32, or bfloat16 rounded stochastically
-    exp_avg_sq   (n,) float32
-    weight       (n,) float16 or bfloat16, written: `master` rounded to nearest even; or None
-    record       (12,) float32 from `adam_prepare`, a row of its records
-    index_base   number of element 0 among all elements of the model, independent of the number of ranks; with the
-                 step it determines the random bits, so that training continues equally on another number of ranks
-    coupled      whether l2 of the record counts; it must be 0 otherwise
-    All are contiguous, on one device, and do not overlap. The update is faster if all tensors have the same offset
-    from alignment to four elements (as slices of equally laid out buffers have). weight_decay is decoupled and eps
-    outside the root (Loshchilov and Hutter 2019); l2 times the weight is added to the gradient (Kingma and Ba 2015).
+    weight_decay is decoupled, and eps is added outside the square root (Loshchilov and Hutter 2019). l2 times the
+    weight is added to the gradient (Kingma and Ba 2015). All tensors are contiguous, are on one device, and do not
+    overlap. The update is faster if the addresses of all tensors, counted in elements, have the same remainder modulo
+    4, as equal ranges of equally laid out buffers have.
+
+    Args:
+        grad: (n,) float32, float16 or bfloat16, only read. Its dtype is that of `weight`, or float32.
+        master: (n,) float32, updated; it is the parameter itself if `weight` is None. Or (n,) int16, the residuals of
+            bfloat16 weights (see residual.py): then `weight` is read too, and exp_avg_sq carries tie flags in its
+            signs.
+        exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
+        exp_avg_sq: (n,) float32. Updated.
+        weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; or None.
+        record: (12,) float32, this run's row of the records from `adam_prepare`.
+        index_base: the position of element 0 among all elements of the model, which does not depend on the number of
+            ranks. Together with the step it determines the random bits of stochastic rounding, so that training gives
+            the same results when it continues on another number of ranks.
+        coupled: whether to add l2 times the weight to the gradient. If False, l2 in the record must be 0.
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)
@@ -148,7 +167,10 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Return (head, quads): elements head .. head + 4 * quads are aligned to four elements in every tensor."""
+    """Return (head, quads), such that elements head to head + 4 * quads are aligned to four elements in every tensor.
+
+    Returns (0, 0) if the tensors are not aligned alike.
+    """
     heads = {(-tensor.data_ptr() // tensor.element_size()) % 4 for tensor in tensors}
     head = heads.pop()
     return (0, 0) if heads or head >= n else (head, (n - head) // 4)
@@ -163,7 +185,7 @@ def update_reference(
     record: Tensor,
     index_base: int = 0,
 ) -> None:
-    """Compute `adam_update` in float32 torch, on any device, with the random bits of the kernel."""
+    """Do what `adam_update` does, in torch on any device, with the kernel's random bits. Waits for the device."""
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
     if r["skip"]:
@@ -191,7 +213,13 @@ def update_reference(
 
 
 def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
-    """Round float32 to bfloat16, up with the probability of the part cut off. inf and NaN stay as they are."""
+    """Round float32 to bfloat16 stochastically: away from zero with a probability equal to the fraction cut off.
+
+    Args:
+        x: (n,) float32. inf and NaN are converted unchanged.
+        index_base: the position of element 0 among all elements of the model.
+        seed: the number of the step. Together with an element's position it determines the element's random bits.
+    """
     bits = x.view(torch.int32)
     element = torch.arange(index_base, index_base + x.numel(), device=x.device)
     low = (element & 0xFFFFFFFF) ^ (seed * 0x9E3779B9 & 0xFFFFFFFF)

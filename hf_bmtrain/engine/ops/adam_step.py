@@ -1,4 +1,4 @@
-"""One AdamW step over many runs: the numbers that change between steps, and two implementations of the arithmetic."""
+"""AdamW steps over many runs (ranges of elements with equal hyper-parameters), by kernels or by torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from .residual import Master
 
 _L2 = HYPER.index("l2")
 Hyper = Sequence[float | torch.Tensor]
-"""One parameter group's values for the columns of HYPER; numbers or scalar tensors."""
+"""The hyper-parameters of one parameter group, in the order of HYPER. Each is a number or a scalar tensor."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Adjacent elements that are updated in one launch, a run or a part of one: the arguments of `adam_update`.
+    """Adjacent elements, a whole run or a part of one, that one launch of `adam_update` updates in place.
 
-    grad is only read; master (with the weight and exp_avg_sq) and exp_avg are updated in place.
+    Attributes:
+        grad: (n,), the gradients, only read.
+        master: the masters, with the weights and exp_avg_sq.
+        exp_avg: (n,), the first moment.
+        index_base: the position of element 0 among all elements of the model.
     """
 
     grad: torch.Tensor
@@ -31,19 +35,24 @@ class Elements:
 
     @property
     def master_and_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`master` and `weight` of `adam_update`; weight is None if the weight is its own master."""
+        """The arguments `master` and `weight` of `adam_update`; `weight` is None if the weight is its own master."""
         stored, weight = self.master.stored, self.master.weight
         return (weight, None) if stored is None else (stored, weight)
 
 
 class KernelSteps:
-    """AdamW by `adam_prepare` and `adam_update`: kernels on CUDA, their references on CPU.
+    """AdamW by `adam_prepare` and `adam_update`: kernels on CUDA, their references on the CPU.
 
     Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so a step does not wait for it.
-    A hyper-parameter that is a tensor on the device is read there at every step; a number is sent when it has changed.
+    A hyper-parameter that is a tensor on the device is read there in every step. Numbers are copied to the device only
+    when one of them has changed.
 
-    groups: the number of runs of each parameter group; runs are numbered group by group. counts: (runs,) float32, the
-    steps that each run has taken.
+    Args:
+        groups: the number of runs in each parameter group. Runs are numbered from 0, group by group.
+        device: where the runs are updated.
+
+    Attributes:
+        counts: (runs,) float32, the number of steps that each run has taken.
     """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
@@ -57,13 +66,18 @@ class KernelSteps:
         self._coupled = [False] * runs
 
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Set the numbers of a step. grad_scale divides the gradients, a nonzero found_inf skips the step; both are
-        float32 scalars."""
+        """Begin a step by setting the values that all runs of it use.
+
+        Args:
+            hyper: the hyper-parameters of each parameter group.
+            grad_scale: a float32 scalar by which gradients are divided, or None for 1.
+            found_inf: a float32 scalar; the step is skipped if it is nonzero. None for a step that is not skipped.
+        """
         rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
         if rows != self._sent:
             expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
             if expanded:
-                # Pinned memory of its own, which torch reuses only after the copy: a later call cannot overwrite it.
+                # New pinned memory in every call: torch reuses it only after the copy, so no later call overwrites it.
                 host = torch.tensor(expanded, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows
@@ -79,15 +93,17 @@ class KernelSteps:
         self._flag = self._zero if found_inf is None else found_inf.reshape(1)
 
     def advance(self, runs: Sequence[int]) -> None:
-        """Count the step of these runs (ascending numbers) and prepare their records for `update`, in one launch per
-        range of consecutive numbers."""
+        """Increment the step counts of `runs`, in ascending order, and compute their records for `update`.
+
+        This takes one launch for each range of consecutive runs.
+        """
         for _, group in itertools.groupby(enumerate(runs), lambda pair: pair[1] - pair[0]):
             numbers = [run for _, run in group]
             rows = slice(numbers[0], numbers[-1] + 1)
             adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
 
     def update(self, run: int, elements: Elements) -> None:
-        """Update elements of run number `run` in place."""
+        """Update `elements`, which belong to run number `run`, in place."""
         e, (master, weight) = elements, elements.master_and_weight
         record, coupled = self._records[run], self._coupled[run]
         adam_update(e.grad, master, e.exp_avg, e.master.exp_avg_sq, weight, record, e.index_base, coupled)
@@ -97,7 +113,7 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """AdamW by torch's fused operation for CPU, with the contract of KernelSteps. All state is float32."""
+    """AdamW by torch's fused CPU operation, with the same methods as KernelSteps. All optimizer state is float32."""
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
         self._groups = list(groups)
@@ -124,7 +140,7 @@ class TorchSteps:
         taken = self.counts[run]
         wide = e.grad.float()
         if self._grad_scale is not None:
-            wide = wide / self._grad_scale  # the fused operation would write it into the gradient
+            wide = wide / self._grad_scale  # given grad_scale, the fused operation would overwrite the gradient
         if l2:
             wide = wide.add(master, alpha=l2)
         fused_adamw_(
@@ -132,22 +148,28 @@ class TorchSteps:
             lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
             amsgrad=False, maximize=False,
         )  # fmt: skip
-        torch.autograd.graph.increment_version(master)  # the operation does not count its writes itself
+        torch.autograd.graph.increment_version(master)  # the operation does not increment it
         if weight is not None:
             weight.copy_(master)
 
 
 def kernels_serve(device: torch.device) -> bool:
-    """Return whether the kernels run on this device. The meta device stands for a CUDA device."""
+    """Return whether updates on `device` use the kernels: on CUDA, and on the meta device, which stands for CUDA."""
     return device.type != "cpu"
 
 
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which the masters of weights updated on `device` are stored; None for float32 weights, which
-    are their own masters.
+    """Return the dtype in which float32 masters are stored for weights that are updated on `device`.
 
-    Where kernels update them, masters of bfloat16 weights are stored as int16 residuals (residual.py): the same masters
-    in 2 bytes less per element.
+    Where the kernels update them, the masters of bfloat16 weights are stored as int16 residuals (see residual.py),
+    which represent the same float32 numbers in 2 bytes less per element.
+
+    Args:
+        weight: the dtype of the weights.
+        device: where the weights are updated.
+
+    Returns:
+        The dtype; None for float32 weights, which are their own masters.
     """
     if weight == torch.float32:
         return None
@@ -155,7 +177,16 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 
 
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
-    """Return KernelSteps on CUDA or for bfloat16 moments, which torch's fused AdamW lacks; otherwise TorchSteps."""
+    """Return the implementation of AdamW for `device`.
+
+    It is KernelSteps on CUDA, and for a bfloat16 first moment, which torch's fused AdamW does not support. Otherwise it
+    is TorchSteps.
+
+    Args:
+        groups: the number of runs in each parameter group.
+        device: where the runs are updated.
+        exp_avg_dtype: the dtype of the first moment.
+    """
     if kernels_serve(device) or exp_avg_dtype == torch.bfloat16:
         return KernelSteps(groups, device)
     return TorchSteps(groups, device)

@@ -1,7 +1,7 @@
-"""Squared norms of flat gradients, in one deterministic pass, with the result on the device.
+"""Squared norms of flat gradients, computed deterministically in one pass. Results are on the device, in float64.
 
-A result is inf or NaN if and only if an element is: float64 holds the square of any float32. The kernels add the
-squares of up to 32 elements in float32 if the sum is finite: a square below 1e-38 may count as zero.
+A result is inf or NaN if and only if an element is, since float64 can represent the square of any float32. The kernels
+add the squares of up to 32 elements in float32 where that sum is finite, so a square below 1e-38 may count as zero.
 """
 
 import itertools
@@ -14,10 +14,10 @@ from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-BLOCKS = 528  # the same on all devices, so that the order of additions is
+BLOCKS = 528  # the same on all devices, so that the order of additions is the same
 TILE_BYTES = THREADS * 64
-PIECE = 1 << 16  # elements of a segment per block
-CHUNK = 1 << 18  # elements that a CPU converts to float64 at a time
+PIECE = 1 << 16  # elements of a segment that one thread block adds up
+CHUNK = 1 << 18  # elements that the CPU converts to float64 at a time
 
 
 @cache
@@ -26,16 +26,21 @@ def variant(dtype: torch.dtype) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants that this module can compile."""
+    """Return every variant of this module's source. They are the same for all architectures."""
     return [variant(dtype) for dtype in C_NAMES]
 
 
 def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the squared norm of a buffer to `out`, which is zeroed before the first buffer.
+    """Add the squared norm of one buffer to a running sum, without waiting for the device.
 
-    flat   (n,) contiguous float32, float16 or bfloat16, any alignment; all elements count, so padding must be zero
-    out    (2,) float64 on the same device: [sum of squares, 1.0 if an element of any buffer was inf or NaN]
     The result is bit-identical for the same buffers in the same order.
+
+    Args:
+        flat: (n,) float32, float16 or bfloat16, contiguous, of any alignment. Padding must be zero, since all elements
+            are added.
+        out: (2,) float64 on the same device, updated: the sum of squares, and 1.0 if an element of any buffer was inf
+            or
+            NaN. The caller zeroes it before the first buffer.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     expect("out", out, (torch.float64,), (2,), flat.device)
@@ -54,14 +59,18 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """Return the real and imaginary parts of a complex (n,) in turn, (2n,), a view; any other tensor as it is."""
+    """Return a view (2n,) of a complex tensor (n,), with real and imaginary parts alternating; others unchanged."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 class Segments:
-    """The segments of a flat tensor. Make it once per layout: its tables stay on the device after the first use.
+    """The boundaries of the segments of a flat tensor, for `segmented_squared_norm`.
 
-    offsets   k + 1 non-decreasing integers: segment s is flat[offsets[s]:offsets[s + 1]], and may be empty
+    Create it once per layout, since its tables are kept on the device after the first use.
+
+    Args:
+        offsets: k + 1 non-decreasing integers. Segment s is flat[offsets[s]:offsets[s + 1]], and may be empty.
+        device: the device of the flat tensors.
     """
 
     def __init__(self, offsets: Sequence[int], device: torch.device | str):
@@ -72,7 +81,11 @@ class Segments:
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Starts (int64) and lengths (int32) of the parts of all segments, and each segment's first part (int64)."""
+        """The tables that the kernels read. Every segment is divided into chunks of at most PIECE elements.
+
+        They are the chunks' first elements (int64), the chunks' lengths (int32), and for each segment the index of its
+        first chunk, followed by the number of chunks (int64).
+        """
         begins, lengths, firsts = [], [], [0]
         for start, end in itertools.pairwise(self.offsets):
             begins += range(start, end, PIECE)
@@ -90,20 +103,25 @@ class Segments:
 
 
 def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Return the squared norm of each segment: (k,) float64 on the device of `flat`; inf or NaN where an element is.
+    """Return the squared norm of each of the k segments of a flat tensor, without waiting for the device.
 
-    flat   (n,) contiguous float32, float16 or bfloat16; elements outside all segments are not read
+    Args:
+        flat: (n,) float32, float16 or bfloat16, contiguous. Elements outside all segments are not read.
+        segments: the segments, with tables on the device of `flat`.
+
+    Returns:
+        (k,) float64 on the device of `flat`. An entry is inf or NaN if an element of its segment is.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     if segments.offsets[-1] > flat.numel():
-        raise ValueError(f"segments end at {segments.offsets[-1]}, the tensor has {flat.numel()} elements")
+        raise ValueError(f"segments end at {segments.offsets[-1]}, but the tensor has {flat.numel()} elements")
     if flat.is_meta:
         return torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
     if not flat.is_cuda:
         return _segmented_on_cpu(flat.detach(), segments)
     begins, lengths, firsts = segments.tables
     if begins.device != flat.device:
-        raise ValueError(f"segments are on {begins.device}, the tensor is on {flat.device}")
+        raise ValueError(f"segments are on {begins.device}, but the tensor is on {flat.device}")
     out = torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
     pieces = begins.numel()
     if pieces == 0:
@@ -115,9 +133,13 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
 
 def add_squares(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of each part, (k_i,) float64 and possibly empty, to `out`, (len(parts),) float64.
+    """Write the sum of the elements of each tensor of `parts` to `out`, without waiting for the device.
 
     The result is bit-identical for the same parts.
+
+    Args:
+        parts: float64 tensors (k_i,), which may be empty.
+        out: (len(parts),) float64, written.
     """
     flat = torch.cat(list(parts))
     if flat.is_cuda and flat.numel():
@@ -146,7 +168,7 @@ def _segmented_on_cpu(flat: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 def _sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares in float64, by chunks to bound the memory of the copies."""
+    """Return the sum of squares in float64. Works on chunks, to limit the memory of the float64 copies."""
     if flat.numel() <= CHUNK:
         wide = flat.detach().double()
         return torch.dot(wide, wide)

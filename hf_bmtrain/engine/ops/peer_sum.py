@@ -1,4 +1,4 @@
-"""The mean over ranks of one part of a gradient, for which every other rank has delivered a row."""
+"""The mean over ranks of a part of a gradient. The other ranks have copied their values to this rank's device."""
 
 from functools import cache
 
@@ -17,27 +17,35 @@ def variant(dtype: torch.dtype, summed: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants that this module can compile."""
+    """Return every variant of this module's source. They are the same for all architectures."""
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `peer_mean` supports gradients of this dtype on this device."""
+    """Return whether `peer_mean` supports gradients of `dtype` on `device`."""
     return dtype in C_NAMES or (dtype == torch.float64 and device.type == "cpu")
 
 
 def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
-    """Write the mean over ranks, or add it to a running sum and write that. Return the result's sums of squares.
+    """Write the mean over ranks, or a running sum to which the mean has been added, and measure its squares.
 
-    rows     (size - 1, n) float32, float16 or bfloat16 (on CPU also float64): the other ranks' values, in the order of
-             ranks; contiguous rows, any row stride
-    mine     (n,) of that dtype: this rank's values. own: this rank's number
-    out      (n,) of that dtype, written: the mean, or `total` if there is one, rounded to nearest even
-    total    (n,) float32 (float64 for float64), to which the mean is added; or None. It may be `out` itself
-    returns  (k,) float64: sums of squares of the k parts of `out`; inf or NaN where an element is
-    Values are added in the order of ranks, in float32 (float64 for float64), and divided once, so results are
-    reproducible bit by bit. All tensors are on one device; `out` and `total` do not overlap the tensors that are read.
-    Vector loads are used if all begin on 16 bytes.
+    Values are added in rank order, in float32 (float64 for float64), and the sum is divided once, so results are
+    reproducible bit by bit. Does not wait for the device. All tensors are on one device, and `out` and `total` do not
+    overlap `rows` and `mine`. The kernel uses vector loads if all tensors, and all rows, begin at multiples of 16
+    bytes.
+
+    Args:
+        rows: (ranks - 1, n) float32, float16 or bfloat16 (on the CPU also float64), the other ranks' values in rank
+            order. Each row is contiguous; the rows may be any distance apart.
+        mine: (n,) of the same dtype, this rank's values.
+        own: this rank's number.
+        out: (n,) of the same dtype, written: the mean, or the new `total`, rounded to nearest even.
+        total: (n,) float32 (float64 for float64), to which the mean is added in place; None for no running sum. It may
+            be `out` itself.
+
+    Returns:
+        (k,) float64, of any length k: sums of squares that add up to the squared norm of `out`. The sum is inf or NaN
+        if an element of `out` is.
     """
     (others, n), device = rows.shape, rows.device
     expect("mine", mine, C_NAMES if rows.is_cuda else (*C_NAMES, torch.float64), (n,), device)
@@ -46,8 +54,8 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         expect("total", total, (torch.promote_types(mine.dtype, torch.float32),), (n,), device)
     if rows.dtype != mine.dtype or (n > 1 and rows.stride(1) != 1) or not 0 <= own <= others:
         raise ValueError(
-            f"rows must be {mine.dtype} with adjacent elements, and own one of {others + 1} ranks: got {rows.dtype} "
-            f"with strides {rows.stride()}, own = {own}"
+            f"rows must be {mine.dtype} with contiguous rows, and own must be one of {others + 1} ranks: got "
+            f"{rows.dtype} with strides {rows.stride()}, and own = {own}"
         )
     if n == 0 or rows.is_meta:
         return torch.zeros(0, dtype=torch.float64, device=device)
@@ -67,7 +75,7 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
 
 
 def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
-    """Compute `peer_mean` of all ranks' `rows` (size, n) in torch, on any device."""
+    """Do what `peer_mean` does, in torch on any device. rows: (ranks, n), the values of all ranks in rank order."""
     mean = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         mean += row

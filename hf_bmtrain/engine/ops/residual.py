@@ -1,20 +1,21 @@
-"""Float32 masters of half-precision weights, and their 16-bit form: the residual of a master to its bfloat16 weight.
+"""Float32 masters of half-precision weights, and their 16-bit form: the residual between a master and its weight.
 
-Read as integers, the bits of adjacent float32 numbers of one sign are adjacent integers, and the bits of a bfloat16
-number are the upper half of its float32 bits. If the weight is its master rounded to nearest even, their difference is
+The bits of adjacent float32 numbers of one sign, read as integers, are adjacent integers. The bits of a bfloat16 number
+are the upper half of its float32 bits. If a bfloat16 weight is its master rounded to nearest even, their difference is
 
     residual = bits(master) - 65536 · bits(weight),    -32768 ≤ residual ≤ 32768
 
-in magnitude, also for subnormals, zeros and masters that overflow to inf. That is one value more than 16 bits can
-hold, and all are needed: an even weight has both its ties. So 32768 is stored as -32768 with a tie flag, the sign of
-exp_avg_sq, which as a sum of squares has none itself. NaN is stored as 0.
+It is positive if the master is larger in magnitude. This also holds for subnormals, for zeros, and for masters that
+round to inf. Int16 has one value fewer than this range, and the range is fully used: if the weight's last bit is 0, the
+midpoints on both sides round to it. So a residual of 32768 is stored as -32768 and marked by a tie flag, the sign of
+exp_avg_sq: that is an average of squares, so its own sign carries no information. The residual of NaN is stored as 0.
 
     residual     (n,) int16
-    exp_avg_sq   (n,) float32, its sign the tie flag
+    exp_avg_sq   (n,) float32, with the tie flags in the signs
 
-`join` returns a master that rounds to the given weight. If the weight was written since `split`, its master is at the
-same distance from the new weight or, if the number at that distance does not round to it, the weight itself. The
-kernels' own form of both is in kernels/adam.cu. Optimizers use `Master`.
+`join` returns masters that round to the given weights. If a weight was written after `split`, its master is the number
+at the same distance from the new weight; or the new weight itself, if that number does not round to the weight. The
+kernels do the same as `split` and `join`, see kernels/adam.cu. Optimizers use the class `Master`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ _CHUNK = 1 << 20  # elements at a time, to bound the memory of intermediate resu
 
 @dataclass(frozen=True)
 class Master:
-    """The float32 masters of `weight`, in their stored form. All tensors are (n,).
+    """The float32 masters of n weights, in the form in which they are stored. All tensors are (n,).
 
-    stored: None for float32 weights, which are their own masters; float32 masters of half-precision weights; or int16
-    residuals of bfloat16 weights, whose tie flags are then the signs of exp_avg_sq.
+    Attributes:
+        weight: the weights.
+        stored: the float32 masters of half-precision weights; or the int16 residuals of bfloat16 weights; or None for
+            float32 weights, which are their own masters.
+        exp_avg_sq: Adam's second moment, float32. If `stored` holds residuals, the signs are their tie flags.
     """
 
     weight: torch.Tensor
@@ -45,14 +49,16 @@ class Master:
         return self.stored is not None and self.stored.dtype == torch.int16
 
     def part(self, part: slice, device: torch.device) -> Master:
-        """Return the masters of the elements in `part`, on `device`: views if they are stored there."""
+        """Return the masters of the elements in `part`, on `device`. They are views if they are stored on it."""
         stored = None if self.stored is None else self.stored[part].to(device)
         return Master(self.weight[part].to(device), stored, self.exp_avg_sq[part].to(device))
 
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (master, exp_avg_sq without tie flags), both float32, which the caller must not write.
+        """Return the masters and exp_avg_sq without tie flags, both float32. The caller must not write to them.
 
-        For residuals both are new and on `device` (None: the residuals' device); otherwise they are the stored tensors.
+        Args:
+            device: where to create the tensors if residuals are stored; None for the residuals' device. Otherwise the
+                stored tensors themselves are returned, on their own device.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -61,9 +67,10 @@ class Master:
         return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq, device)
 
     def write(self, master: torch.Tensor) -> None:
-        """Store `master`, float32 with n elements, on any device.
+        """Store new masters. If they are stored as residuals, also set the weights to them, rounded to nearest even.
 
-        If masters are stored as residuals, the weight is written as well: `master` rounded to nearest even.
+        Args:
+            master: float32 with n elements, of any shape and on any device.
         """
         if not self.is_residual:
             (self.weight if self.stored is None else self.stored).copy_(master.reshape(self.weight.shape))
@@ -74,7 +81,7 @@ class Master:
         self.weight.copy_(weight)
 
     def reset(self) -> None:
-        """Set every master to its weight."""
+        """Set every master to the value of its weight."""
         if self.is_residual:
             assert self.stored is not None
             self.stored.zero_()
@@ -82,11 +89,12 @@ class Master:
             self.stored.copy_(self.weight)
 
     def follow_weight(self) -> None:
-        """Update float32 masters whose weights were written from outside, and so are no longer their rounding.
+        """Update float32 masters after something other than the optimizer has written the weights.
 
-        The master of a bfloat16 weight keeps its distance from its rounding: at most half a unit in the last place,
-        and the master rounds to the weight. (Residuals store only that distance, so both forms do the same.) The
-        master of a float16 weight becomes the weight.
+        A master that still rounds to its weight does not change. Otherwise the master of a bfloat16 weight moves along
+        with the weight: it keeps the distance that it had from its own rounding, if the result rounds to the new
+        weight. The master of a float16 weight becomes equal to the weight. Residuals need no update, because they store
+        only that distance.
         """
         if self.stored is None or self.is_residual:
             return
@@ -98,7 +106,14 @@ class Master:
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-    """Write weight (bfloat16), residual and the tie flag on exp_avg_sq for a float32 `master`; (n,) each."""
+    """Split float32 masters into bfloat16 weights and residuals. All tensors are (n,).
+
+    Args:
+        master: the masters, only read.
+        weight: written with the masters rounded to nearest even.
+        residual: written with the residuals, int16.
+        exp_avg_sq: its signs are written with the tie flags; its magnitudes stay.
+    """
     for p, w, r, v in _in_chunks(master, weight, residual, exp_avg_sq):
         w.copy_(p)
         distance = _distance(p, w)
@@ -110,7 +125,17 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
 def join(
     weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return new (master, exp_avg_sq without tie flags), float32 (n,), on `device` (None: that of the arguments)."""
+    """Undo `split`: return the masters, and exp_avg_sq without tie flags. All tensors are (n,).
+
+    Args:
+        weight: the bfloat16 weights.
+        residual: the residuals, int16.
+        exp_avg_sq: float32, with the tie flags in its signs.
+        device: where to create the results; None for the device of the arguments.
+
+    Returns:
+        Two new float32 tensors (n,).
+    """
     master, unmarked = (torch.empty_like(exp_avg_sq, device=device) for _ in range(2))
     for p, u, w, r, v in _in_chunks(master, unmarked, weight, residual, exp_avg_sq):
         tie = v.view(torch.int32) < 0
@@ -124,12 +149,12 @@ def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 
 
 def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the residual of `master`, which rounds to `weight`, as int32."""
+    """Return as int32 the residual of `master`, which must round to `weight`."""
     return torch.where(master.isnan(), 0, master.view(torch.int32) - _bits(weight))
 
 
 def _at(weight: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return the float32 number at `distance` from `weight` if it rounds to `weight`, otherwise `weight`."""
+    """Return the float32 number with residual `distance` to `weight`, or `weight` if that number rounds elsewhere."""
     master = (_bits(weight) + distance).view(torch.float32)
     rounds = master.bfloat16().view(torch.int16) == weight.view(torch.int16)
     return torch.where(rounds, master, weight.float())

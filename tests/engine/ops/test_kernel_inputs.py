@@ -39,7 +39,7 @@ def test_segments_refuse(offsets: list[int]) -> None:
 
 @full
 def test_segments_beyond_the_tensor_raise() -> None:
-    with pytest.raises(ValueError, match="segments end at 5, the tensor has 4"):
+    with pytest.raises(ValueError, match="segments end at 5, but the tensor has 4"):
         grad_norm.segmented_squared_norm(torch.ones(4), grad_norm.Segments([0, 5], "cpu"))
 
 
@@ -86,7 +86,7 @@ def test_adam_update_refuses(name: str, value: torch.Tensor, message: str) -> No
 @pytest.mark.parametrize("weight", [torch.ones(8).half(), *in_full(None)], ids=["fp16", "none"])
 def test_a_residual_needs_a_bfloat16_weight(weight: torch.Tensor | None) -> None:
     with pytest.raises(
-        ValueError, match="a master of 16 bits goes with a bfloat16 weight, not with (None|torch.float16)"
+        ValueError, match=r"16-bit masters \(residuals\) need bfloat16 weights, got (None|torch.float16)"
     ):
         adam.adam_update(**{**tensors(), "weight": weight, "master": torch.ones(8).short()})
 

@@ -1,4 +1,5 @@
-"""What the ranks tell each other about themselves, and the thread that finds out which of them does not come.
+"""Detection of ranks that hang, fail or issue different collectives, and of gradients that are inf or nan.
 
-It knows communicators and their journals. It knows nothing of modules, parameters or optimizers.
+`watch.py` has the thread that monitors the other ranks. Only `bad_gradients.py` knows of parameters and optimizers; the
+other files work with communicators and their collective logs alone.
 """

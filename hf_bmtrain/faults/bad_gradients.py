@@ -1,4 +1,4 @@
-"""Finds out which gradients are inf or nan, in which block, and which rank computed them."""
+"""Reports, after a skipped step, which gradients were inf or nan, in which block, and which ranks computed them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from ..engine.sharding.gradient import GradientBuffer
 from ..engine.sharding.parameter import DistributedParameter
 
 WATCHED_STEPS = 16
-"""Steps after a skipped one in which each rank's own gradients are looked at."""
+"""Number of steps after a skipped one in which each rank checks its own gradients before they are averaged."""
 _SHOWN = 4
 _UNKNOWN = -1
 _LOST = (
-    "a gradient was inf or nan; which one is unknown, because the gradients were freed before this was known (the next "
-    f"{WATCHED_STEPS} steps are watched)"
+    "a gradient was inf or nan; which one is unknown, because the gradients were freed before the skip was noticed "
+    f"(each rank now checks its own gradients for {WATCHED_STEPS} steps, so that another skip names the parameter)"
 )
 
 Seen = list[tuple[int, int, torch.Tensor]]
-"""Gradients of this rank in the order of backward: the buffer's number, the index in it, and whether it is finite."""
+"""One entry per gradient of this rank, in the order of backward: the number of the flat buffer, the parameter's index
+in it, and a bool tensor of shape (), True if all elements are finite."""
 
 
 class OwnGradients(Observer):
-    """Looks at this rank's gradients of `parameters` before they are averaged, in WATCHED_STEPS steps of `owner`.
+    """Checks this rank's gradients of `parameters` before they are averaged, for WATCHED_STEPS steps of `owner`.
 
-    steps: that are still to be watched. handle: removes this observer.
+    Attributes:
+        steps: the number of steps that are still to be checked.
+        handle: removes this observer from the schedule.
     """
 
     handle: ObserverHandle
@@ -51,15 +54,15 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """End a step: what has arrived is that step's."""
+        """End a step, to which the gradients seen since the last call belong. After the last watched step stop."""
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        if self.steps < 0:  # a skip in one of the watched steps would have begun another watch
+        if self.steps < 0:  # a skip in one of the watched steps would have replaced this object by a new one
             self._last = []
             self.handle.remove()
 
     def found(self) -> dict[tuple[int, int], int]:
-        """Return the place in backward's order of each gradient of the last step that was not finite."""
+        """Return the last step's non-finite gradients, {(buffer number, index): position in the order of backward}."""
         if not self._last:
             return {}
         finite = torch.stack([flag for _, _, flag in self._last]).tolist()
@@ -71,14 +74,14 @@ class OwnGradients(Observer):
 
     @property
     def has_seen(self) -> bool:
-        """True if it has watched the last step."""
+        """Whether the last step's gradients were checked."""
         return bool(self._last)
 
 
 class GradientWatcher(Observer):
-    """Says why steps are skipped, and watches the gradients of each rank for some steps after one.
+    """Explains why a step was skipped, and then checks each rank's own gradients for some steps.
 
-    Every owner of optimizers (an OptimManager, or what follows Trainer) has a watch of its own.
+    Every owner of optimizers (an OptimManager, or the object that follows Trainer) is watched separately.
     """
 
     def __init__(self, world: World) -> None:
@@ -86,17 +89,23 @@ class GradientWatcher(Observer):
         self._watches = weakref.WeakKeyDictionary[Any, OwnGradients]()
 
     def watch(self, owner: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Watch the gradients of `parameters` in the next WATCHED_STEPS steps of `owner`."""
+        """Check this rank's gradients of `parameters` in the next WATCHED_STEPS steps of `owner`.
+
+        Args:
+            owner: the object whose steps are counted, an OptimManager or the object that follows Trainer. It is
+                referenced weakly. A watch that it has already is replaced.
+            parameters: the local parameters of its optimizers.
+        """
         self.stop(owner)
         own = self._watches[owner] = OwnGradients(owner, parameters)
         own.handle = self._world.schedule.observe(own, owner)
 
     def watch_of(self, owner: Any) -> OwnGradients | None:
-        """Return what has watched for `owner` last, None if nothing has."""
+        """Return the latest OwnGradients of `owner`, also after its last watched step; None if there is none."""
         return self._watches.get(owner)
 
     def stop(self, owner: Any) -> None:
-        """End the watch of `owner`, if it has one."""
+        """Stop checking the gradients of `owner`, if they are checked."""
         own = self._watches.pop(owner, None)
         if own is not None:
             own.handle.remove()
@@ -107,15 +116,22 @@ class GradientWatcher(Observer):
         return cause or _LOST
 
 
-# -- all ranks together ---------------------------------------------------------------------------------------------
+# -- the report, which combines the counts of all ranks ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Bad:
-    """A gradient that is not finite. place: where its parameter is in the models, in the order of their forwards.
+    """A gradient that is not finite.
 
-    nan, inf: elements; 0 if only the ranks' own gradients are known. partly: not all ranks know theirs, since some have
-    freed the gradient. ranks: those that computed it so.
+    Attributes:
+        place: the sort key of its parameter: the model's number, then the parameter's position in it.
+        block: the name of the parameter's block, "" for a root parameter.
+        name: the parameter's name.
+        numel: the number of elements of the full parameter.
+        nan: the number of nan elements, 0 if every rank has freed the averaged gradient.
+        inf: the number of inf elements, likewise.
+        partly: whether only some ranks could count, because others had freed the averaged gradient.
+        ranks: the ranks whose own gradient was not finite before averaging; () if none was, or if it was not checked.
     """
 
     place: tuple[int, int, int]
@@ -137,11 +153,17 @@ class _Bad:
 def explain(
     parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor, own: OwnGradients | None, world: World
 ) -> str | None:
-    """Return in words which gradients were not finite, where backward met the first, and who computed it. Collective.
+    """Return a message that names the non-finite gradients, the first in backward, and the ranks that computed it.
+    Collective.
 
-    None if that is not known, because the gradients were freed and not watched.
+    Args:
+        parameters: the local parameters of all optimizers.
+        counts: as in `Observer.explain_skip`.
+        own: the check of this rank's own gradients; None if they were not checked.
+        world: the world whose ranks are compared.
 
-    counts: as in `Observer.explain_skip`. own: this rank's, if they were watched.
+    Returns:
+        The message, the same on every rank. None if the gradients were freed and no rank had checked its own.
     """
     watched = own is not None and own.has_seen
     found = {} if own is None else own.found()
@@ -163,7 +185,12 @@ def explain(
 
 
 def _judge(parameter: torch.nn.Parameter, rows: torch.Tensor, number: int) -> _Bad | None:
-    """Return what is wrong with one parameter's gradient. rows: (ranks, 4)."""
+    """Combine what the ranks know of one parameter's gradient. Returns None if it is finite as far as is known.
+
+    rows: (ranks, 4) int64, of each rank: nan and inf elements in its part of the averaged gradient (-1: freed), the
+    position in backward of its own non-finite gradient (-1: none), and whether it checked its own gradients (-1: no).
+    number: the parameter's position in `parameters`, used as a name where it has none.
+    """
     sharded = isinstance(parameter, DistributedParameter)
     known, missing = rows[:, :2].clamp_min(0), rows[:, 0] == _UNKNOWN
     partly = bool(missing.any() and not missing.all())
@@ -181,7 +208,12 @@ def _judge(parameter: torch.nn.Parameter, rows: torch.Tensor, number: int) -> _B
 
 
 def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> str:
-    """Backward goes from the last parameter to the first, and what is not finite spreads that way."""
+    """Return the message for `bad`, which begins with the block that backward reached first.
+
+    Backward goes from the last parameter to the first, and inf and nan spread that way, so the gradient with the
+    highest `place` is the likely origin. present: the number of gradients that could be counted. watched: whether any
+    rank checked its own gradients. size: the number of ranks.
+    """
     first = max(bad, key=lambda each: each.place)
     inside = [each for each in bad if (each.block, each.place[0]) == (first.block, first.place[0])]
     if not first.block:
@@ -191,14 +223,17 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
     text = f"a gradient was inf or nan, first {where}"
     others = len(bad) - len(inside)
     if others:
-        text += f"; and {others} more on the way to the inputs"
+        text += f"; so were {others} more, nearer to the model's inputs"
     if len(bad) == present > 1:
-        text += "; that is every gradient, so look at the loss and the forward"
+        text += "; these are all gradients, so look at the loss and the forward pass"
     if size == 1:
         return text
     if not watched:
-        return f"{text}; which rank computed it is lost in the mean (the next {WATCHED_STEPS} steps are watched)"
+        return (
+            f"{text}; which rank computed it cannot be told from the mean over the ranks (each rank now checks its own "
+            f"gradients for {WATCHED_STEPS} steps, so that another skip names the rank)"
+        )
     ranks = sorted({rank for each in inside for rank in each.ranks})
     if not ranks:
-        return f"{text}; finite on every rank before the mean, which overflowed"
-    return f"{text}; computed by rank {', '.join(map(str, ranks))}" + (" (all)" if len(ranks) == size else "")
+        return f"{text}; every rank's own gradient was finite, and their mean overflowed"
+    return f"{text}; computed by rank {', '.join(map(str, ranks))}" + (" (all ranks)" if len(ranks) == size else "")

@@ -1,4 +1,9 @@
-"""The place where the ranks of a launch first meet, which knows who has not come."""
+"""The rendezvous of the ranks in `init_distributed`, which names the ranks that do not arrive.
+
+The ranks meet in torch's TCPStore, under keys of one attempt: each rank sets a key with its number and increments
+"count". "all" is set once, by the last rank that arrives to "met", or by the first that gives up to the missing ranks.
+"told" counts the ranks that have read the latter.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +23,33 @@ from .status import Status
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
 _FAREWELL_SECONDS = 5.0
-"""For which rank 0, which serves the store, waits for the others to read there who has not come."""
+"""Seconds that rank 0, whose process serves the store, waits for the others to read which ranks are missing."""
 _MET = "met"
-_CAUSES = "raised or ended before (its own log says why), hangs, was not started, or was given another address"
+_CAUSES = "raised or exited earlier (its own log says why), hangs, was not started, or was given another address"
 
 
 def hang_seconds() -> float:
-    """Return the seconds after which a rank that does not come is named."""
+    """Return the seconds, from HF_BMTRAIN_HANG_SECONDS, after which a warning names a rank that others wait for."""
     return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "30"))
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:
-    """Wait until every rank has called this, and return the store where they met.
+    """Wait until every rank has called this function, and return the store in which they met. Collective.
 
-    It must be kept until torch's process group, which uses the same server, is there. Raises RuntimeError, with the
-    ranks that did not come, after the timeout; before, one rank warns of them. Returns None at once for an
-    `init_method` without a host and a port.
+    After HF_BMTRAIN_HANG_SECONDS, the lowest rank that is waiting logs a warning that names the missing ranks.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        timeout: the time to wait for the others.
+        init_method: as for `torch.distributed.init_process_group`.
+
+    Returns:
+        The store. Keep it until torch's process group, which uses the same server, has been created. None, without
+        waiting, if `init_method` has no host and port.
+
+    Raises:
+        RuntimeError: if a rank did not arrive within `timeout`; the error names the missing ranks.
     """
     place = _place(init_method)
     if place is None:
@@ -47,30 +63,33 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
             if missed == []:
                 return store
             if missed is not None:
-                absent, reason = missed, "a rank has waited for the whole timeout"
+                absent, reason = missed, "One rank has waited for its whole timeout."
                 _say_farewell(store, rank)
                 break
-            reason = "the others have not come"
+            reason = "The other ranks have not arrived."
         except (RuntimeError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
         if store is None and rank == 0:
-            raise RuntimeError(f"rank 0: the ranks cannot meet at {place[0]}:{place[1]}. ({reason})")
+            raise RuntimeError(
+                f"rank 0: cannot open the store for init_distributed at {place[0]}:{place[1]}: is the port in use? "
+                f"({reason})"
+            )
         absent = [0] if store is None else _absent(store, size)
         if seconds < limit and rank == next(other for other in range(size) if other not in absent):
             status = Status()
             status.look(threading.get_ident())
             _log.warning(
-                "rank %d waits in init_distributed at %s, for %.0f s: %s has not come. It is slow, or it %s.",
+                "rank %d waits in init_distributed at %s, for %.0f s. Missing: %s. A missing rank is slow, or it %s.",
                 rank, status.place, time.monotonic() - begun, _names(absent), _CAUSES,
             )  # fmt: skip
     raise RuntimeError(
-        f"rank {rank}: the {size} ranks did not meet in init_distributed: {_names(absent)} did not come within "
-        f"{time.monotonic() - begun:.0f} s. It {_CAUSES}. ({reason})"
+        f"rank {rank}: not all of the {size} ranks reached init_distributed. Missing: {_names(absent)}, after waiting "
+        f"for {time.monotonic() - begun:.0f} s. A missing rank {_CAUSES}. ({reason})"
     )
 
 
 def _place(init_method: str) -> tuple[str, int] | None:
-    """Return host and port, None if there are none."""
+    """Return the host and port that `init_method` names, None if it names none."""
     url = urlparse(init_method)
     if url.scheme == "env":
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -78,7 +97,10 @@ def _place(init_method: str) -> tuple[str, int] | None:
 
 
 def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
-    """Open the store as torch does, but without waiting for the others, and show there that this rank has come."""
+    """Open the store as torch does, but without waiting for the others, and note there that this rank has arrived.
+
+    end: the time, by `time.monotonic()`, until which to try.
+    """
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
         _wait_for_server(place, end)
@@ -91,7 +113,10 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
 
 
 def _wait_for_server(place: tuple[str, int], end: float) -> None:
-    """Wait until the store's server answers, at most until `end`. torch logs errors if it waits for that in vain."""
+    """Wait until the store's server accepts a connection; raise OSError at the time `end`.
+
+    TCPStore could wait too, but would log errors if no server answers in time.
+    """
     while True:
         try:
             socket.create_connection(place, timeout=max(0.01, end - time.monotonic())).close()
@@ -103,9 +128,10 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 
 
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
-    """Wait until every rank has come or one has given up, at most until `end`. torch would log warnings at the end.
+    """Wait until every rank has arrived or one has given up, at most until the time `end`.
 
-    Returns the ranks that did not come, none if all have, or None if it is not known yet.
+    Returns [] if all have arrived, the missing ranks if one has given up, and None if neither has happened by `end`. It
+    polls, because `TCPStore.wait` logs a warning when its time is over.
     """
     while not store.check([_key("all")]):
         if time.monotonic() >= end:
@@ -115,16 +141,20 @@ def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
 
 
 def _give_up(store: TCPStore, size: int) -> list[int]:
-    """Show the ranks that have not come, so that none begins any more. Returns those that the first one has shown."""
+    """Store the missing ranks, so that no rank can start any more, and return them.
+
+    If another rank was first, its result counts: the ranks that it stored, or [] if all had arrived just before.
+    """
     return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size)))))
 
 
 def _ranks_of(shown: bytes) -> list[int]:
+    """Return the missing ranks from the value of the key "all"; [] if every rank has arrived."""
     return [] if shown.decode() == _MET else [int(rank) for rank in shown.decode().split()]
 
 
 def _say_farewell(store: TCPStore, rank: int) -> None:
-    """Note that this rank knows who has not come. Rank 0 waits for the others, whose store ends with its process."""
+    """Note that this rank knows the missing ranks. Rank 0 waits until all have noted it: the store ends with it."""
     end = time.monotonic() + _FAREWELL_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0 may have ended already
         told = store.add(_key("told"), 1)
@@ -134,7 +164,7 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:
-    """Return the ranks that have not come: rank 0 if the store is gone, which is in its process."""
+    """Return the ranks that have not arrived; [0] if the store, which rank 0's process serves, does not answer."""
     try:
         return [rank for rank in range(size) if not store.check([_key(str(rank))])] or [0]
     except RuntimeError:
@@ -142,9 +172,10 @@ def _absent(store: TCPStore, size: int) -> list[int]:
 
 
 def _key(name: str) -> str:
-    """Return a key of this attempt: a launcher that starts the ranks again may keep its store."""
+    """Return the key for `name` in this attempt: a launcher that restarts the ranks may keep the same store."""
     return f"hf_bmtrain/meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 
 
 def _names(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,11 +1,13 @@
-"""What training on several ranks changes in this process. `install` does all of it, and what it returns undoes it.
+"""What training on several ranks changes in this process. `install` changes it and returns a function that undoes it.
 
-* `sys.excepthook`: the first exception is printed whole, with its rank; each other rank says in one line where it was.
-* `sys.exit`, `exit` and `quit` note their line and exit code, which exit handlers are not told.
-* An exit handler closes the communicators, on all ranks together.
+* `sys.excepthook`: the rank that raises first prints its full traceback; every other rank prints one line that says
+  where it was and which rank to look at.
+* `sys.exit`, `exit` and `quit` note the calling line and the exit code, because exit handlers are not told.
+* An exit handler closes the communicators of all ranks together.
 
-Beyond that `watch.py` kills a stopped rank of this host (`os.kill`) and ends a rank that does not reach its error
-(`os._exit`), each after the timeout of `init_distributed`; and `bmtrain/init.py` registers the check of optimizers.
+Two more effects are elsewhere. Once every rank must stop, for example after the timeout of `init_distributed`,
+`watch.py` kills stopped processes of this host (`os.kill`), and ends this process if its program does not get to raise
+the error (`os._exit`). `bmtrain/init.py` registers the check of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -33,18 +35,20 @@ from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
 _FIRST_SECONDS = 5.0
-"""For which a rank waits for the end of the one that raised first, so that a launcher finds that one first."""
+"""Seconds that a failing rank waits for the rank that raised first to end, so that the launcher blames that one."""
 
 
 def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool) -> Callable[[], None]:
     """Report exceptions, note exits, and close the communicators when the program ends.
 
     Args:
+        world: the world of this process.
+        watch: the monitor that tells the other ranks how this one ended.
         opened: the communicators to close.
-        joined: whether the process group existed before `init_distributed`: its creator destroys it.
+        joined: whether torch's process group existed before `init_distributed`; then whoever created it destroys it.
 
     Returns:
-        A function that undoes it. It is called when the program ends.
+        A function that undoes these changes. It is also called when the program ends.
     """
     exits = Exits()
     undo = [_report_exceptions(watch, world.rank), exits.install()]
@@ -63,7 +67,7 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
 
 def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
-    """Extend `sys.excepthook`, so that the other ranks learn of an exception and of its rank."""
+    """Replace `sys.excepthook`, so that the other ranks see an exception too. Returns a function that undoes it."""
     print_exception = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -76,11 +80,11 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             _log.debug("rank %d: %s", rank, "".join(traceback.format_exception(kind, error, trace)))
             other, status = first
             reason = "" if problem is not None or summary in status.ended else f" ({summary.splitlines()[0]})"
-            sys.stderr.write(f"rank {rank} ends{at}{reason}: see what rank {other} printed.\n")
-        elif problem is not None:  # it is about the ranks, and not about this one's stack
+            sys.stderr.write(f"rank {rank} ends{at}{reason}, because rank {other} failed first: see its output.\n")
+        elif problem is not None:  # it names ranks and lines itself; this rank's traceback would add nothing
             sys.stderr.write(f"rank {rank} ends{at}: {problem}\n")
         else:
-            sys.stderr.write(f"rank {rank} raised this exception first; the others end because of it:\n")
+            sys.stderr.write(f"rank {rank} raised the following exception; the other ranks end because of it:\n")
             print_exception(kind, error, trace)
         sys.stderr.flush()
         for culprit in watch.status.blamed if first is None else [first[0], *watch.status.blamed]:
@@ -91,9 +95,11 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
 
 
 class Exits:
-    """Notes the last call of `sys.exit`, `exit` or `quit` on the main thread of this process, also if it was caught.
+    """Notes the last call of `sys.exit`, `exit` or `quit` on this process's main thread, even if SystemExit was caught.
 
-    code: its exit code, 0 if there was none. last: the call and its line, "" if there was none.
+    Attributes:
+        code: the exit code of that call, 0 if there was no call.
+        last: the call and its line, such as "sys.exit(3) at train.py:41 (main)"; "" if there was no call.
     """
 
     def __init__(self) -> None:
@@ -101,7 +107,7 @@ class Exits:
         self._pid = os.getpid()
 
     def install(self) -> Callable[[], None]:
-        """Extend the three functions. Returns a function that restores them."""
+        """Wrap the three functions. Returns a function that restores them."""
         places = [(sys, "exit"), *((builtins, name) for name in ("exit", "quit") if hasattr(builtins, name))]
         undo = []
         for place, name in places:
@@ -119,7 +125,7 @@ class Exits:
     def _noted(self, leave: Callable[[Any], Any], name: str) -> Callable[..., Any]:
         @functools.wraps(leave)
         def noted(status: Any = None) -> None:
-            # A fork's end is not this rank's, nor is a thread's.
+            # sys.exit in a forked child or in another thread does not end this rank.
             if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
                 shown = "" if status is None else f"{status!r:.60}"
                 self.last = f"{name}({shown}) at {line_now()}".removesuffix(" at ")
@@ -130,29 +136,32 @@ class Exits:
 
 
 def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
-    """Restore what `install` replaced, unless it has been replaced again since."""
+    """Set `place.name` back to `before`, unless something else has replaced `ours` since."""
     if getattr(place, name) is ours:
         setattr(place, name, before)
 
 
 def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool, exits: Exits) -> None:
-    """Close the communicators at exit: on all ranks together, or alone if another rank does not come."""
-    # Without a process group (accelerator.end_training() destroys it) the ranks cannot agree.
+    """Close the communicators at exit, once all ranks have reached their end, or alone if a rank failed or is missing.
+
+    Ends this process with a nonzero code (`os._exit`) if other ranks still needed this one, or if NCCL does not abort.
+    """
+    # Without a process group (accelerator.end_training() destroys it) the ranks cannot wait for each other.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
     problem = None
     watch.end(f"has left the program; its last exit call was {exits.last}" if exits.last else "has left the program")
     if not failed:
         try:
-            wait_loader()  # what another rank waits for may be queued
+            wait_loader()  # another rank may wait for operations that are still queued on this rank's device
             world.barrier(EXIT)
-        except (RuntimeError, ValueError):  # ValueError: the present process group is another one
+        except (RuntimeError, ValueError):  # ValueError: the program has replaced the default process group
             failed, problem = True, watch.problem
     watch.stop()
     if problem is not None and repr(EXIT) not in problem:
-        _log.warning("rank %d leaves alone: %s", world.rank, problem)
+        _log.warning("rank %d exits without waiting for the other ranks: %s", world.rank, problem)
         problem = None
     if problem is not None:
-        print(f"rank {world.rank} left while others waited for it: {problem}", file=sys.stderr, flush=True)
+        print(f"rank {world.rank} exited while other ranks waited for it: {problem}", file=sys.stderr, flush=True)
     aborted = True
     if failed and world.device.type == "cuda":
         aborted = abort_all(opened)
@@ -163,9 +172,13 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     if not failed and not joined and dist.is_initialized():
         dist.destroy_process_group()
     if not aborted:
-        print(f"rank {world.rank} ends at once: NCCL does not abort its communicators", file=sys.stderr, flush=True)
+        print(
+            f"rank {world.rank} ends its process now, because NCCL could not abort its communicators",
+            file=sys.stderr,
+            flush=True,
+        )
     if problem is not None or not aborted:
         logging.shutdown()
         sys.stdout.flush()
-        # An exit handler cannot set the status otherwise, and a launcher would blame another rank.
+        # An exit handler has no other way to set the exit code; with 0 the launcher would blame another rank.
         os._exit(exits.code or 1)

@@ -1,4 +1,7 @@
-"""What the ranks show each other without waiting: in memory that the ranks of a host share, or in the store."""
+"""A status text and the collective logs of each rank, which the other ranks can read without waiting for it.
+
+Ranks of one host read them from shared memory; ranks of other hosts read the text alone, from the launcher's store.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from ..engine.comm.object_comm import ObjectComm
 
 _log = logging.getLogger("hf_bmtrain")
 _TEXT_BYTES = 32 << 10
-"""Of one of the two places for a text; it begins with the text's length."""
+"""Size of each of the two text areas of a page: 8 bytes for the length of the text, then the text in UTF-8.
+
+A page is (8 bytes) the number of texts written so far, two text areas, and _JOURNALS collective logs of WORDS int64.
+"""
 _JOURNALS = 8
 _JOURNALS_START = 8 + 2 * _TEXT_BYTES
 _PAGE_BYTES = _JOURNALS_START + _JOURNALS * WORDS * 8
@@ -23,12 +29,13 @@ _KEY = "board/{}"
 
 
 class SharedStatus:
-    """One page per rank, with a text and the rank's journals, which the others may read at any time.
+    """One page of shared memory per rank, with its status text and collective logs, readable by others at any time.
 
-    Ranks of one host map the pages of all of them, so that those of a stopped or killed process can still be read, and
-    no server is asked. Ranks of other hosts read the text in the launcher's store, where it is shown as well.
+    All ranks of a host map the pages of all ranks of that host. So the page of a stopped or killed process can still be
+    read, and no server takes part. If there are several hosts, each rank also writes its text to the launcher's store.
 
-    neighbours: the other ranks of this host.
+    Attributes:
+        neighbours: the other ranks of this host.
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:
@@ -43,6 +50,7 @@ class SharedStatus:
             self._map()
 
     def _map(self) -> None:
+        """Map one file with a page for each rank of this host; if a rank cannot, none of them does. Collective."""
         ranks = sorted([self._rank, *self.neighbours])
         path = _create(len(ranks) * _PAGE_BYTES) if self._rank == ranks[0] else None
         path = self._control.gather(path)[ranks[0]]
@@ -52,19 +60,20 @@ class SharedStatus:
                 with open(path, "r+b") as file:
                     memory = memoryview(mmap.mmap(file.fileno(), len(ranks) * _PAGE_BYTES))
         except OSError as error:
-            _log.info("rank %d: the pages of this host's ranks could not be mapped: %s", self._rank, error)
+            _log.info("rank %d: cannot map the shared status pages, and will use the store: %s", self._rank, error)
         mapped = self._control.gather(memory is not None)
         if path is not None and self._rank == ranks[0]:
-            os.unlink(path)  # the mappings stay
+            os.unlink(path)  # the mapped memory stays valid
         if memory is not None and all(mapped[rank] for rank in ranks):
             for number, rank in enumerate(ranks):
                 self._pages[rank] = memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]
 
     def add(self, collective_log: CollectiveLog) -> None:
-        """Keep a log on this rank's page, and compare it at every entry with those of the ranks before and after.
+        """Move a log to this rank's page, and compare each new entry with the logs of the two adjacent ranks.
 
-        Each comparison takes time at every operation, and where any two ranks differ, two that are next to each other
-        do. Every rank adds the same journals in the same order, with the same entries.
+        Two ranks are enough, and comparing costs time at every operation: if any ranks of a host differ, two adjacent
+        ones do. Every rank must add the same logs in the same order, with equal entries so far. Logs beyond _JOURNALS
+        stay private.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
@@ -76,7 +85,7 @@ class SharedStatus:
             collective_log.publish(memories[mine], {ranks[place]: memories[place] for place in nearest})
 
     def show(self, text: str) -> None:
-        """Replace this rank's text. Longer ones than the page are cut. Any thread may call it."""
+        """Replace this rank's text, cut to the size of a text area. Any thread may call it."""
         if self._pages:
             with self._writing:
                 _write(self._pages[self._rank], text.encode()[: _TEXT_BYTES - 8])
@@ -84,14 +93,14 @@ class SharedStatus:
             self._control.show(_KEY.format(self._rank), text)
 
     def read(self, rank: int) -> str | None:
-        """Return the text of `rank`, None if it has not shown any yet."""
+        """Return the latest text of `rank`, None if it has not written one yet."""
         if rank in self._pages:
             return _read(self._pages[rank])
         return self._control.look(_KEY.format(rank))
 
 
 def _place() -> tuple[str, ...]:
-    """Return what only processes share that can share memory and see each other's process identifiers."""
+    """Return a key that is equal for processes that can share memory and see each other's process ids."""
     names = [socket.gethostname(), tempfile.gettempdir()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/mnt"):
         try:
@@ -102,14 +111,14 @@ def _place() -> tuple[str, ...]:
 
 
 def _create(nbytes: int) -> str | None:
-    """Create a file of zeros for shared memory and return its path, None if there is no space."""
+    """Create a file of `nbytes` zeros, in /dev/shm if possible, and return its path; None if there is no space."""
     for folder in ("/dev/shm", tempfile.gettempdir()):
         try:
             handle, path = tempfile.mkstemp(prefix="hf_bmtrain_board_", dir=folder)
         except OSError:
             continue
         try:
-            os.posix_fallocate(handle, 0, nbytes)  # a mapped file without space would end the process
+            os.posix_fallocate(handle, 0, nbytes)  # without it, writing to the mapping of a full disk raises SIGBUS
             return path
         except OSError:
             os.unlink(path)
@@ -119,9 +128,9 @@ def _create(nbytes: int) -> str | None:
 
 
 def _write(page: memoryview, data: bytes) -> None:
-    """Write `data` to the place that is not read, then count the texts, which makes it the one that is.
+    """Write `data` to the text area that readers do not use, then increment the count, which switches them to it.
 
-    A process that is stopped or killed meanwhile leaves the text before.
+    If the process is stopped or killed in between, readers still see the previous text.
     """
     count: Any = page[:8].cast("Q")
     start = 8 + (count[0] + 1) % 2 * _TEXT_BYTES
@@ -131,6 +140,7 @@ def _write(page: memoryview, data: bytes) -> None:
 
 
 def _read(page: memoryview) -> str | None:
+    """Return the latest text of a page, None if there is none. Reads again if the text was replaced meanwhile."""
     count: Any = page[:8].cast("Q")
     while before := count[0]:
         start = 8 + before % 2 * _TEXT_BYTES

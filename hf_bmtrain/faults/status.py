@@ -1,4 +1,4 @@
-"""What a rank says of itself to the others: where its program is, what it waits for, and how it ended."""
+"""The status that a rank shows to the others: the line of the program it is at, what it waits for, and how it ended."""
 
 from __future__ import annotations
 
@@ -23,13 +23,22 @@ _LOADING = os.path.join("torch", "utils", "data")
 
 @dataclass
 class Status:
-    """One rank's words about itself. Times are seconds since the epoch.
+    """What one rank tells the others about itself. Times are seconds since the epoch.
 
-    place: the line of the user's program where it is, "" if it is at none. since: it has been there since.
-    waits: what it waits for, of the other ranks, "" for nothing. waits_since: without an operation since. loading:
-    whether it loads data. ended: how its program ended, "" while it runs. problem: why every rank must stop. blamed:
-    the ranks for which the others waited in vain. occasions: by number, of the exchanges in `excerpts`. excerpts: of
-    its journals.
+    Attributes:
+        pid: its process id.
+        written: the time at which `look` last updated it.
+        place: the line of the user's program that it is at, such as "train.py:41 (load)"; "" if there is none.
+        since: the time at which it reached `place`.
+        waits: the operation with other ranks that it waits for, "" if it waits for none.
+        waits_since: the time since which it has waited without issuing another operation.
+        loading: whether it is inside torch's data loader.
+        ended: how its program ended, such as "raised ValueError: ..."; "" while it runs.
+        ended_at: the time at which it ended.
+        problem: why every rank must stop, None if nothing is known.
+        blamed: the ranks that the others waited for until the timeout.
+        occasions: the purpose of each exchange of objects, by the number (as text) under which the logs have it.
+        excerpts: the last entries of each of its collective logs.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -47,18 +56,23 @@ class Status:
     excerpts: list[Excerpt] = field(default_factory=list)
 
     def to_text(self) -> str:
+        """Return the status as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Status:
+        """Return the status from what `to_text` returned."""
         status = cls(**json.loads(text))
         status.excerpts = [Excerpt(*values) for values in status.excerpts]
         return status
 
     def look(self, thread: int) -> None:
-        """Look where a thread of this process is, by its identifier, and what it waits for.
+        """Update `place`, `waits` and `loading` from the stack of a thread of this process.
 
-        A program that has ended stays where it was last seen, or left.
+        `place` stays as it is once the program has ended.
+
+        Args:
+            thread: the thread's identifier, as from `threading.get_ident()`.
         """
         frame = sys._current_frames().get(thread)
         lines, waits, loading, now = [], "", False, time.time()
@@ -77,14 +91,14 @@ class Status:
 
 
 def line_now() -> str:
-    """Return the user's line that this is called from, the innermost outside libraries; "" if there is none."""
+    """Return the user's line that this call comes from: the innermost that is not in a library, "" if there is none."""
     status = Status()
     status.look(threading.get_ident())
     return status.place
 
 
 def line_of(trace: Any) -> str:
-    """Return the user's line in a traceback, the innermost outside libraries; "" if there is none."""
+    """Return the user's line in a traceback: the innermost that is not in a library, "" if there is none."""
     lines = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -95,7 +109,7 @@ def line_of(trace: Any) -> str:
 
 
 def condition(pid: int) -> str:
-    """Return "gone" or "stopped" for a process of this host that is not running, else "", also if it is not known."""
+    """Return "gone" or "stopped" for a process of this host that does not run; "" if it runs or /proc is missing."""
     if not os.path.isdir("/proc/self"):
         return ""
     try:
@@ -106,7 +120,7 @@ def condition(pid: int) -> str:
 
 
 def _waited_for(frame: FrameType, path: str) -> str:
-    """Return what `frame` waits for of the other ranks, "" if it does not."""
+    """Return the operation with other ranks that `frame` waits for, "" if it waits for none. path: its file."""
     if not any(each in path for each in _WAITS):
         return ""
     name = frame.f_code.co_name
@@ -119,7 +133,7 @@ def _waited_for(frame: FrameType, path: str) -> str:
 
 
 def _in_words(lines: list[tuple[str, str]]) -> str:
-    """Return the place of the innermost of `lines`, (file:line, function), and where that function was called."""
+    """Return `lines`, (file:line, function) from the innermost, as a text such as "train.py:41 (load, from line 9)"."""
     if not lines:
         return ""
     place, function = lines[0]
@@ -131,4 +145,5 @@ def _in_words(lines: list[tuple[str, str]]) -> str:
 
 
 def _short(path: str) -> str:
+    """Return `path` relative to the working directory if it is in it."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -1,4 +1,4 @@
-"""Finds out that the ranks do different things, or wait for one, and says which rank, where and why."""
+"""The thread that monitors the other ranks, and reports which rank differs, failed or is missing, where and why."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from .status import Status, condition
 
 _log = logging.getLogger("hf_bmtrain")
 SECONDS = 1.0
-"""Between two looks."""
+"""Seconds between two updates and checks of the thread."""
 CROSSED_SECONDS = 5.0
-"""For which two ranks have each waited for an operation of the other."""
+"""Seconds without progress after which two ranks that wait for each other's operations are reported."""
 _SILENT_SECONDS = 5.0
+"""Seconds without an update of its status after which a rank's process counts as blocked."""
 _GRACE_SECONDS = 5.0
+"""Seconds that this rank's program has to raise a problem before the next, stronger measure."""
 _LONGEST = 4000
-"""Characters of an exception that are shown to the other ranks."""
+"""The most characters of an exception that are shown to the other ranks."""
 
 
 class Watch(Monitor):
-    """A thread that shows what this rank does, and looks at what the others show.
+    """A thread that publishes this rank's status every second, and reads the status of the other ranks.
 
-    * Ranks whose journals differ: every rank gets the reason as `problem` of its journals, which the next operation
-      raises, and an operation on CPU that waits. One on GPUs is ended by `interrupt`.
-    * A rank that raised, or left while others wait for it: likewise.
-    * A rank for which others have waited for HF_BMTRAIN_HANG_SECONDS (30): one of them logs a warning that names it,
-      the line where it is, and the likely cause. It may only be slow, so nothing else happens before the timeout.
+    * If the collective logs of two ranks differ, every rank stores the reason as `problem` of its logs. The next
+      operation raises it, and so does an operation on the CPU that is waiting; `interrupt` aborts those on GPUs.
+    * If a rank raised an exception, or exited while others wait for it, the same happens.
+    * If ranks have waited for another for HF_BMTRAIN_HANG_SECONDS (30), one of them logs a warning with that rank, the
+      line it is at, and the likely cause. The rank may only be slow, so nothing else happens before the timeout.
 
-    status: what this rank shows.
+    Attributes:
+        status: the status that this rank publishes.
     """
 
     _control: ObjectComm
@@ -54,8 +57,8 @@ class Watch(Monitor):
         self._interrupt: Callable[[], None] = lambda: None
         self._delay = self._next = hang_seconds()
         self._stopped = threading.Event()
-        self._since = time.monotonic()  # no rank of the two has issued anything since
-        self._seen: tuple[list[int], list[int]] = [], []
+        self._since = time.monotonic()  # the time of the last change of _seen
+        self._seen: tuple[list[int], list[int]] = [], []  # entries of each log: this rank's, the next rank's
         self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
@@ -68,7 +71,7 @@ class Watch(Monitor):
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)
         self._observe()
-        self._show()  # now: it may be stopped within a second
+        self._show()  # before the thread's first update in a second, by which time the process may be stopped
         self._thread.start()
 
     def add(self, communicator: Communicator) -> None:
@@ -76,6 +79,7 @@ class Watch(Monitor):
         self._compare(communicator.collective_log)
 
     def _compare(self, collective_log: CollectiveLog) -> None:
+        """Share a log with this host's ranks, so that each new entry is compared, and let it explain differences."""
         self._board.add(collective_log)
         collective_log.explain = self.difference
 
@@ -93,27 +97,27 @@ class Watch(Monitor):
             self._thread.join(2 * SECONDS)
 
     def end(self, how: str) -> None:
-        """Show at once how this rank's program ended."""
+        """Publish at once how this rank's program ended. Later calls do nothing."""
         if not self.status.ended:
             self.status.ended, self.status.ended_at = how[:_LONGEST], time.time()
             self._show()
 
     def raised_before(self) -> tuple[int, Status] | None:
-        """Return the other rank whose program was the first to end by an exception, and its status, if there is one."""
+        """Return the other rank that was the first to end by an exception, and its status; None if none has."""
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
         raised = [each for each in others if each[1].ended.startswith(("raised", "ended"))]
         return min(raised, key=lambda each: each[1].ended_at, default=None)
 
     @property
     def problem(self) -> str | None:
-        """Why every rank must stop, None if nothing is known."""
+        """Why every rank must stop; None if no problem is known."""
         return next(
             (collective_log.problem for collective_log in self._collective_logs if collective_log.problem is not None),
             None,
         )
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
-        """Wait until the process of another rank has ended, at most `seconds`; not at all for one of another host."""
+        """Wait at most `seconds` until another rank's process has ended or stopped; return at once for other hosts."""
         status, end = self._read(rank), time.monotonic() + seconds
         while status is not None and rank in self._board.neighbours and time.monotonic() < end:
             if condition(status.pid):
@@ -127,16 +131,16 @@ class Watch(Monitor):
                 if problem is not None:
                     self._tell(problem)
                     return
-        except Exception as error:  # the store is gone, and with it the launcher or rank 0
-            _log.debug("rank %d: the ranks are no longer compared: %s", self._rank, error, exc_info=True)
+        except Exception as error:  # the launcher or rank 0, which serves the store, has ended
+            _log.debug("rank %d: stops monitoring the other ranks: %s", self._rank, error, exc_info=True)
 
     def _look(self) -> str | None:
-        """Show this rank's status, and return what is wrong, if anything is known to be."""
+        """Publish this rank's status, read the others', and return why every rank must stop, None if none must."""
         self._observe()
         self._show()
-        if self.problem is not None:  # found by an operation
+        if self.problem is not None:  # an operation of this rank has found it
             return self.problem
-        # Of two ranks, the one that is ahead still has the entries that the other one shows.
+        # Look at both: the rank that is ahead still has the entries that the one behind publishes, but not vice versa.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -148,16 +152,16 @@ class Watch(Monitor):
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
-        """Return why every rank must stop because of rank `other`, None if nothing is known."""
+        """Return why every rank must stop because of rank `other`, whose status is `theirs`; None if none must."""
         if theirs.ended.startswith("raised"):
-            return f"rank {other} {theirs.ended}; see the traceback that it printed."
+            return f"rank {other} {theirs.ended}; see the traceback in its output."
         if not theirs.ended and other in self._board.neighbours and condition(theirs.pid) == "gone":
             return f"rank {other} was last seen at {theirs.place}; {self._why_absent(other, theirs)}."
         crossed = self._crossed(other, theirs) if other == (self._rank + 1) % self._control.size else None
         return self.compare(other, theirs.excerpts) or crossed
 
     def _observe(self) -> None:
-        """Look where this rank is, and since when it waits."""
+        """Update this rank's status: its line, the operation it waits for, and since when."""
         counts = [collective_log.count for collective_log in self._collective_logs]
         self.status.look(self._program)
         if not self.status.waits and any(each.unfinished() for each in list(self._communicators)):
@@ -169,6 +173,7 @@ class Watch(Monitor):
         self._own_counts = counts
 
     def _show(self) -> None:
+        """Publish this rank's status to the other ranks."""
         self.status.excerpts = self.excerpts()
         self.status.occasions = {str(number): text for number, text in list(self._control.occasions.items())[-32:]}
         self._board.show(self.status.to_text())
@@ -184,12 +189,16 @@ class Watch(Monitor):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _tell(self, problem: str) -> None:
-        """Make this rank raise `problem`, and end it if it cannot."""
+        """Make this rank's program raise `problem`, and end the process if it does not get to.
+
+        First kill the processes of this host that would never end: those that are stopped, and those that are blamed
+        and blocked.
+        """
         for rank in self._board.neighbours:
             theirs = self._read(rank)
             stuck = rank in self.status.blamed and time.time() - theirs.written > _SILENT_SECONDS if theirs else False
             if theirs is not None and (stuck or condition(theirs.pid) == "stopped"):
-                # It would stay for ever, and its launcher with it. It ends first, and is the one to look at.
+                # It would never end, nor would its launcher. It ends before this rank, so the launcher blames it.
                 os.kill(theirs.pid, signal.SIGKILL)
                 self.wait_for_end(rank, SECONDS)
         self.status.problem = problem
@@ -203,19 +212,22 @@ class Watch(Monitor):
             self._observe()
             self._show()
             if self.status.waits:
-                break  # where it does not see the problem; otherwise it may have work of its own to do before it does
+                break  # it waits in an operation that does not check for a problem; until then it may be working
         _log.error("rank %d: %s", self._rank, problem)
         self._interrupt()
         if self._is_told(SECONDS if blamed else _GRACE_SECONDS):
             return
         frame = sys._current_frames().get(self._program)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        sys.stderr.write(f"rank {self._rank} is ended where it is, because it does not reach the error:\n{stack}")
+        sys.stderr.write(
+            f"rank {self._rank} ends its process now, because its program did not get to raise the error. It is at:\n"
+            f"{stack}"
+        )
         sys.stderr.flush()
         os._exit(1)
 
     def _is_told(self, seconds: float) -> bool:
-        """Return whether the problem is raised, or the program ends otherwise, within `seconds`."""
+        """Return whether, within `seconds`, the program raises the problem, ends, or stops this thread."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if (
@@ -226,12 +238,16 @@ class Watch(Monitor):
                 return True
         return False
 
-    # -- one rank that does not come ----------------------------------------------------------------------------
+    # -- missing ranks ------------------------------------------------------------------------------------------
 
     def _of_all(self) -> str | None:
-        """Explain for whom this rank waits, after the delay. Returns the explanation after the timeout, or None."""
+        """Check how long this rank has waited for others.
+
+        After the delay, the lowest waiting rank logs which ranks are missing, and again after ever longer intervals.
+        Returns the explanation once the timeout is over, else None.
+        """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
-        over = waited >= self._control.timeout and not self.status.ended  # a rank that has left may wait in vain
+        over = waited >= self._control.timeout and not self.status.ended  # a rank that has ended may wait for nothing
         if waited < self._next and not over:
             return None
         ranks = self._read_all()
@@ -246,45 +262,52 @@ class Watch(Monitor):
         return None
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
+        """Return whether a rank waits for others and can itself still take part in operations."""
         return bool(status.waits) and not self._why_absent(rank, status)
 
     def _why_absent(self, rank: int, status: Status) -> str:
-        """Return why a rank cannot come, "" if that is not known."""
+        """Return why a rank cannot take part in operations; "" if it can as far as is known."""
         state = condition(status.pid) if rank in self._board.neighbours else ""
         if state == "stopped":
-            return f"its process {status.pid} is stopped (SIGSTOP, or a debugger), and runs on after kill -CONT"
+            return f"its process {status.pid} is stopped (by SIGSTOP or a debugger); kill -CONT resumes it"
         if state == "gone" and not status.ended:
-            return "its process has ended without an exception (killed by a signal, for want of memory, or by os._exit)"
+            return (
+                "its process has ended without an exception (killed by a signal, by the kernel when memory ran out, or "
+                "by os._exit)"
+            )
         if status.ended:
             return f"it {status.ended}"
         silent = time.time() - status.written
         if silent > _SILENT_SECONDS:
             return (
-                f"it has been silent for {silent:.0f} s: its Python is blocked (by code that holds the interpreter's "
-                "lock), or its host or network is gone"
+                f"it has been silent for {silent:.0f} s: native code holds Python's interpreter lock, or its host or "
+                "network is down"
             )
         return ""
 
     def missing(self) -> str:
-        """Return for whom this rank waits."""
+        """Return which ranks this one waits for, where they are, and why they are missing."""
         self._observe()
         ranks = {**self._read_all(), self._rank: self.status}
         return self._explain_wait(ranks, [rank for rank, status in ranks.items() if self._is_waiting(rank, status)])
 
     def _explain_wait(self, ranks: dict[int, Status], waiting: Sequence[int]) -> str:
-        """Return who is waited for, where it is and why, and what the waiting ranks wait for."""
+        """Return which ranks are missing, where they are and why, and what the waiting ranks wait for.
+
+        ranks: the status of each rank that has published one. waiting: the ranks that wait; all others are missing.
+        """
         now = time.time()
         lines = []
         for rank in sorted(set(range(self._control.size)) - set(waiting)):
             status = ranks.get(rank)
             if status is None:
-                lines.append(f"rank {rank} has shown nothing yet")
+                lines.append(f"rank {rank} has not reported its status yet")
                 continue
             absent = self._why_absent(rank, status)
             if absent:
-                lines.append(f"rank {rank} was last seen at {status.place or 'no line of its program'}; {absent}")
+                lines.append(f"rank {rank} was last seen at {status.place or 'an unknown line'}; {absent}")
             else:
-                at = f" at {status.place}, for {now - status.since:.0f} s" if status.place else " between two lines"
+                at = f" at {status.place}, for {now - status.since:.0f} s" if status.place else " at an unknown line"
                 lines.append(f"rank {rank} is{at}, {_guess(status)}")
         missing = "; ".join(lines) or "every rank waits for others, in operations that do not match"
         waits = "; ".join(
@@ -292,16 +315,21 @@ class Watch(Monitor):
         )
         more = f"; {len(waiting) - 4} more wait" if len(waiting) > 4 else ""
         seconds = max([now - ranks[rank].waits_since for rank in waiting], default=0.0)
-        return f"Nothing has arrived for {seconds:.0f} s: {missing}. {waits}{more}."
+        return f"No progress for {seconds:.0f} s: {missing}. {waits}{more}."
 
     # -- comparisons --------------------------------------------------------------------------------------------
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the last entries of each journal, for `compare` on another rank."""
+        """Return the last entries of each collective log, for `compare` on another rank."""
         return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Return how this rank's journals differ from those of rank `other`, or None."""
+        """Return how this rank's collective logs differ from another rank's, None if no difference is known.
+
+        Args:
+            other: the other rank.
+            theirs: what its `excerpts` returned.
+        """
         for collective_log, shown in zip(self._collective_logs, theirs):
             text = self.difference(collective_log, other, shown)
             if text is not None:
@@ -309,16 +337,26 @@ class Watch(Monitor):
         return None
 
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
-        """Return how a journal differs from that of rank `other`, or None."""
+        """Return how a collective log differs from another rank's log of the same communicator, None if it does not.
+
+        Args:
+            collective_log: this rank's log.
+            other: the other rank.
+            theirs: the last entries of its log.
+        """
         found = collective_log.compare(theirs)
         if found is None:
             return None
-        when = f"Operation {found.number}" if found.first else f"An operation before number {found.number}"
+        when = f"Operation {found.number}" if found.first else f"An operation at or before number {found.number}"
         places = {self._rank: self._describe(found.mine), other: self._describe(found.theirs, other)}
         return self._explain(places, f"{when} of communicator '{collective_log.name}' differs")
 
     def _crossed(self, other: int, theirs: Status) -> str | None:
-        """Return why two ranks wait for each other: each has issued an operation to which the other does not come."""
+        """Return that this rank and `other` wait for each other on two communicators; None if they do not.
+
+        That is so if each has issued an operation on one that the other has not, and neither has made progress for
+        CROSSED_SECONDS.
+        """
         mine = [collective_log.count for collective_log in self._collective_logs]
         counts = mine, [shown.stop for shown in theirs.excerpts]
         if counts != self._seen:
@@ -337,10 +375,10 @@ class Watch(Monitor):
         return self._explain(places, "Each waits for the other")
 
     def _describe(self, entry: int, other: int | None = None) -> str:
-        """Return an entry in words. other: the rank whose entry it is, if it is another one."""
+        """Return a log's entry in words. other: the rank whose entry it is, None for this rank."""
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        while True:  # until it has shown its last occasion
+        while True:  # until the other rank has published the purpose of its latest exchange
             status = None if other is None else self._read(other)
             if status is not None:
                 occasions.update({int(number): text for number, text in status.occasions.items()})
@@ -350,12 +388,13 @@ class Watch(Monitor):
             time.sleep(0.1)
 
     def _explain(self, places: dict[int, str], what: str) -> str:
+        """Return the error for ranks that differ. places: the operation of each rank. what: where they differ."""
         self.status.look(self._program)
         self._show()
         begun, end = time.time(), time.monotonic() + 1.5 * SECONDS
         ranks = {rank: self._read(rank) for rank in places if rank != self._rank}
         while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
-            time.sleep(0.1)  # until they have looked where they are now
+            time.sleep(0.1)  # until they have published the line that they are at now
             ranks = {rank: self._read(rank) for rank in ranks}
         at = {rank: (self.status if status is None else status).place for rank, status in ranks.items()}
         at[self._rank] = self.status.place
@@ -365,34 +404,39 @@ class Watch(Monitor):
             for rank, place in sorted(places.items())
         )
         return (
-            f"the ranks do different things, and would wait for each other for ever or mix up their data. {what}. "
+            f"the ranks issued different operations, which would deadlock or exchange the wrong data. {what}. "
             f"{doing}. {_advice(list(places.values()))}"
         )
 
 
 def _advice(places: Sequence[str]) -> str:
-    """Return the way out for ranks that do different things. places: what they do."""
+    """Return the advice for ranks that issue different operations. places: these operations, in words."""
     if repr(EXIT) in places:
         return (
-            "A rank made fewer steps, or left by sys.exit(). Give every rank as many batches (drop_last, or a sampler "
-            "that repeats rows), and leave on all ranks."
+            "One rank made fewer steps, or ended by sys.exit(). Give every rank the same number of batches (drop_last, "
+            "or a sampler that repeats rows), and exit on all ranks together."
         )
     if any(place.startswith("'") for place in places):
-        return "What is named in quotes is for all ranks: call it on every rank, in the same order, not on one alone."
+        return (
+            "The function named in quotes needs all ranks: call it on every rank, in the same order, not on one alone."
+        )
     if any(place.startswith(("step with", "clipping", "change of requires_grad")) for place in places):
         return (
-            "Every rank must make the same steps: the same learning rate, options of the optimizer, clipping and "
-            "frozen parameters, as many times. Take none of them from the rank or its rows."
+            "Every rank must make the same steps with the same learning rate, optimizer options, clipping and frozen "
+            "parameters: none of them may depend on the rank or on its data."
         )
     return (
-        "Every rank must call the same modules in the same order, as many times, and backward as often: no evaluation "
-        "on one rank alone, and modules also where its data do not need them (no image, fewer tiles, a skipped layer): "
-        "pass them some input there, and add their output times 0 to the loss."
+        "Every rank must call the same modules in the same order and equally often, and backward too. Do not evaluate "
+        "on one rank alone. If a rank's data do not need a module (no image, fewer tiles, a skipped layer), call it "
+        "there with some input and add its output times 0 to the loss."
     )
 
 
 def _guess(status: Status) -> str:
-    """Return the likely cause of a rank that runs and does not come."""
+    """Return what a missing rank is likely doing, if its process runs and waits for no other rank.
+
+    It ends the sentence "rank 1 is at train.py:41, for 32 s, ...".
+    """
     if status.loading:
         return "in its data loader, which is slow or stuck"
-    return "and runs: code for this rank alone, or slow work"
+    return "running code that only this rank executes, or slow work"

@@ -61,7 +61,7 @@ def lines_of(job: str, *marks: str) -> list[int]:
 RAISED = r"ValueError.*row 17 of the data is damaged"
 STOPPED = r"stopped|SIGSTOP|no sign|not responding|does not answer|silent|not been heard|frozen|suspended"
 KILLED = r"SIGKILL|signal 9|killed|connection|no sign|not been heard|died|gone|ended without"
-MISSING = r"did not come|has not come|not called|does not call|missing|alone|not reached|waits? for|is in|is at"
+MISSING = r"not called|does not call|missing|alone|not reached|waits? for|is in|is at"
 
 CASES = [
     # -- a process stops, ends or raises

@@ -118,7 +118,7 @@ def seen_at_the_start() -> str:
 
 
 def test_a_rank_is_seen_as_soon_as_it_has_started(world):
-    assert not any("shown nothing" in text for text in world(2)(seen_at_the_start))
+    assert not any("not reported its status" in text for text in world(2)(seen_at_the_start))
 
 
 def without_shared_memory():

@@ -103,11 +103,11 @@ def names_block_and_rank(name):
     assert first.startswith("step 2 was skipped: a gradient was inf or nan, first in block layers.1: ")
     assert re.search(r"linear.weight \(\d+ of 36 elements nan\)", first), first
     assert "layers.2" not in first
-    assert "more on the way to the inputs" in first
+    assert "more, nearer to the model's inputs" in first
     assert first.endswith("there is no loss scale")
     assert second.startswith("step 3 was skipped, 2 in a row: ")
     if size > 1:
-        assert "which rank computed it is lost in the mean" in first
+        assert "which rank computed it cannot be told from the mean" in first
         assert f"computed by rank {guilty};" in second + ";", second
     return log.skips
 
@@ -155,7 +155,7 @@ def flag_is_late(arrives_on):
     if bmt.rank() == 0:
         (_, first), (_, second) = log.skips
         if arrives_on == 0:
-            assert "which one is unknown, because the gradients were freed before this was known" in first
+            assert "which one is unknown, because the gradients were freed before the skip was noticed" in first
         else:
             least = "at least " if arrives_on < bmt.world_size() else ""
             assert re.search(rf"first in block layers.1: .*linear.weight \({least}\d+ of 36 elements nan\)", first), (
@@ -172,7 +172,7 @@ def names_the_loss():
     if bmt.rank() == 0:
         ((_, text),) = log.skips
         assert "first outside the blocks: head.bias" in text
-        assert "that is every gradient, so look at the loss" in text
+        assert "these are all gradients, so look at the loss" in text
 
 
 def scale_search_is_quiet():
@@ -238,7 +238,7 @@ def test_a_mean_that_overflows():
             manager.backward(model(ids(0, 0)))
             manager.step()
     if bmt.rank() == 0:
-        assert "finite on every rank before the mean, which overflowed" in log.skips[1][1], log.skips
+        assert "every rank's own gradient was finite, and their mean overflowed" in log.skips[1][1], log.skips
 
 
 @pytest.mark.parametrize(("size", "arrives_on"), [(2, 1), *rows_in_full([(1, 0), (1, 1), (2, 0), (2, 2)])])

@@ -114,7 +114,7 @@ def test_ranks_that_differ_are_told(gather, case, words):
     finally:
         ranks.stop()
     for text, seconds in told:
-        assert "the ranks do different things" in text and "Every rank must call the same modules" in text
+        assert "the ranks issued different operations" in text and "Every rank must call the same modules" in text
         assert all(each in text for each in words), text
         assert seconds < 15
 
@@ -154,7 +154,7 @@ def test_a_difference_is_not_forgotten():
 
 def test_a_problem_stops_the_next_operation():
     collective_log = CollectiveLog("gather")
-    collective_log.problem = "the ranks do different things"
-    with pytest.raises(RuntimeError, match="different things"):
+    collective_log.problem = "the ranks issued different operations"
+    with pytest.raises(RuntimeError, match="different operations"):
         collective_log.note(1)
     assert collective_log.count == 0

@@ -177,7 +177,7 @@ def layer_drop(side: Side) -> None:
     train_dropping(side, lambda step, rank, number: (step + number) % 3 == 0)
 
 
-@expect(refused="the ranks do different things", on=(2,), slow=True)
+@expect(refused="the ranks issued different operations", on=(2,), slow=True)
 def layer_drop_of_each_rank(side: Side) -> None:
     """Each rank skips other layers."""
     train_dropping(side, lambda step, rank, number: (step + number + rank) % 3 == 0)
@@ -220,7 +220,7 @@ def skipping_inside_by_torch(side: Side) -> None:
     train_layers(side, Skipping)
 
 
-@expect(refused="the ranks do different things", on=(2,), slow=True)
+@expect(refused="the ranks issued different operations", on=(2,), slow=True)
 def layers_in_an_order_of_each_rank(side: Side) -> None:
     """Each rank runs the same layers in another order."""
 

@@ -387,7 +387,7 @@ def loss_of_zero(side: Side) -> None:
     train(side, model, steps=2, loss=lambda rank, step: model(ids(step, rank)).square().mean() * (rank == 0))
 
 
-@expect(refused="Nothing has arrived", on=(2,), slow=True)
+@expect(refused="No progress for", on=(2,), slow=True)
 def a_rank_without_a_loss(side: Side) -> None:
     """One rank has a loss that does not depend on the model: `torch.zeros((), requires_grad=True)`."""
     model = side.wrap(Encoder())
@@ -400,7 +400,7 @@ def a_rank_without_a_loss(side: Side) -> None:
     side.gradients(model)
 
 
-@expect(refused="do different things", on=(2,), slow=True)
+@expect(refused="issued different operations", on=(2,), slow=True)
 def a_rank_that_skips(side: Side) -> None:
     """One rank skips the step of a bad batch: neither forward nor backward."""
     model = side.wrap(Encoder())

@@ -57,7 +57,7 @@ def run(ranks: Ranks, topic: str, usage: Usage, use_checkpoint: bool) -> list[st
     try:
         results = ranks(attempt, topic, usage.name, use_checkpoint)
         kinds = {result.split(":")[0] for result in results}
-        waited = "Nothing has arrived" in results[0]
+        waited = "No progress for" in results[0]
         if kinds - {"", "difference"} and (len(kinds) > 1 or waited or not all(ranks(is_sound))):
             ranks.stop()
     except AssertionError as error:  # the ranks are stopped

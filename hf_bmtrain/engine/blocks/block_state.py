@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
 from .autograd import enter_backward, leave_backward, uncached_autocast
-from .recompute import ALWAYS, NEVER, Recompute, Replay
+from .recompute import ALWAYS, Recompute, Replay
 from .schedule import Schedule
 
 
@@ -59,6 +59,7 @@ class BlockState:
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward has entered the block, and has not reduced it yet
+    _recomputed: bool = field(default=True, init=False)  # what the policy answered for the last training forward
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -79,7 +80,8 @@ class BlockState:
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
         training = torch.is_grad_enabled()
-        recomputes = training and self.recompute.recomputes(args, kwargs, self.pending)
+        if training:
+            self._recomputed = self.recompute.recomputes(args, kwargs, self.pending)
         differentiable = False
         try:
             self.unshard(self.next and self.next())
@@ -87,7 +89,7 @@ class BlockState:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()
                     buffer.gradient.free_if_unused()
-                outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs, recomputes)
+                outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:
                 outputs = self._inside(layer_forward, *args, **kwargs)
             for buffer in self.buffers:
@@ -100,9 +102,7 @@ class BlockState:
             self.schedule.leave_unsharded(self)
         return outputs
 
-    def _forward_with_grad(
-        self, layer_forward: Callable, args: tuple, kwargs: dict, recompute: bool
-    ) -> tuple[Any, bool]:
+    def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         """Run the layer's forward with callbacks for the block's backward.
 
         Returns the outputs, and whether any of them is differentiable.
@@ -110,7 +110,7 @@ class BlockState:
         args, kwargs, inputs, filled = leave_backward(self.after_backward, args, kwargs)
         versions = [tensor._version for tensor in inputs]
         try:
-            if recompute:
+            if self._recomputed:
                 outputs = self._forward_to_recompute(layer_forward, args, kwargs)
             else:
                 outputs = self._inside(layer_forward, *args, **kwargs)
@@ -172,7 +172,7 @@ class BlockState:
             self.unshard(None)
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
-            return run(*args) if self.recompute is NEVER else checkpoint(run, *args, use_reentrant=False)
+            return checkpoint(run, *args, use_reentrant=False) if self._recomputed else run(*args)
         finally:  # torch may end a recomputation early by raising an exception
             if closed:
                 self.show_local()

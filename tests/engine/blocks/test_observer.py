@@ -1,13 +1,20 @@
 """Observers: which events they see, in which order, and until when."""
 
+import functools
 import gc
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hf_bmtrain as bmt
 from hf_bmtrain.engine.blocks.observer import EVENTS, Observer, Observers
-from twins import Tower, ids
+from hf_bmtrain.engine.wrap.extension import Extension
+from ranks import on_ranks
+from twins import Layer, Tower, ids
 
 
 class First(Observer):
@@ -92,3 +99,38 @@ def hooks():
 
 def test_the_model_hook_runs_behind_others(world):
     world(1)(hooks)
+
+
+class Routed(Layer):
+    """A layer that scores experts with a `gate`."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(6, 4)
+
+    def forward(self, x, shift=None):
+        return super().forward(x + self.gate(x).softmax(-1).sum(-1, keepdim=True), shift)
+
+
+@on_ranks(1)
+def test_the_example_of_the_source_s_readme():
+    """It counts each token once, also of recomputed blocks."""
+    readme = (Path(bmt.__file__).parent / "README.md").read_text("utf-8")
+    (example,) = (code for code in re.findall(r"```py\n(.+?)```", readme, re.DOTALL) if "(Extension)" in code)
+    lines = []
+    log = SimpleNamespace(info=lambda text, *args: lines.append(args))
+    names = {"Observer": Observer, "Extension": Extension, "functools": functools, "log": log}
+    exec(example, names)
+    model = Tower()
+    model.layers = torch.nn.ModuleList([Routed(), Routed()])
+    auto_wrap_file = sys.modules["hf_bmtrain.features.auto_wrap"]
+    listed = auto_wrap_file.extensions_of
+    auto_wrap_file.extensions_of = lambda options: [*listed(options), names["LogLoad"]()]
+    try:
+        bmt.auto_wrap(model)
+    finally:
+        auto_wrap_file.extensions_of = listed
+    for step in range(2):
+        model(ids(step, 0)).backward()
+    assert [name for name, _ in lines] == ["layers.0.gate", "layers.1.gate"] * 2
+    assert all(sum(tokens) == ids(0, 0).numel() for _, tokens in lines)

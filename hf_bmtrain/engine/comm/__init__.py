@@ -1,4 +1,4 @@
-"""Communication of flat tensors between ranks, and the layouts and memory that it needs.
+"""Communication of flat tensors and of Python objects between ranks, and the layouts and memory that it needs.
 
-It knows ranks, flat tensors, streams and devices. It knows nothing of modules, parameters or optimizers.
+Nothing here depends on modules, parameters or optimizers.
 """

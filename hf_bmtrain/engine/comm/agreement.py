@@ -1,4 +1,4 @@
-"""Comparison of facts that must be equal on every rank, such as names and shapes, options, or contents of files."""
+"""Check that facts are equal on every rank, such as names and shapes of tensors, options, or the contents of files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ import torch
 from .object_comm import ObjectComm
 
 _SHOWN = 5
-"""Differences that an error names."""
+"""How many differing facts an error shows."""
 _VALUES, _LENGTH = 4, 300
-"""Values that an error shows for each, and characters of a value."""
+"""How many different values an error shows of each fact, and how many characters of each value."""
 _SAMPLED = 64
-"""Elements that a fingerprint reads in each of three places."""
+"""How many elements of a tensor a fingerprint reads at the beginning, in the middle and at the end."""
 
 
 def agree(
     control: ObjectComm, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise RuntimeError, the same on every rank, unless `facts` are equal on all of them, in one order. Collective.
+    """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order. Collective.
 
-    Two values are equal if their `repr`s are. The error names the occasion and, for a few differences, the ranks by
-    value. If all are equal, each rank has sent one digest; otherwise rank 0 sends its facts, which may be thousands.
+    Two values are equal if they are strings and equal, or if their `repr`s are. If all facts are equal, the ranks only
+    exchange one digest each. Otherwise rank 0 broadcasts its facts, which may be thousands. The error is the same on
+    every rank and shows, for the first few differences, which ranks have which value.
 
-    may_differ: what the error shows besides, such as the file that each rank has read.
+    Args:
+        control: exchanges objects between the ranks.
+        occasion: what the ranks are about to do, for the error.
+        facts: the values that must be equal, by name.
+        may_differ: values that may differ, by the same names on every rank, which the error shows as well; for example
+            the file that each rank has read.
     """
     if control.size == 1:
         return
@@ -39,7 +45,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # they differ in their order alone
+    if not count:  # the facts differ only in their order: compare the name at each position, which raises
         agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])
@@ -50,9 +56,9 @@ def agree(
     for name, column in zip(texts, zip(*control.gather([*texts.values()]))):
         told.append(f"{name}: {_by_value(column)}")
     raise RuntimeError(
-        f"{occasion}: the ranks differ, and would train something that no single process trains. {'; '.join(told)}. "
-        "Every rank must run the same program with the same arguments, files and versions: take none of them from the "
-        "rank, the host or the time."
+        f"{occasion}: the ranks differ, so training would be wrong. {'; '.join(told)}. "
+        "Every rank must run the same program with the same arguments, files and versions: none of these may depend on "
+        "the rank, the host or the time."
     )
 
 
@@ -61,7 +67,7 @@ def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Return in words which ranks have which of `values`, which are in rank order."""
+    """Say in words which ranks have which value. values: one for each rank, in rank order."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -72,7 +78,7 @@ def _by_value(values: Sequence[str]) -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """Return "rank 3 has" or "ranks 0, 2-5 have"."""
+    """Return words such as "rank 3 has" or "ranks 0, 2-5 have"."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:
@@ -88,11 +94,11 @@ def _digest(text: str) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Return a digest of some elements of a tensor, for `agree`. Waits for the device.
+    """Return a digest of some of a tensor's elements, to be compared between ranks by `agree`. Waits for the device.
 
-    Of more than 192 elements it reads 64 at the beginning, in the middle and at the end, so that a mapped file is
-    hardly read. It misses a difference elsewhere. Weights and optimizer states of different steps, seeds or runs differ
-    nearly everywhere.
+    Of a tensor with more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, so
+    that little of a memory-mapped file is loaded. Differences in other elements are missed, but weights and optimizer
+    states of different steps, seeds or runs differ nearly everywhere.
     """
     flat = tensor.detach().resolve_conj().reshape(-1)
     if len(flat) > 3 * _SAMPLED:
@@ -103,7 +109,15 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def contents(state: Any, name: str = "") -> dict[str, str]:
-    """Return by name the shape, dtype and fingerprint of the tensors, and the numbers, in nested dicts and lists."""
+    """Describe the tensors, numbers and strings in nested dicts and lists, to be compared between ranks by `agree`.
+
+    Args:
+        state: a tensor, number, string or None, or nested dicts, lists and tuples of them. Other objects are left out.
+        name: the path of `state` in the outermost container, such as "groups.0.lr"; empty for the outermost itself.
+
+    Returns:
+        For each path, the shape, dtype and fingerprint of a tensor, or the `repr` of another value.
+    """
     if isinstance(state, torch.Tensor):
         return {name: f"{tuple(state.shape)} {state.dtype} {fingerprint(state)}"}
     if isinstance(state, Mapping):

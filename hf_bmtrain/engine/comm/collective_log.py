@@ -1,4 +1,8 @@
-"""What this rank has issued to a communicator, for a comparison with the other ranks."""
+"""A log of the operations that this rank has issued to a communicator, to be compared with the logs of other ranks.
+
+Ranks that issue different operations would deadlock or exchange the wrong data. A log stores no text: each entry is a
+number, and the log keeps a digest of all entries up to each one, from which recent entries can be computed.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""Entries that a journal keeps: several steps of a large model."""
+"""The number of most recent entries that a log can be compared by. A large model makes fewer in several steps."""
 SENT = 64
-"""Entries that a rank shows to the others."""
+"""The number of most recent entries in an excerpt, which a rank sends to the others."""
 _RING = 2 * KEPT
 WORDS = 1 + _RING
-"""The words of 8 bytes in which a journal keeps its entries."""
+"""The size of a log in words of 8 bytes: the number of entries, and a ring of digests."""
 UNKNOWN = "an exchange between the ranks"
+"""The description of an exchange of objects whose occasion this rank does not know."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_BUFFERS = (
-    "gather of", "gather without gradients of", "rounding to float8 of", "reduction of the gradient of",
+    "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
     "change of requires_grad in",
 )  # fmt: skip
 _OF_VALUES = (
@@ -35,12 +40,23 @@ _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
 
 
 def code(kind: str, number: int) -> int:
-    """Return the entry for an operation on `number` elements, or of the buffer or at the occasion of that number."""
+    """Return the entry for an operation.
+
+    Args:
+        kind: what the operation is, one of `_KINDS`.
+        number: for a collective on a tensor the number of elements; for an operation on a flat buffer the buffer's
+            number; for an exchange of objects the number of its occasion.
+    """
     return number * len(_KINDS) + _POSITIONS[kind]
 
 
 def value_code(kind: str, value: float) -> int:
-    """Return the entry for a number that every rank is about to use, such as a learning rate, rounded to float32."""
+    """Return the entry for a value that must be equal on all ranks, such as a learning rate.
+
+    Args:
+        kind: what the value is for, one of `_OF_VALUES`.
+        value: the value. The entry holds it rounded to float32.
+    """
     try:
         (bits,) = _BITS(_FLOAT(value))
     except OverflowError:
@@ -49,19 +65,28 @@ def value_code(kind: str, value: float) -> int:
 
 
 def option_kind(option: str) -> str:
-    """Return the kind of entries, for `value_code`, for an option of an optimizer."""
+    """Return the `kind` that `value_code` takes for an option of an optimizer, such as "lr"."""
     kind = "step with learning rate" if option == "lr" else f"step with {option}"
     return kind if kind in _OF_VALUES else "step with another option"
 
 
 def kind_and_number(entry: int) -> tuple[str, int]:
-    """Return the arguments of `code` for an entry; for one of `value_code`, the kind and the bits of the float32."""
+    """Return the kind and the number that `code` made an entry of.
+
+    For an entry that `value_code` made, the number has the bits of the float32 value.
+    """
     number, position = divmod(entry, len(_KINDS))
     return _KINDS[position], number
 
 
 def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str]) -> str:
-    """Return an entry in words. names, occasions: of the buffers and of exchanges of objects, by number."""
+    """Return an entry in words.
+
+    Args:
+        entry: the entry, from `code` or `value_code`.
+        names: the names of flat buffers, by the buffers' numbers.
+        occasions: what exchanges of objects were for, by the numbers of the occasions.
+    """
     kind, number = kind_and_number(entry)
     if kind in _OF_ELEMENTS:
         return f"{kind} of {number} elements"
@@ -73,7 +98,13 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
 
 
 class Excerpt(NamedTuple):
-    """The last entries of a journal. count, digest: before the first of them."""
+    """The last entries of a log.
+
+    Attributes:
+        count: the number of entries before them.
+        digest: the digest of the entries before them.
+        entries: the entries, oldest first.
+    """
 
     count: int
     digest: int
@@ -81,12 +112,19 @@ class Excerpt(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The number of entries of the journal."""
+        """The number of entries in the log when the excerpt was made."""
         return self.count + len(self.entries)
 
 
 class Difference(NamedTuple):
-    """The first known entry in which two journals differ. first: all before it are equal."""
+    """An entry in which the logs of two ranks differ, the first that could be compared.
+
+    Attributes:
+        number: the position of the entry in both logs, counted from 1.
+        mine: this rank's entry.
+        theirs: the other rank's entry.
+        first: whether all entries before it are known to be equal.
+    """
 
     number: int
     mine: int
@@ -95,12 +133,19 @@ class Difference(NamedTuple):
 
 
 class CollectiveLog:
-    """The entries of one communicator, which are the same on every rank, since every rank issues the same operations.
+    """The operations that this rank has issued to one communicator, as one entry each.
 
-    One thread at a time adds entries; any may read them.
+    As every rank must issue the same operations in the same order, the logs of all ranks must be equal. One thread at a
+    time may add entries; any thread may read them.
 
-    count: the number of entries. digest: a number that depends on all of them. problem: why this rank must stop.
-    told: whether that has been raised. explain: returns the words for a difference from another rank, or None.
+    Attributes:
+        name: the communicator's name.
+        count: the number of entries.
+        digest: a hash of all entries, 48 bits.
+        problem: why this rank must stop, such as a difference from another rank; None while nothing is known.
+        told: whether `problem` has been raised.
+        explain: called with this log, a rank and that rank's excerpt when its log differs from this one; returns the
+            difference in words, or None if it finds none.
     """
 
     def __init__(self, name: str) -> None:
@@ -109,20 +154,27 @@ class CollectiveLog:
         self.problem: str | None = None
         self.told = False
         self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
-        # The count, and the digest after each entry, at its number modulo 2 * KEPT. torch.compile, which may trace
-        # `note`, leaves arrays and memory views alone.
+        # The first word is the count. The digest after entry number i is at 1 + i % _RING. It is an array, and later a
+        # memory view, because torch.compile, which may trace `note`, does not guard on their contents.
         self._memory: Any = array("Q", bytes(8 * WORDS))
         self._others: list[tuple[int, Any]] = []
 
     def publish(self, memory: memoryview, others: Mapping[int, memoryview]) -> None:
-        """Keep the entries in `memory`, (WORDS,) of 8 bytes, which other ranks read, and compare with `others`'."""
+        """Move this log to shared memory, and from now on compare each new entry with the logs of other ranks there.
+
+        Args:
+            memory: WORDS words of 8 bytes, which the other ranks can read.
+            others: the corresponding memory of other ranks of this host, by rank.
+        """
         memory[:] = memoryview(self._memory)
         self._memory, self._others = memory, list(others.items())
 
     def note(self, entry: int) -> None:
-        """Add an entry, see `code`, before the operation is issued.
+        """Add an entry, made by `code` or `value_code`. Call this before issuing the operation.
 
-        Raises RuntimeError if the ranks have been found to differ, or another rank of this host has another entry here.
+        Raises:
+            RuntimeError: a problem has been found, or another rank of this host already has a different entry at this
+                position. The operation must not be issued then.
         """
         if self.problem is not None:
             self.refuse()
@@ -130,31 +182,34 @@ class CollectiveLog:
         digest = self.digest = (self.digest * _FACTOR + entry) & _MASK
         memory = self._memory
         memory[1 + number % _RING] = digest
-        memory[0] = self.count = number  # after the digest: another rank that sees the count may read it
+        memory[0] = self.count = number  # written last: another rank that sees this count may read the digest
         for rank, theirs in self._others:
             if 0 <= theirs[0] - number < KEPT and theirs[1 + number % _RING] != digest:
                 self.problem = self.problem or self.explain(self, rank, _excerpt(theirs))
                 self.refuse()
 
     def refuse(self) -> None:
-        """Raise the problem, if there is one."""
+        """Raise RuntimeError with the problem, if one has been found."""
         if self.problem is not None:
             self.told = True
             raise RuntimeError(self.problem)
 
     def check(self, seconds: float = 0) -> None:
-        """Raise RuntimeError if the ranks are, within `seconds`, found to differ."""
+        """Raise RuntimeError if a problem has been found, or is found within `seconds` by another thread."""
         end = time.monotonic() + seconds
         while self.problem is None and time.monotonic() < end:
             time.sleep(0.1)
         self.refuse()
 
     def excerpt(self) -> Excerpt:
-        """Return the last entries."""
+        """Return the last SENT entries, or fewer if there are fewer."""
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:
-        """Return the first difference that is known, or None."""
+        """Return the first entry in which this log and another rank's excerpt differ.
+
+        Returns None if no difference is found in the entries that both still have.
+        """
         digest, before = theirs.digest, self._digest(theirs.count)
         equal = before == digest
         for number, entry in enumerate(theirs.entries, theirs.count + 1):
@@ -168,14 +223,14 @@ class CollectiveLog:
         return None
 
     def entry(self, number: int) -> int | None:
-        """Return an entry by its number, None if it is not kept."""
+        """Return entry number `number`, counted from 1; None if it does not exist or is no longer stored."""
         digests = [self._digest(number - 1), self._digest(number)]
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]
 
     def _digest(self, number: int) -> int | None:
-        """Return the digest after `number` entries, None if it is not kept.
+        """Return the digest after entry number `number`, or None if it is not among the last KEPT entries.
 
-        Half of what the memory holds, so that what another thread adds meanwhile is not among them.
+        The ring has room for twice as many, so that entries which another thread adds meanwhile do not overwrite it.
         """
         count = self._memory[0]
         return self._memory[1 + number % _RING] if max(0, count - KEPT) <= number <= count else None
@@ -189,5 +244,5 @@ def _excerpt(memory: Any) -> Excerpt:
 
 
 def _entries(digests: list[int]) -> list[int]:
-    """Return the entries that lead from each digest to the next."""
+    """Return the entries between successive digests, computed from the digests."""
     return [(after - before * _FACTOR) & _MASK for before, after in pairwise(digests)]

@@ -1,8 +1,8 @@
-"""Collectives over flat tensors: the contract, gloo, and one process. `nccl` implements them for GPUs.
+"""Collectives over flat tensors: the interface, and its implementations by gloo and for one process.
 
-The operations of a `Communicator` run in the order in which they were issued, asynchronously to the computation. Each
-returns a `Ticket`; wait for it before reading the result or freeing an operand. Every rank issues the operations of
-all communicators in the same order, from one thread at a time.
+`nccl` implements the interface for GPUs. The operations of a `Communicator` run in the order in which they were issued,
+asynchronously to the computation. Each returns a `Ticket`: wait for it before reading the result or freeing an operand.
+Every rank must issue the operations of all communicators in the same order, from one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from .streams import DONE, Ticket
 # torch 2.13 renames the collective and warns about its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
-_CHECK_SECONDS = 1.0  # how often a wait looks whether the ranks have been found to differ
-_DIAGNOSIS_SECONDS = 5.0  # an operation fails at once if another process has ended, before that is found out
+_CHECK_SECONDS = 1.0  # how often a waiting rank checks its collective log for a problem
+_DIAGNOSIS_SECONDS = 5.0  # how long to wait for an explanation after an operation failed, since the monitor needs time
 PATIENCE = 5.0
-"""Seconds beyond the timeout, so that the watch ends the wait, which knows more."""
-_LATER = timedelta(seconds=60)  # for which gloo waits longer, so that the reason comes from here
+"""Seconds that a wait may last beyond the timeout, so that the monitor, which can tell why, reports the timeout
+first."""
+_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error comes first
 
 Ranges = Sequence[tuple[int, int]]
 
 
 class Communicator(Protocol):
-    """An ordered queue of collectives between `size` ranks. Tensors are contiguous and on this rank's device.
+    """An ordered queue of collectives between all ranks. Tensors are contiguous and on this rank's device.
 
-    journal: of the operations, to which callers may add what they are for.
+    Attributes:
+        rank: this rank's number.
+        size: the number of ranks.
+        collective_log: the log of the operations. Callers may add entries that say what the operations are for.
     """
 
     rank: int
@@ -43,77 +47,106 @@ class Communicator(Protocol):
     collective_log: CollectiveLog
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """Fill `full` (size * n,) with every rank's `shard` (n,), in rank order."""
+        """Fill `full` (size * n,) with the shards (n,) of all ranks, in rank order. Collective."""
         ...
 
     def reduce_scatter_mean(self, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
-        """Fill `shard` (n,) with this rank's part of the mean of `full` (size * n,) over ranks."""
+        """Average `full` (size * n,) over ranks, and write this rank's part of the mean to `shard` (n,). Collective."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, maximum: bool = False) -> Ticket:
-        """Replace `tensor` by its sum over ranks, or by its maximum."""
+        """Replace `tensor` on every rank by its sum over ranks, or by the maximum if `maximum`. Collective."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        """Replace `tensor` by that of rank `root`."""
+        """Replace `tensor` on every rank by the values of rank `root`. Collective."""
         ...
 
     def unfinished(self) -> bool:
-        """Return whether an operation that was issued is not complete. From any thread."""
+        """Return whether an operation has been issued that is not complete. May be called from any thread."""
         ...
 
     def close(self, abort: bool) -> None:
-        """Destroy the communicator. With `abort`, do not wait for other ranks: gloo waits at most one second for them.
+        """Destroy the communicator.
 
-        Abort those of a GPU together, see `nccl.abort_all`.
+        Args:
+            abort: whether to give up pending operations instead of waiting for other ranks. gloo still waits for them,
+                for at most one second. Abort all NCCL communicators of a GPU together, with `nccl.abort_all`.
         """
 
 
 class Gather(Protocol):
-    """Allocates shards and gathers them into whole buffers. communicator: orders all gathers and collectives.
+    """A way to allocate shards and to all-gather them into full buffers: by collectives or by peer copies.
 
-    By default `wait_for_readers`, `announce` and `free_dropped` do nothing, and shards are in torch's memory.
+    By default shards are in memory of torch's allocator, and `wait_for_readers`, `announce` and `free_dropped` do
+    nothing.
+
+    Attributes:
+        communicator: the communicator on which everything that is collective here is issued.
     """
 
     communicator: Communicator
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of this rank's shards outside torch's allocator, which its statistics do not include."""
+        """Bytes of this rank's shards that are outside torch's allocator and therefore not in its statistics."""
         return 0
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, wait_for_update: Callable[[], None]
     ) -> torch.Tensor:
-        """Return a shard of zeros (numel,) that can be gathered. Collective.
+        """Allocate a shard (numel,) of zeros that can be all-gathered. Collective.
 
-        wait_for_update: makes the current stream wait for any asynchronous update that still writes the shard.
+        Args:
+            numel: the number of elements.
+            dtype: their dtype.
+            device: this rank's device.
+            wait_for_update: called before the other ranks may read new values of the shard; makes the current stream
+                wait for any asynchronous update that is still writing to it.
         """
         ...
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
-        """Fill `full` (size * n,) with every rank's `shard` (n,), in rank order.
+        """Start to fill `full` with the shards of all ranks, in rank order.
 
-        own: ranges of this rank's `shard` that are read from `full`; the rest of its part may stay unfilled.
+        Collective if `is_collective` returns True.
+
+        Args:
+            full: (size * n,), written.
+            shard: (n,), this rank's shard, from `allocate`.
+            own: the (start, stop) ranges of this rank's own shard that must be copied to `full`. The rest of this
+                rank's
+                part of `full` may stay unfilled.
         """
         ...
 
     def is_collective(self, shard: torch.Tensor) -> bool:
-        """Return whether `gather` of this shard is a collective; True by default."""
+        """Return whether `gather` of this shard is collective. True by default."""
         return True
 
     def wait_for_readers(self) -> None:
-        """Make the current stream wait until no rank is gathering, so that shards may be written. Collective."""
+        """Make the current stream wait until all gathers started so far, on any rank, are complete. Collective.
+
+        Work that is queued on the stream afterwards may write to shards.
+        """
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """Make later gathers of `shard` wait for `update`, the asynchronous write to it on each rank. Collective."""
+        """Make later gathers of `shard` wait for an asynchronous update of it on every rank. Collective.
+
+        Args:
+            shard: this rank's shard, from `allocate`.
+            update: the ticket of the operation that writes the shard on this rank.
+        """
 
     def free_dropped(self) -> None:
-        """Free the memory of shards from `allocate` that are no longer referenced. Collective."""
+        """Free the memory of shards from `allocate` that no rank refers to any longer. Collective."""
 
 
 class CollectiveGather(Gather):
-    """Gathers by all-gather, which ends only after all ranks have entered it: shards need no other protection."""
+    """Gathers shards by the communicator's all-gather.
+
+    An all-gather ends on no rank before all ranks have entered it, so shards need no protection from early writes.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -128,7 +161,7 @@ class CollectiveGather(Gather):
 
 
 class SingleProcess:
-    """The communicator of a world of one rank. Operations are copies, or nothing, and complete at once."""
+    """The communicator of a world of one rank. Operations copy their input or do nothing, and are complete at once."""
 
     rank, size = 0, 1
 
@@ -157,6 +190,8 @@ class SingleProcess:
 
 
 class _GlooTicket:
+    """The ticket of one operation of gloo. finish: called after it, to compute the result from what was received."""
+
     def __init__(
         self,
         label: str,
@@ -175,8 +210,8 @@ class _GlooTicket:
         except RuntimeError as error:
             self._collective_log.refuse()
             raise RuntimeError(
-                f"{self.label} failed: another rank ended, raised, or did not reach this operation "
-                f"within the timeout. Look for the first error among the ranks' logs. ({error})"
+                f"{self.label} failed: another rank ended, raised an error, or did not reach this operation "
+                f"within the timeout. Look for the first error in the logs of all ranks. ({error})"
             ) from error
         finally:
             self._under_way.discard(self._work)
@@ -185,9 +220,10 @@ class _GlooTicket:
 
 
 class GlooCommunicator:
-    """A communicator on CPU. Operations run asynchronously in gloo's threads, so the control flow equals that on GPUs.
+    """A communicator for CPU tensors. Operations run asynchronously in gloo's threads, as they do on streams of a GPU.
 
-    Means are summed in float32 (float64 for float64) in rank order: equal on every rank and in every run.
+    Means are computed in float32 (float64 for float64), adding values in rank order, so they are reproducible bit by
+    bit.
     """
 
     def __init__(self, name: str, timeout: timedelta) -> None:
@@ -241,13 +277,16 @@ class GlooCommunicator:
 
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
         self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
-        self._under_way.add(work)  # until it has been waited for
+        self._under_way.add(work)  # `_GlooTicket.wait` removes it
         label = f"rank {self.rank}: {operation} of {tensor.numel()} × {tensor.dtype} on communicator '{self._name}'"
         return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as uint8, which all collectives accept, with its own version counter."""
+    """Return a view of a contiguous tensor as uint8 (nbytes,), which all collectives accept.
+
+    It has its own version counter, so writes to it do not count as writes to `tensor`.
+    """
     return tensor.detach().data.view(-1).view(torch.uint8)
 
 
@@ -255,25 +294,31 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
-    """Wait until an operation of gloo is complete, at most `seconds`.
+    """Wait until an operation of gloo is complete.
 
-    Raises RuntimeError if it fails, and the journal's problem as soon as there is one.
+    Args:
+        work: the operation.
+        collective_log: the log of its communicator.
+        seconds: how long to wait at most.
+
+    Raises:
+        RuntimeError: the operation failed or took too long; or a problem was found in the log while waiting.
     """
     end = time.monotonic() + seconds
     while not work.is_completed():
         left = end - time.monotonic()
         if left <= 0:
-            raise RuntimeError(f"Not all ranks came within {seconds:.0f} s.")
+            raise RuntimeError(f"Not all ranks reached this operation within {seconds:.0f} s.")
         if comes(work, min(left, _CHECK_SECONDS)):
             return
         collective_log.check()
     with explained_by(collective_log):
-        work.wait()  # raises its error
+        work.wait()  # raises the error of a failed operation
 
 
 @contextlib.contextmanager
 def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
-    """Replace an error of gloo or NCCL by the journal's problem, if the watch finds one within seconds."""
+    """Replace an error of gloo or NCCL by the problem in the collective log, if the monitor finds one within 5 s."""
     try:
         yield
     except RuntimeError:
@@ -282,7 +327,7 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
 
 
 def comes(work: Any, seconds: float) -> bool:
-    """Return whether an operation succeeds within `seconds`."""
+    """Wait at most `seconds` for an operation of gloo, and return whether it succeeded within them."""
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:
@@ -291,15 +336,18 @@ def comes(work: Any, seconds: float) -> bool:
 
 
 def keep_group(group: Any) -> None:
-    """Never destroy a process group whose threads wait for another rank: its destructor would wait for them."""
+    """Keep a process group alive until the process ends, by never releasing a reference to it.
+
+    For a group whose threads still wait for another rank, since its destructor would wait for those threads.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def end_group(group: Any) -> None:
-    """Destroy a process group. Its threads end when the caller drops its own reference as well.
+    """Destroy a process group. Its threads end when the caller also drops its own reference to the group.
 
-    They must end before the interpreter: a gloo thread that frees the tensors of its last operation while the
-    interpreter shuts down aborts the process ("terminate called without an active exception").
+    They must end before the interpreter does. A gloo thread that frees the tensors of its last operation while the
+    interpreter shuts down would abort the process ("terminate called without an active exception").
     """
-    with contextlib.suppress(ValueError):  # already destroyed with the default group
+    with contextlib.suppress(ValueError):  # it was already destroyed, together with the default group
         dist.destroy_process_group(group)

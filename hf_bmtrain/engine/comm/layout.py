@@ -1,4 +1,4 @@
-"""The positions of tensors in a flat buffer that is cut into equal shards. Integers only."""
+"""The positions of tensors in a flat buffer that is divided into equal shards. Computes with integers only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT_BYTES = 128
-"""Alignment of every tensor and every shard. Vector loads, cuBLAS and NCCL all need at least 16."""
+"""The alignment of every tensor and every shard, in bytes. Vector loads, cuBLAS and NCCL need at least 16."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The part of one tensor that is stored in one shard, as ranges of the tensor's and of the shard's elements.
+    """The elements of one tensor that are stored in one shard, possibly none.
 
-    It is empty if the shard holds nothing of the tensor.
+    Elements tensor_start:tensor_stop of the flattened tensor are elements shard_start:shard_stop of the shard.
     """
 
     tensor_start: int
@@ -24,21 +24,22 @@ class Range:
 
     @property
     def length(self) -> int:
+        """The number of elements."""
         return self.tensor_stop - self.tensor_start
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of `numels` elements, stored at `offsets` of a buffer of `world_size` shards of `shard_numel` elements.
+    """Where the tensors of a flat buffer are, and which of their elements each shard stores.
 
-    The pieces of all ranks tile every tensor exactly; elements that belong to no tensor are padding.
+    The ranges of all ranks together cover each tensor exactly once. Elements that belong to no tensor are padding. Use
+    `build` to make a layout.
 
-    grain: in elements. Every tensor begins on a multiple of it, counted from the start of the buffer, and so does every
-    shard. So a tensor is cut at multiples of the grain from its own start alone: what has a meaning only whole (64
-    elements with one scale, rows of a matrix) is never divided between ranks. `offsets` do not depend on the number
-    of shards. Padding is less than one grain after each tensor (but for what `build` leaves free), and less than
-    `world_size` + 1 grains at the end: the last ranks may store less than the others, perhaps nothing. A grain as large
-    as the largest tensor gives whole tensors to ranks.
+    Attributes:
+        numels: the number of elements of each tensor.
+        offsets: the first element of each tensor in the flat buffer. They do not depend on the number of shards.
+        shard_numel: the number of elements of each shard.
+        world_size: the number of shards.
     """
 
     numels: tuple[int, ...]
@@ -48,10 +49,21 @@ class Layout:
 
     @classmethod
     def build(cls, numels: Sequence[int], world_size: int, grain: int, spread: tuple[int, int] = (0, 1)) -> Layout:
-        """Lay out tensors of `numels` elements.
+        """Lay out tensors one after another.
 
-        spread: (n, times). The first n tensors together get `times` as many elements as they need, all in the first
-        shard; what is left is padding behind them.
+        There are fewer than `grain` elements of padding after each tensor (apart from `spread`), and fewer than
+        (world_size + 1) * grain at the end of the buffer, so the last ranks may store less than others, or nothing.
+
+        Args:
+            numels: the number of elements of each tensor.
+            world_size: the number of shards.
+            grain: in elements. All tensors and all shards begin at multiples of it, so a tensor is divided between
+                ranks
+                only at multiples of `grain` from its own start. This keeps elements together that belong together, such
+                as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
+                largest tensor, no tensor is divided.
+            spread: (n, times). The first n tensors together get `times` as many elements as they need, all in the first
+                shard; the elements that they do not need are padding after them.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -65,16 +77,16 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat buffer, padding included."""
+        """The number of elements of the flat buffer, including padding."""
         return self.shard_numel * self.world_size
 
     @property
     def extent(self) -> int:
-        """Elements up to the end of the last tensor. It does not depend on the number of shards, nor do `offsets`."""
+        """The number of elements up to the end of the last tensor. It does not depend on the number of shards."""
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
     def range_of(self, index: int, rank: int) -> Range:
-        """Return the piece of tensor `index` that `rank` holds."""
+        """Return the range of tensor `index` that `rank` stores, possibly empty."""
         shard_begin = rank * self.shard_numel
         begin, end = self.offsets[index], self.offsets[index] + self.numels[index]
         start = min(max(begin, shard_begin), end)
@@ -83,7 +95,7 @@ class Layout:
         return Range(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the ranges of `rank`'s shard that belong to tensors stored on several ranks."""
+        """Return the (start, stop) ranges of `rank`'s shard that store a part of a tensor, but not all of it."""
         local_ranges = [(numel, self.range_of(index, rank)) for index, numel in enumerate(self.numels)]
         return [
             (local_range.shard_start, local_range.shard_stop)
@@ -93,11 +105,11 @@ class Layout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Elements of each part of the flat buffer: gap, tensor, gap, …, tensor, gap. A gap is padding, often empty."""
+        """The sizes of gap, tensor, gap, …, tensor, gap in the flat buffer. A gap is padding, and often empty."""
         return _alternating([(o, o + n) for o, n in zip(self.offsets, self.numels)], self.numel)
 
     def shard_sizes(self, rank: int) -> list[int]:
-        """Return the elements of each part of `rank`'s shard: gap, piece, gap, …, piece, gap."""
+        """Return the sizes of gap, range, gap, …, range, gap in `rank`'s shard, with one range for each tensor."""
         local_ranges = [self.range_of(index, rank) for index in range(len(self.numels))]
         return _alternating(
             [(local_range.shard_start, local_range.shard_stop) for local_range in local_ranges], self.shard_numel

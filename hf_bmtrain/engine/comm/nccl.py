@@ -1,12 +1,12 @@
-"""Collectives between GPUs: NCCL through CuPy.
+"""Collectives between GPUs, by NCCL through CuPy.
 
-The contract of a CUDA communicator (why no other synchronization is needed):
-* operands are allocated on the compute stream; the stream that is current at the call is that one, or one that is
-  behind it (where gradients are packed, see reduce.py);
-* the communicator's stream first waits for everything queued on the current stream so far, hence for the operands'
-  contents and for earlier users of their memory;
-* `Ticket.wait` makes the then current stream wait for this operation only; operands are freed after it, so the
-  allocator, which recycles memory in compute-stream order, never hands them out too early.
+Each communicator runs its operations on a stream of its own. These rules make any other synchronization unnecessary:
+* The caller allocates operands on the compute stream. The current stream at the call is the compute stream, or a stream
+  that has waited for it (such as the one that packs gradients, see reduce.py).
+* The communicator's stream first waits for all work queued so far on the current stream: for the kernels that write the
+  operands, and for those that used their memory before.
+* `Ticket.wait` makes the stream that is current then wait for this operation only. The caller frees operands after it.
+  The allocator reuses memory in the order of the compute stream, so it never reuses that of a pending operation.
 """
 
 from __future__ import annotations
@@ -32,33 +32,37 @@ _ABORT_SECONDS = 10.0
 
 
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL type) that move `tensor`: as bytes if NCCL lacks its dtype (bool, int16, complex)."""
+    """Return the (count, NCCL type) with which to copy `tensor`: as bytes if NCCL lacks its dtype, such as bool."""
     known = _NCCL_TYPES.get(tensor.dtype)
     return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the (count, NCCL type) that reduce `tensor`: complex numbers by their real and imaginary parts.
+    """Return the (count, NCCL type) with which to reduce `tensor`: a complex tensor as real and imaginary parts.
 
-    Raise ValueError if NCCL has no arithmetic for its dtype.
+    Raises ValueError if NCCL cannot compute in the tensor's dtype.
     """
     real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     if real not in _NCCL_TYPES:
-        raise ValueError(f"NCCL has no arithmetic for {tensor.dtype}: convert it first, for example with .int()")
+        raise ValueError(
+            f"NCCL has no arithmetic for {tensor.dtype}: convert the tensor first, for example with .int()"
+        )
     return tensor.nbytes // real.itemsize, _NCCL_TYPES[real]
 
 
 class _CudaTicket:
+    """The ticket of an operation on a CUDA stream. Refers to the operands until `wait`, so that they are not freed."""
+
     def __init__(self, event: torch.cuda.Event, *operands: torch.Tensor) -> None:
         self._event, self._operands = event, operands
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._operands[0].device).wait_event(self._event)
-        self._operands = self._operands[:1]  # only the device is still needed
+        self._operands = self._operands[:1]  # a later `wait` needs one, for its device
 
 
 class NcclCommunicator:
-    """A communicator on CUDA. It owns one NCCL communicator of CuPy and one stream of torch."""
+    """A communicator for tensors on one CUDA device, with an NCCL communicator of CuPy and a stream of torch."""
 
     def __init__(self, name: str, rank: int, size: int, unique_id: bytes, device: torch.device) -> None:
         nccl = import_nccl()
@@ -90,7 +94,7 @@ class NcclCommunicator:
         return self._last is not None and not self._last.query()
 
     def close(self, abort: bool) -> None:
-        with self._closing:  # the watch's thread and the program may both abort it
+        with self._closing:  # the monitor's thread and the main thread may both abort it
             if self._closed:
                 return
             if abort:
@@ -102,13 +106,13 @@ class NcclCommunicator:
     def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
         assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with explained_by(self.collective_log):  # NCCL may find that a rank is gone before the watch has named it
+        with explained_by(self.collective_log):  # NCCL may fail because a rank has ended before the monitor reports it
             try:
                 call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
             except Exception as error:
                 raise RuntimeError(
                     f"rank {self.rank}: {call.__name__} of {send.numel()} × {send.dtype} on communicator "
-                    f"'{self._name}' failed: {error}. NCCL_DEBUG=INFO tells more."
+                    f"'{self._name}' failed: {error}. Set NCCL_DEBUG=INFO to see more."
                 ) from error
         event = self._last = torch.cuda.Event()
         event.record(self._stream)
@@ -116,10 +120,17 @@ class NcclCommunicator:
 
 
 def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SECONDS) -> bool:
-    """Abort communicators at the same time. Return whether all are within `seconds`.
+    """Abort all communicators of a device at the same time, each in a thread.
 
-    One after the other they would wait for ever: NCCL frees memory in an abort, for which CUDA waits until the device
-    is idle, and the operations of a communicator that is not aborted yet do not end.
+    Aborting them one after another would deadlock: in an abort NCCL frees memory, for which CUDA waits until the device
+    is idle, and pending operations of a communicator that is not aborted yet do not end.
+
+    Args:
+        communicators: the communicators to abort.
+        seconds: how long to wait for the threads.
+
+    Returns:
+        Whether all communicators were aborted within `seconds`.
     """
     aborted: list[Communicator] = []
 
@@ -131,7 +142,7 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
     try:
         for thread in threads:
             thread.start()
-    except RuntimeError:  # some versions of Python 3.12 start no thread in an exit handler
+    except RuntimeError:  # some versions of Python 3.12 cannot start threads in an exit handler
         return False
     end = time.monotonic() + seconds
     for thread in threads:
@@ -140,8 +151,10 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
 
 
 def import_nccl() -> Any:
-    """Return `cupy.cuda.nccl`, which shares torch's libnccl. Raise RuntimeError, naming the extra to install, if it is
-    missing, and if two NCCL libraries are loaded."""
+    """Import and return `cupy.cuda.nccl`, which uses the NCCL library that torch has loaded.
+
+    Raises RuntimeError if it cannot be imported, naming the extra to install, or if two NCCL libraries are loaded.
+    """
     major = (torch.version.cuda or "13").split(".")[0]
     try:
         nccl: Any = importlib.import_module("cupy.cuda.nccl")  # after torch, so that CuPy finds torch's libnccl loaded
@@ -149,13 +162,14 @@ def import_nccl() -> Any:
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"Training on several GPUs needs CuPy: pip install 'hf_bmtrain[cuda{major}]' "
-            f"(cupy-cuda{major}x beside this torch, built for CUDA {torch.version.cuda}). ({error})"
+            f"(it installs cupy-cuda{major}x, since this torch is built for CUDA {torch.version.cuda}). ({error})"
         ) from error
     libraries = _loaded_libraries("libnccl.so")
     if len(libraries) > 1:
         raise RuntimeError(
-            f"Two NCCL libraries are loaded, which corrupts both: {', '.join(sorted(libraries))}. Uninstall the "
-            f"nvidia-nccl wheel of the other CUDA version, keep nvidia-nccl-cu{major}, and clear LD_LIBRARY_PATH."
+            f"Several NCCL libraries are loaded, and none of them works then: {', '.join(sorted(libraries))}. "
+            f"Uninstall the nvidia-nccl wheel of any other CUDA version, keep nvidia-nccl-cu{major}, and clear "
+            "LD_LIBRARY_PATH."
         )
     return nccl
 

@@ -1,4 +1,4 @@
-"""Exchange of picklable Python objects between the ranks, over a separate gloo group, and of posts in a store."""
+"""Exchange of Python objects between the ranks: by collectives of a separate gloo group, or through torch's store."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from ..base.torch_internals import default_store
 from .collective_log import CollectiveLog, code
 from .communicator import PATIENCE, end_group, explained_by, keep_group, wait_for
 
-_LATER = timedelta(seconds=60)  # for which gloo waits longer, so that the reason comes from here
+_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error comes first
 
 
 class ObjectComm:
-    """Collectives over Python objects, and posts. With one process all methods return at once.
+    """Collectives over picklable Python objects, and texts in a store that all ranks can read.
 
-    `gather`, `broadcast_object`, `barrier` and `any` are collective. journal: of these. timeout: seconds that they wait
-    for the other ranks. occasions: what they were for, by the numbers in the journal.
+    `gather`, `broadcast_object`, `barrier` and `any` are collective; the other methods are not. With one rank all of
+    them return at once.
+
+    Attributes:
+        size: the number of ranks.
+        timeout: how many seconds a collective waits for the other ranks.
+        collective_log: the log of the collectives.
+        occasions: what the collectives were for, by the numbers in the log.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
-        """Make a group of all ranks of torch's default process group, if there are several. Collective."""
+        """Create a gloo group of all ranks of torch's default process group, if there are several. Collective."""
         self.size, self.timeout = size, timeout.total_seconds()
         self.collective_log = CollectiveLog("control")
         self.occasions: dict[int, str] = {}
@@ -33,7 +39,12 @@ class ObjectComm:
         self._last: Any = None  # the last barrier
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
-        """Return every rank's `value`, in rank order."""
+        """Return the values that all ranks pass, in rank order. Collective.
+
+        Args:
+            value: any object that can be pickled.
+            occasion: what the exchange is for, for messages; the same on every rank.
+        """
         values = [value]
         if self._group is not None:
             self.barrier(occasion)
@@ -43,7 +54,7 @@ class ObjectComm:
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's `value`."""
+        """Return the value that rank 0 passes; the values of the other ranks are ignored. Collective."""
         values = [value]
         if self._group is not None:
             self.barrier("a broadcast of rank 0's object")
@@ -52,14 +63,29 @@ class ObjectComm:
         return values[0]
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait at most `seconds`, by default the timeout, for every rank to come to the same occasion.
+        """Wait until every rank has called this with the same occasion. Collective.
 
-        Raises RuntimeError if others did not come; no exchange is possible then.
+        Args:
+            occasion: what the barrier is for, for messages.
+            seconds: how long to wait; None for the timeout.
+
+        Raises:
+            RuntimeError: not all ranks have called it in time, or a problem was found. This object cannot be used for
+                collectives afterwards.
         """
         self.any(False, occasion, seconds)
 
     def any(self, flag: bool, occasion: str, seconds: float | None = None) -> bool:
-        """Return whether a rank passes True. A barrier, in one message where `gather` takes several."""
+        """Return whether any rank passes True. Needs one message, where `gather` needs several. Collective.
+
+        Args:
+            flag: this rank's value.
+            occasion: what the exchange is for, for messages; the same on every rank.
+            seconds: how long to wait for the other ranks; None for the timeout.
+
+        Raises:
+            RuntimeError: as `barrier`.
+        """
         if self._group is None:
             return flag
         number = zlib.crc32(occasion.encode())
@@ -73,32 +99,32 @@ class ObjectComm:
     # -- posts, which are not collective ------------------------------------------------------------------------
 
     def post(self, key: str, text: str) -> None:
-        """Add `text` (without ";") to the posts of all ranks under `key`. One message to the launcher's store."""
+        """Append `text`, which must not contain ";", to the texts that ranks have posted under `key` in the store."""
         if self._store is not None:
             self._store.append(key, f"{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Return the posts under `key`, of which there is one at least; none with one process."""
+        """Return the texts that ranks have posted under `key`, waiting until there is one. Empty with one rank."""
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 
     def delete_posts(self, key: str) -> None:
-        """Delete the posts under `key`."""
+        """Delete all texts that ranks have posted under `key`."""
         if self._store is not None:
             self._store.delete_key(key)
 
     def show(self, key: str, text: str) -> None:
-        """Replace what is shown under `key`."""
+        """Set the text under `key` in the store, replacing any other."""
         if self._store is not None:
             self._store.set(key, text)
 
     def look(self, key: str) -> str | None:
-        """Return what is shown under `key`, None if nothing is."""
+        """Return the text that `show` has set under `key`, or None if there is none. Does not wait."""
         if self._store is None or not self._store.check([key]):
             return None
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """End the group's threads, unless they wait for another rank in a barrier that was given up."""
+        """Destroy the gloo group, unless its threads still wait for other ranks in a barrier that timed out."""
         given_up = self._last is not None and not self._last.is_completed()
         self._last = None  # it refers to the group
         if given_up:

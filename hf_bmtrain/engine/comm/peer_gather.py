@@ -1,4 +1,4 @@
-"""Gathers without collectives within one host: every rank copies the other ranks' shards from their memory."""
+"""All-gathers by peer copies: each rank copies the shards of the other ranks of this host from their memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from .streams import Ticket, work_stream
 
 @dataclass(eq=False)
 class _Shared:
-    """One shard that all ranks have mapped.
+    """One shard of this rank, with the corresponding shards of the other ranks, whose memory this rank has mapped.
 
-    sources: the mapped shards by rank, None for this one. alive: returns None once the shard's memory is no longer
-    referenced. published: the version that the other ranks may read. meeting: a ticket behind which every rank's
-    announced update is done. read: True if this rank has gathered the shard since the last `wait_for_readers`.
+    Attributes:
+        shard: this rank's shard.
+        nbytes: its size.
+        sources: the mapped shards by rank; None for this rank's own.
+        handle: the handle of this rank's memory.
+        alive: returns None once nothing refers to the memory of this rank's shard.
+        wait_for_update: makes the current stream wait for any asynchronous update that is still writing the shard.
+        published: the version of this rank's shard that the other ranks may read.
+        meeting: the ticket of the all-reduce of an announced update. Once it is complete, all ranks have made the
+            update. read: whether this rank has gathered the shards since the last `wait_for_readers`.
     """
 
     shard: weakref.ref[torch.Tensor]
@@ -36,27 +43,28 @@ class _Shared:
 
 
 class PeerGather(Gather):
-    """Gathers by pulling; shards that are not mapped are gathered by `collective`.
+    """Gathers shards by copying them from the memory of the other ranks. Uses `collective` for shards below `smallest`.
 
-    Its contract (why no rank has to meet the others at every gather):
-    * A shard made by `allocate` is stored in memory that every rank has mapped. `gather` copies all ranks' shards
-      into `full` on streams of its own, which first wait for what is queued on the compute stream.
-    * Weights change at few points. The first gather after a change *publishes*: an all-reduce of one element, which
-      each rank enters behind its own writes and which its later copies wait for. So they read what was written.
-    * Updates that an optimizer makes alongside the computation are not published so: the first gather would come behind
-      the last of them. `announce` publishes each on its own: an all-reduce on a communicator of its own, behind that
-      update alone and no other work, which the gathers of that shard wait for. All ranks announce in the optimizer's
-      step, the same shards in the same order, so they meet in the same order however they gather afterwards; and a
-      meeting waits for updates alone, which wait for no gather, so it comes to pass even where a rank gathers nothing.
-    * An update inside a backward (`update_in_backward`) writes a shard that is gathered since the last
-      `wait_for_readers`, and may: its gradient has been reduced, to which every rank gave its part behind its own last
-      gather of that shard in this backward. It is not announced, but published by the next gather, as other writes are.
-    * `wait_for_readers` is the same meeting in the other direction: behind it, all copies that were started before it
-      on any rank are done, and weights may be written. The end of a backward is one, the explicit collectives are
-      others.
-    * Weights that were written although they were gathered since the last `wait_for_readers` may have been read half
-      written by a slower rank. The next gather then raises.
-    Ranks may gather different numbers of times between two changes.
+    A gather is not collective, so ranks may gather different numbers of times between two changes of the weights. A
+    *meeting* is an all-reduce of one element: it completes on no rank before the streams of all ranks have reached it.
+    These rules ensure that every copy reads complete, current values:
+
+    * `allocate` places a shard in memory that every rank has mapped. `gather` copies all ranks' shards into `full` on
+      streams of the peer memory, which first wait for the work queued on the current stream.
+    * Weights change at few points. The first gather after a change *publishes* it by a meeting. Each rank enters the
+      meeting after its own writes, and its later copies wait for the meeting, so they read the new values.
+    * Updates that an optimizer makes asynchronously are not published in this way, because the first gather would then
+      wait for the last update. Instead, `announce` publishes each update by a separate meeting, on a separate
+      communicator and stream, which waits for that update alone. Gathers of that shard wait for this meeting. All ranks
+      announce the same shards in the same order in the optimizer's step, whatever they gather afterwards. The meeting
+      waits only for updates, and updates wait for no gather, so it completes even if a rank gathers nothing.
+    * An update inside a backward (`update_in_backward`) may write a shard that was gathered since the last
+      `wait_for_readers`: at that time its gradient has been reduced, and every rank contributed to the reduction after
+      its own last gather of the shard in this backward. The update is not announced; the next gather publishes it.
+    * `wait_for_readers` is a meeting that each rank enters after the copies that it has started. Weights may be written
+      after it. It is called at the end of every backward and by explicit collectives.
+    * If weights were written although they were gathered since the last `wait_for_readers`, a slower rank may have read
+      them while they were being written. The next gather then raises RuntimeError.
     """
 
     def __init__(
@@ -69,9 +77,17 @@ class PeerGather(Gather):
         device: torch.device,
         open_meetings: Callable[[], Communicator],
     ) -> None:
-        """exchange: all-gathers a Python object. smallest: the least bytes of a shard that is pulled.
+        """Create the gather of one world.
 
-        open_meetings: makes the communicator of announced updates when the first is announced. Collective.
+        Args:
+            communicator: for the meetings, and for the order of all gathers and collectives.
+            collective: gathers the shards that are too small to be copied.
+            memory: allocates, maps and copies the shards.
+            exchange: all-gathers a Python object.
+            smallest: the size in bytes from which shards are copied.
+            device: this rank's device.
+            open_meetings: opens the communicator for the meetings of announced updates. Called when the first update is
+                announced. Collective.
         """
         self.communicator, self.collective = communicator, collective
         self._memory, self._exchange, self._smallest = memory, exchange, smallest
@@ -81,7 +97,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # the token has been written
+        self._update_stream.follow()  # until the tokens are initialized
         self._meetings = functools.cache(open_meetings)
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -98,7 +114,7 @@ class PeerGather(Gather):
             None if rank == self._rank else self._memory.map(other, nbytes)
             for rank, other in enumerate(self._exchange(handle))
         ]
-        self._exchange(None)  # all have mapped
+        self._exchange(None)  # a barrier: now every rank has mapped the memory
         self._memory.unlink(handle)
         self._made += 1
         note: Any = shard
@@ -115,7 +131,7 @@ class PeerGather(Gather):
                 if rank != self._rank:
                     self._memory.unmap(source)
         if gone:
-            self._exchange(None)  # no rank has them mapped
+            self._exchange(None)  # a barrier: now no rank has the memory mapped
         for shared in gone:
             self._memory.free(shared.handle)
 
@@ -136,7 +152,8 @@ class PeerGather(Gather):
             self._publish()
         shared.read = True
         parts = full.detach().data.view(self._size, -1)
-        order = [(self._rank + distance) % self._size for distance in range(1, self._size)]  # not all from one at once
+        # Each rank starts with the next one, so that not all ranks copy from the same rank at once.
+        order = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         pairs = [[(parts[rank], shared.sources[rank])] for rank in order]
         here, mine = parts[self._rank], shard.detach()
         pairs.append([(here[begin:end], mine[begin:end]) for begin, end in own])
@@ -146,7 +163,7 @@ class PeerGather(Gather):
         return not hasattr(shard, "shared")
 
     def _publish(self) -> None:
-        """Make this rank's writes, and every other rank's, visible to the copies that follow."""
+        """Make the copies that follow wait until every rank has completed its writes to shards. Collective."""
         living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]
         changed = [(shared, shard) for shared, shard in living if shard._version != shared.published]
         self._check_unread([shared for shared, _ in changed])
@@ -159,15 +176,15 @@ class PeerGather(Gather):
     def _check_unread(self, changed: list[_Shared]) -> None:
         if any(shared.read and shared.published >= 0 for shared in changed):
             raise RuntimeError(
-                f"rank {self._rank}: weights were written after a forward that no backward has followed; a slower rank "
-                "may have read them half written. Call hf_bmtrain.synchronize() between the forward and the write, "
-                "or use init_distributed(gather='collective')."
+                f"rank {self._rank}: weights were written after a forward without a backward. A slower rank may have "
+                "read them half written. Call hf_bmtrain.synchronize() between the forward and the write, or use "
+                "init_distributed(gather='collective')."
             )
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return  # gathered by a collective
+            return  # an all-gather waits for the update by itself
         self._check_unread([shared])
         meetings = self._meetings()
 

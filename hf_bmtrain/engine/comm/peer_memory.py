@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share, and copies from it and to it."""
+"""Memory that the processes of one host share, and copies from and to it."""
 
 from __future__ import annotations
 
@@ -16,37 +16,48 @@ from .communicator import DONE, Ticket
 
 
 class PeerMemory(Protocol):
-    """Allocates memory that other processes can map, maps theirs, and copies from it and to it."""
+    """Allocates memory that other processes of this host can map, maps their memory, and copies between them."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
-        """Return (zeros (numel,), a handle that other processes of this host can `map`, alive).
+        """Allocate zeroed memory that other processes of this host can map.
 
-        `alive()` returns None once the memory is no longer referenced.
+        Returns:
+            The memory as a tensor (numel,); a handle to be sent to the other processes for `map`; and a function that
+            returns None once nothing refers to the memory.
         """
         ...
 
     def map(self, handle: Any, nbytes: int) -> Any:
-        """Map another process's memory, to be a source or target of `copy`."""
+        """Map memory of another process, so that `copy` can read and write it.
+
+        Args:
+            handle: from `allocate` in the other process.
+            nbytes: the size of the memory.
+        """
         ...
 
     def part(self, source: Any, start: int, stop: int) -> Any:
-        """Return bytes start:stop of mapped memory, to be a source or target of `copy`."""
+        """Return bytes start:stop of mapped memory, as a source or target for `copy`."""
         ...
 
     def unlink(self, handle: Any) -> None:
-        """Remove the name of the memory, after every process has mapped it."""
+        """Remove the file behind the memory, if there is one, so that it is freed when its processes end.
+
+        Call this after every process has mapped the memory.
+        """
 
     def unmap(self, source: Any) -> None:
-        """Unmap another process's memory."""
+        """Undo `map`. source: what it returned."""
 
     def free(self, handle: Any) -> None:
-        """Free memory of this process that no process has mapped any more."""
+        """Free memory that `allocate` made in this process, after every other process has unmapped it."""
 
     def copy(self, pairs: Sequence[Sequence[tuple[Any, Any]]]) -> Ticket:
-        """Start to fill each target from its source, after the work queued on the current stream.
+        """Start to copy each source to its target, after the work queued on the current stream so far.
 
-        pairs: one sequence of (target, source) per process, of equal bytes. At least one of the two is a contiguous
-        tensor (n,) of this process, the other one too or mapped memory.
+        Args:
+            pairs: for each process one sequence of (target, source) pairs of equal size in bytes. Each of the two is a
+                contiguous tensor (n,) of this process or mapped memory, and at least one is a tensor.
         """
         ...
 
@@ -55,11 +66,11 @@ class PeerMemory(Protocol):
 
 
 class HostMemory:
-    """Files in shared memory, for processes on CPU. Copies are synchronous."""
+    """Files in shared memory, for processes that train on the CPU. Copies are synchronous."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, str, Callable[[], object]]:
         nbytes = numel * dtype.itemsize
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else that of temporary files
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the folder for temporary files
         descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
@@ -92,7 +103,7 @@ class HostMemory:
 
 
 class _Slab:
-    """Bytes at a device address, in the form that torch.as_tensor accepts."""
+    """Memory at an address of a CUDA device, in the form that torch.as_tensor accepts."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -101,6 +112,8 @@ class _Slab:
 
 
 class _EventsTicket:
+    """The ticket of copies on several streams, with one event for each."""
+
     def __init__(self, device: torch.device, events: list[torch.cuda.Event]) -> None:
         self._device, self._events = device, events
 
@@ -111,19 +124,20 @@ class _EventsTicket:
 
 
 class CudaMemory:
-    """cudaMalloc memory shared by CUDA IPC. The copy engines read it, on one stream per other rank.
+    """Memory from cudaMalloc, shared by CUDA IPC. The GPU's copy engines copy it, on one stream per process.
 
-    torch's own allocations cannot be shared so: their handles name whole segments of its pool.
+    Memory of torch's allocator is not used, because an IPC handle refers to a whole segment of the allocator's pool.
     """
 
     def __init__(self, device: torch.device, sources: int) -> None:
+        """sources: the number of processes, each of which gets a stream for its copies."""
         self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(sources)]
 
     @contextmanager
     def _chosen(self) -> Iterator[None]:
-        """Make the device current for torch, and for CuPy, which has its own current device in every thread."""
+        """Make the device current for torch and for CuPy, which has its own current device in every thread."""
         with torch.cuda.device(self._device):
             if self._runtime.getDevice() != self._device.index:
                 self._runtime.setDevice(self._device.index)
@@ -135,12 +149,12 @@ class CudaMemory:
             try:
                 address = self._runtime.malloc(nbytes)
             except self._runtime.CUDARuntimeError:
-                torch.cuda.empty_cache()  # torch's pool may hold the missing memory unused
+                torch.cuda.empty_cache()  # torch's allocator may have reserved memory that no tensor uses
                 address = self._runtime.malloc(nbytes)
             handle = bytes(self._runtime.ipcGetMemHandle(address))
-        slab = _Slab(address, nbytes)  # alive as long as any view of the storage
+        slab = _Slab(address, nbytes)  # lives as long as any view of the tensor below
         memory = torch.as_tensor(slab, device=self._device).zero_()
-        torch.cuda.current_stream(self._device).synchronize()  # zeroed before other processes write there
+        torch.cuda.current_stream(self._device).synchronize()  # other processes may write there as soon as this returns
         return memory.view(dtype), (handle, address), weakref.ref(slab)
 
     def map(self, handle: tuple[bytes, int], nbytes: int) -> int:
@@ -165,7 +179,7 @@ class CudaMemory:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         events = []
-        for own, stream in zip(pairs, self._streams):  # each sequence on its own stream
+        for own, stream in zip(pairs, self._streams):  # one stream per process, so that their copies run in parallel
             if not own:
                 continue
             stream.wait_event(ready)
@@ -183,7 +197,7 @@ class CudaMemory:
             current.wait_stream(stream)
 
 
-_DEFAULT = 4  # cudaMemcpyDefault: the addresses say which device
+_DEFAULT = 4  # cudaMemcpyDefault: CUDA finds the device from the address
 
 
 def _address(memory: torch.Tensor | int) -> int:

@@ -1,4 +1,4 @@
-"""Averages gradients by copies within one host: every rank pushes to each other rank that rank's part."""
+"""Average gradients by peer copies within one host: every rank copies to each other rank that rank's part of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from .reduce import CollectingReducer, CollectiveReduction, PendingReduce, Reduc
 from .streams import DONE, Ticket, work_stream
 
 MAILBOXES = 2
-"""Mailboxes per rank: one is filled while the other is read."""
+"""The number of mailboxes per rank: the other ranks fill one while this rank reads the other."""
 
 
 @dataclass(eq=False)
 class Mailbox:
-    """Memory of this rank into which every other rank copies its part of one gradient.
+    """Memory of this rank to which the other ranks copy their values of one buffer's gradients.
 
-    memory: (nbytes,) uint8. number: position among the mailboxes, the same on every rank. free: a ticket for which the
-    next filling waits; behind it no rank reads its own mailbox of this number.
+    Attributes:
+        memory: (nbytes,) uint8.
+        number: its position among the mailboxes; ranks use mailboxes of the same number for the same gradients.
+        free: the ticket to wait for before filling the mailboxes of this number on other ranks. Once it is complete, no
+            rank is reading its own any longer.
     """
 
     memory: torch.Tensor
@@ -35,14 +38,14 @@ class Mailbox:
 
 
 class Mailboxes:
-    """MAILBOXES mailboxes of equal size on every rank, with one row for each other rank, in the order of ranks.
+    """This rank's MAILBOXES mailboxes of equal size, and the mapped mailboxes of the other ranks.
 
-    They are peer memory, outside torch's allocator. They are allocated for the first gradient, again for a larger one,
-    and kept until `free`.
+    A mailbox has one row for each other rank, in rank order. The memory is outside torch's allocator. It stays
+    allocated until `free`, or until a gradient needs larger mailboxes.
     """
 
     def __init__(self, memory: PeerMemory, exchange: Callable[[Any], list[Any]], rank: int) -> None:
-        """exchange: all-gathers a Python object."""
+        """Create no mailboxes yet. memory: allocates, maps and copies them. exchange: all-gathers a Python object."""
         self._memory, self._exchange, self._rank = memory, exchange, rank
         self._handle: Any = None
         self._mapped: list[Any] = []
@@ -51,61 +54,67 @@ class Mailboxes:
         self.nbytes = 0
 
     def free(self) -> None:
-        """Free the mailboxes, which this rank must neither fill nor read any more. Collective."""
+        """Free the mailboxes, after this rank's last copy to or from one is complete. Collective."""
         if self._handle is None:
             return
         for mapped in self._mapped:
             if mapped is not None:
                 self._memory.unmap(mapped)
-        self._exchange(None)  # no rank has them mapped
+        self._exchange(None)  # a barrier: now no rank has them mapped
         self._memory.free(self._handle)
         self.boxes, self._mapped, self._handle, self.nbytes = [], [], None, 0
 
     def make(self, nbytes: int) -> None:
-        """Allocate mailboxes of `nbytes`; there must be none. Collective."""
+        """Allocate mailboxes of `nbytes` bytes each. There must be none. Collective."""
         full, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
         for rank, handle in enumerate(self._exchange(self._handle)):
             self._mapped.append(None if rank == self._rank else self._memory.map(handle, MAILBOXES * nbytes))
-        self._exchange(None)  # all have mapped
+        self._exchange(None)  # a barrier: now every rank has mapped them
         self._memory.unlink(self._handle)
         self.boxes = [Mailbox(part, number) for number, part in enumerate(full.split(nbytes))]
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
-        """Return the next mailbox in turn."""
+        """Return the next mailbox; they are used in turn."""
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return the mailbox whose turn is before that of `box`."""
+        """Return the mailbox that is used before `box`."""
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
-        """Return bytes start:stop of another rank's mailbox of this number, for `PeerMemory.copy`."""
+        """Return bytes start:stop of another rank's mailbox with the number of `box`, as a target for copies."""
         begin = box.number * self.nbytes
         return self._memory.part(self._mapped[rank], begin + start, begin + stop)
 
 
 class PeerReduction(Reduction):
-    """Reduces the gradients of blocks by copies between the GPUs; `collective` reduces small ones and other dtypes.
+    """Reduces the gradients of blocks by peer copies. Uses `collective` for small shards and unsupported dtypes.
 
-    Nothing is packed: a rank pushes, straight from the tensors that autograd made, each other rank's pieces into that
-    rank's mailbox, where they are stored as in its shard; its own pieces stay where they are. All ranks send the same
-    gradients in the same order. Gradient k passes through mailbox k mod S of S >= 2. Two streams of this rank work
-    alongside the computation, and the copies on streams of the peer memory:
-    * `pushing` pushes gradient k, after what the current stream had queued at `send` (the gradients), and after meeting
-      k-S+1 of this rank (the mailboxes);
-    * `adding` waits for those pushes, *meets* the others (an all-reduce of one element) and adds its own pieces and the
-      rows that have come into this rank's mailbox.
+    Nothing is packed. Each rank copies, directly from the tensors that autograd made, the elements of every other
+    rank's shard into that rank's mailbox, where they are laid out as in the shard. Then each rank adds the values in
+    its own mailbox to its own. A *meeting* is an all-reduce of one element: it completes on no rank before the streams
+    of all ranks have reached it. All ranks reduce the same flat buffers in the same order. The k-th reduction uses
+    mailbox k mod S, with S >= 2. Besides the streams of the peer memory, on which the copies run, a rank uses two
+    streams:
 
-    Why that is enough:
-    * What is added has come: each rank enters meeting k behind its own pushes of k, and adds behind the meeting.
-    * A mailbox is not filled while it is read: each rank enters meeting k+1 behind its own sum of gradient k, because
-      one stream makes them in this order. So behind meeting k+1 no rank reads its mailbox k mod S, and the next pushes
-      into it, of gradient k+S, wait for just that meeting. (With S = 1 they would wait for one that they come before.)
-    * The gradients that autograd made are kept until `wait`; the shard and the running sum, made on the current
-      stream before `send`, are written behind it and read after `wait`.
-    * Nothing waits for the host, but for the mailboxes' making. Their memory is freed by all ranks together.
+    * `pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream when
+      `send` was called, which computes the gradients, and for meeting k-S+1, after which the mailboxes are free.
+    * `adding` waits until these copies are complete, enters meeting k, and then adds up the values.
+
+    Why no other synchronization is needed:
+
+    * All values have arrived before they are added: each rank enters meeting k after its own copies of reduction k are
+      complete, and adds after the meeting.
+    * No mailbox is filled while it is read. Each rank enters meeting k+1 after it has added up reduction k, because
+      both
+      are on the stream `adding`, in this order. So after meeting k+1 no rank reads its mailbox k mod S. The next copies
+      into it belong to reduction k+S and wait for that meeting. (With S = 1 they would wait for their own meeting,
+      which waits for them.)
+    * The gradients that autograd made are not freed before `PendingReduce.wait`. The shard and the running sum are
+      allocated on the current stream before `send`, written after it, and read after `wait`.
+    * The host waits only when mailboxes are allocated. All ranks free them together.
     """
 
     def __init__(
@@ -116,7 +125,15 @@ class PeerReduction(Reduction):
         smallest: int,
         device: torch.device,
     ) -> None:
-        """exchange: all-gathers a Python object. smallest: the least bytes of a shard whose gradient is pushed."""
+        """Create the reduction of one world.
+
+        Args:
+            collective: reduces the gradients that this reduction does not; its communicator is used for the meetings.
+            memory: allocates, maps and copies the mailboxes.
+            exchange: all-gathers a Python object.
+            smallest: the size in bytes from which a shard's gradients are reduced by copies.
+            device: this rank's device.
+        """
         self.collective, self._communicator, self._smallest = collective, collective.communicator, smallest
         self.rank, self._memory = self._communicator.rank, memory
         self.boxes = Mailboxes(memory, exchange, self.rank)
@@ -134,7 +151,10 @@ class PeerReduction(Reduction):
         return _PeerReducer(self, layout, like.dtype, poison)
 
     def take(self, nbytes: int) -> Mailbox:
-        """Return a mailbox of at least `nbytes`. Collective. Blocks the host if the present ones are too small."""
+        """Return the next mailbox, of at least `nbytes` bytes. Collective.
+
+        If the mailboxes are too small, the host waits until all reductions are complete, and new ones are allocated.
+        """
         if nbytes > self.boxes.nbytes:
             self.free()
             self.boxes.make(nbytes)
@@ -147,9 +167,15 @@ class PeerReduction(Reduction):
     def carry(
         self, box: Mailbox, pushed: Sequence[Sequence[tuple[Any, torch.Tensor]]], add: Callable[[], object]
     ) -> Ticket:
-        """Fill the other ranks' mailboxes that have the number of `box`, taken last, then add. Return a ticket.
+        """Start the copies to other ranks' mailboxes, the meeting after them, and the addition of what has arrived.
 
-        pushed: for each other rank, (part of its mailbox, tensor) pairs. add: reads `box`.
+        Args:
+            box: the mailbox that `take` returned last.
+            pushed: for each other rank, pairs of a part of its mailbox and the tensor to copy there.
+            add: queues the work that reads `box`.
+
+        Returns:
+            The ticket of the work of `add`.
         """
         self._pushing.follow()
         self._pushing.after(box.free)
@@ -162,10 +188,11 @@ class PeerReduction(Reduction):
 
 
 class _PeerReducer(CollectingReducer):
-    """Reduces one flat buffer's gradients through the mailboxes.
+    """Reduces the gradients of one flat buffer through the mailboxes.
 
-    _pieces: for each other rank, in the order in which they are pushed, the pieces of its shard. _own: the pieces of
-    this rank's shard. Each with the index of its gradient, without empty ones.
+    Attributes:
+        _local_ranges: for each other rank, in the order of copying, the ranges that its shard stores.
+        _own: the ranges that this rank's shard stores. Ranges are paired with the index of their tensor; none is empty.
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
@@ -173,9 +200,8 @@ class _PeerReducer(CollectingReducer):
         self._peers, self._rank, self._layout, self._dtype, self._poison = peers, peers.rank, layout, dtype, poison
         self._others = layout.world_size - 1
         ring = [(self._rank + distance) % layout.world_size for distance in range(1, layout.world_size)]
-        self._local_ranges = [
-            (other, self._ranges_of(other)) for other in ring
-        ]  # the ranks do not all push to one at once
+        # Each rank starts with the next one, so that not all ranks copy to the same rank at once.
+        self._local_ranges = [(other, self._ranges_of(other)) for other in ring]
         self._own = self._ranges_of(self._rank)
         self._sizes = layout.shard_sizes(self._rank)
 
@@ -201,17 +227,17 @@ class _PeerReducer(CollectingReducer):
         return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the gradient as (numel,) in the buffer's dtype; zeros for None."""
+        """Return the gradient as a contiguous tensor (numel,) in the buffer's dtype; zeros for None."""
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
-        """Return the part of `other`'s mailbox, in this rank's row, for a piece of its shard."""
-        row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # `other` has no row for itself
+        """Return where this rank copies its values of a range of rank `other`'s shard: in its row of the mailbox."""
+        row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # a mailbox has no row for its own rank
         start = (row * self._layout.shard_numel + local_range.shard_start) * itemsize
         return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
-        """Write the mean and its squares, and zero the shard's padding, which no rank fills."""
+        """Write the mean and its squares, and zero the padding of the shard and of the running sum."""
         parts = [squares.new_empty(0)] * len(sources)
         for index, local_range in self._own:
             there = slice(local_range.shard_start, local_range.shard_stop)

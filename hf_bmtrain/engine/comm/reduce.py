@@ -1,13 +1,17 @@
-"""Averages the gradients of a flat buffer over the ranks into the shard: by collectives, or for one process.
+"""Average the gradients of a flat buffer over the ranks, and write this rank's part of the mean to its shard.
 
-Packing runs on a stream of its own, alongside the backward of the next block. The order is kept by these waits:
-* the packing stream first waits for what the current stream has queued at `send`, hence for the gradients;
-* the collective follows the packing, as it follows the current stream elsewhere; the current stream waits for it
-  in `wait`. The caller of `send` calls `wait` or `cancel` before it sends the buffer again;
-* the gradients are kept until then, so that the allocator, which recycles memory in the order of the current stream,
-  does not hand them out too early.
-Apart from what the buffers hold in any case, at most two blocks' gradients are there as autograd made them (`Schedule`
-limits them), and two packed. With one process gradients are packed on the current stream.
+This file has the interface, the implementation by collectives, and the one for a single process. Gradients are packed
+into one flat tensor on a separate stream, while the next block computes its backward. These waits ensure the order:
+
+* The packing stream first waits for the work that was queued on the current stream when `send` was called, and so for
+  the gradients.
+* The collective waits for the packing. The current stream waits for the collective in `PendingReduce.wait`. Whoever
+  calls `send` must call `wait` or `cancel` before sending the same buffer again.
+* The gradients are referenced until then. The allocator reuses memory in the order of the current stream, so it would
+  otherwise reuse theirs too early.
+
+Besides the shards, memory holds at most two blocks' gradients as autograd made them (`Schedule` sees to it), and two
+blocks' packed gradients. With one process, gradients are packed on the current stream.
 """
 
 from __future__ import annotations
@@ -28,12 +32,17 @@ from .streams import DONE, Ticket, work_stream
 
 @dataclass(eq=False)
 class PendingReduce:
-    """A reduction that has been sent and not yet waited for.
+    """A reduction that has been started and not yet waited for.
 
-    arrived: the ticket of the result. gradients: kept until then. memory: where they are packed, freed after it.
-    added: (mean, running sum, shard) if `wait` has to add the mean to the sum and write that to the shard. squares: the
-    sum of squares of each gradient's part of the shard, (k,) float64, to be read after `wait`; None where the reduction
-    does not measure what it writes.
+    Attributes:
+        arrived: the ticket of the result.
+        gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
+        memory: the memory into which they are packed, which `wait` frees; None if they are not packed.
+        added: (mean, running sum, shard) if `wait` must add the mean to the running sum and write the sum to the shard;
+            otherwise None.
+        squares: (k,) float64, for each of the k gradients the sum of squares of its elements in this rank's shard, to
+            be
+            read after `wait`. None if this reduction does not measure them.
     """
 
     arrived: Ticket
@@ -43,9 +52,9 @@ class PendingReduce:
     squares: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """Make the current stream wait until the shard, and the running sum if there is one, holds the result.
+        """Make the current stream wait for the result in the shard, and in the running sum if there is one.
 
-        Drops the gradients that autograd made.
+        Releases the gradients that autograd made.
         """
         self.arrived.wait()
         self.gradients = ()
@@ -58,68 +67,96 @@ class PendingReduce:
             self.memory.free()
 
     def cancel(self) -> None:
-        """Make the current stream wait until nothing is in flight; the shard's contents are undefined."""
+        """Make the current stream wait until the reduction has ended, and discard its result.
+
+        The contents of the shard are undefined afterwards. The running sum is not changed by a reduction by
+        collectives.
+        """
         self.added = None
         self.wait()
 
 
 Destination = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-"""Returns (shard, running sum or None), which it prepares at the first call."""
+"""Returns (shard, running sum or None), where a backward's gradients go. The first call of a backward allocates
+them."""
 
 
 class Reducer(Protocol):
-    """Averages the gradients of one flat buffer, once per backward."""
+    """Averages the gradients of one flat buffer over the ranks, once per backward."""
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
-        """Accept gradient `index` before `send`; several for one index are added up."""
+        """Accept a gradient before `send`. Gradients for the same tensor are added up.
+
+        Args:
+            index: the index of its tensor in the layout.
+            gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
+            destination: returns the shard and the running sum that will be passed to `send`.
+        """
 
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        """Start to write the mean over ranks of `gradients`, in the order of the layout, into `shard` (n,). Collective.
+        """Start to average the gradients over ranks. Collective.
 
-        A gradient that is None and was not collected counts as zero. total: a running sum (n,), in float32 or wider,
-        to which the mean is added; `shard` then becomes the sum, rounded once. It may be `shard` itself.
+        Args:
+            gradients: the full gradients of the layout's tensors, in order. A gradient that is None and was not
+                collected
+                counts as zero.
+            shard: (n,), written with this rank's part of the mean; or of the running sum, rounded once.
+            total: (n,) in float32 or wider, a running sum to which the mean is added; None for no running sum. It may
+                be
+                `shard` itself.
         """
         ...
 
     def discard(self) -> None:
-        """Drop what was collected."""
+        """Drop the gradients that were collected."""
 
 
 class Reduction(Protocol):
-    """Makes reducers. ahead: the number of blocks whose gradients may be in flight during another block's backward."""
+    """A way to average gradients over ranks; makes a reducer for each flat buffer.
+
+    Attributes:
+        ahead: the number of blocks whose reductions may be pending while another block computes its backward.
+    """
 
     ahead = 1
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes outside torch's allocator, whose statistics do not include them; 0 by default."""
+        """Bytes of memory outside torch's allocator, which its statistics do not include. 0 by default."""
         return 0
 
     def reducer(self, layout: Layout, shapes: Sequence[torch.Size], like: torch.Tensor, poison: bool) -> Reducer:
-        """Make the reducer of parameters of `shapes` placed by `layout`, with the dtype and device of `like`."""
+        """Return a new reducer for the gradients of one flat buffer.
+
+        Args:
+            layout: the layout of the flat buffer.
+            shapes: the full shapes of its tensors.
+            like: a tensor of the gradients' dtype, on their device.
+            poison: whether to fill memory that is not yet written with NaN, for debugging.
+        """
         ...
 
     def free(self) -> None:
-        """Free memory that is kept from one gradient to the next, if there is any. Collective."""
+        """Free memory that stays allocated between reductions, if there is any. Collective."""
 
 
 class Packing:
-    """Writes every gradient to its place in `flat`. Padding, and parameters without a gradient, become zero."""
+    """Copies gradients to their places in the flat tensor `flat`. Padding and missing gradients become zero."""
 
     def __init__(self, flat: torch.Tensor, layout: Layout, shapes: Sequence[torch.Size]) -> None:
         self.flat = flat
-        # `.data` has a version counter of its own: autograd must not take packing for a modification.
+        # `.data` has a separate version counter: for autograd, packing must not count as a write to `flat`.
         parts = flat.data.split_with_sizes(layout.sizes)
         self._views = [part.view(shape) for part, shape in zip(parts[1::2], shapes)]
         self._gaps = [gap for gap in parts[::2] if gap.numel()]
         zeros = flat.new_zeros(max([gap.numel() for gap in self._gaps], default=0))
-        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # so that one launch copies all
+        self._zeros = [zeros[: gap.numel()] for gap in self._gaps]  # so that one launch copies gradients and zeros
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Pack one gradient, or add it to one that was packed before."""
+        """Copy the gradient of tensor `index` to its place, or add it to one that `add` has copied there before."""
         if index in self._packed:
             self._views[index].add_(gradient)
         else:
@@ -127,7 +164,10 @@ class Packing:
             self._packed.add(index)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Pack the remaining gradients in one launch, zero what has none, and return `flat`."""
+        """Copy the remaining gradients, zero the padding and the places of missing gradients, and return `flat`.
+
+        gradients: one for each tensor, or None. A gradient is added if `add` has already copied one for its tensor.
+        """
         views, sources, missing = self._views, [gradient for gradient in gradients if gradient is not None], []
         if self._packed or len(sources) < len(views):
             for index in self._packed:
@@ -146,7 +186,10 @@ class Packing:
 
 
 class CollectingReducer:
-    """Keeps the gradients that it collects before `send` as they are."""
+    """Holds gradients collected before `send` by reference, without copying or packing them.
+
+    A second gradient for the same index is added in place to the first.
+    """
 
     def __init__(self) -> None:
         self._collected: dict[int, torch.Tensor] = {}
@@ -158,12 +201,12 @@ class CollectingReducer:
             self._collected[index] = gradient
 
     def with_collected(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return `gradients` with those that were collected, and forget these."""
+        """Return `gradients` merged with the collected ones, and clear the collected ones."""
         if not self._collected:
             return gradients
         complete = list(gradients)
         for index, gradient in self._collected.items():
-            other = complete[index]  # that of the block itself, if the parameter is read outside of it as well
+            other = complete[index]  # not None if several modules read the parameter
             complete[index] = gradient if other is None else other + gradient
         self._collected.clear()
         return complete
@@ -173,7 +216,7 @@ class CollectingReducer:
 
 
 class CollectiveReduction(Reduction):
-    """Reduces by reduce-scatter. A buffer in flight holds all its packed gradients."""
+    """Reduces gradients by reduce-scatter. The packed gradients of a buffer stay in memory while it is pending."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.stream = communicator, work_stream(device, priority=-1)
@@ -183,16 +226,16 @@ class CollectiveReduction(Reduction):
 
 
 class _CollectiveReducer(CollectingReducer):
-    """Packs the gradients and reduces them. A gradient that fills its buffer is reduced where autograd left it."""
+    """Packs gradients and reduces them. A gradient that makes up the whole flat buffer is reduced without packing."""
 
     def __init__(self, owner: CollectiveReduction, layout: Layout, shapes, like: torch.Tensor, poison: bool) -> None:
         super().__init__()
         self._owner, self._layout, self._shapes, self._like, self._poison = owner, layout, shapes, like, poison
-        self._single = layout.numels == (layout.numel,)  # one tensor is all of the buffer
+        self._single = layout.numels == (layout.numel,)  # the buffer has one tensor and no padding
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """Memory that is freed between reductions, and the packing into it."""
+        """Memory for the packed gradients, which is freed between reductions, and the packing into it."""
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -220,7 +263,7 @@ class _CollectiveReducer(CollectingReducer):
         return PendingReduce(tickets[0], gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether the first gradient is the whole buffer, stored as it would be packed."""
+        """Return whether the first gradient makes up the whole buffer, and its memory is what packing would produce."""
         first = gradients[0]
         if first is None or not self._single:
             return False
@@ -229,7 +272,7 @@ class _CollectiveReducer(CollectingReducer):
 
 
 class LocalReduction(Reduction):
-    """The reduction of a world of one rank: gradients are packed and nothing is sent."""
+    """The reduction of a world of one rank: gradients are packed into the shard, and nothing is sent."""
 
     ahead = 0
 
@@ -238,9 +281,9 @@ class LocalReduction(Reduction):
 
 
 class _LocalReducer:
-    """Packs gradients into the shard itself or, where they are added to a running sum, into memory of their own.
+    """Packs gradients into the shard itself, or into new memory if they are then added to a running sum.
 
-    A gradient that is collected is packed at once, so that its own memory is free during the rest of the backward.
+    A collected gradient is packed at once, so that its memory can be freed before the backward ends.
     """
 
     def __init__(self, layout: Layout, shapes: Sequence[torch.Size], poison: bool) -> None:
@@ -261,7 +304,7 @@ class _LocalReducer:
         self._open = None
 
     def _begin(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
-        """Return the packing of this backward, which begins if it is the first call."""
+        """Return the packing of the current backward, creating it in the first call."""
         if self._open is None:
             flat = shard if total is None else torch.empty_like(shard)
             if self._poison:

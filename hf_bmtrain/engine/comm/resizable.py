@@ -1,4 +1,4 @@
-"""A flat tensor whose bytes exist only while they are needed."""
+"""A flat tensor whose memory is allocated only while it is needed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import torch
 
 
 class ResizableStorage:
-    """One storage object that is resized between 0 and `numel` elements.
+    """A storage that is resized between 0 and `numel` elements.
 
-    Views of `tensor` stay valid over `free` and `allocate`, including those that autograd saved: so a block can be
-    released between its forward and its backward without being recomputed. Reading a view while the storage is empty
-    is undefined (a crash on CPU). The storage is allocated at first, because views can only be made then.
+    Views of `tensor` stay valid across `free` and `allocate`, including views that autograd saved. This is why a
+    block's full parameters can be freed between its forward and its backward without recomputing the forward. Reading a
+    view while the storage is empty is undefined; on the CPU it crashes. A new storage is allocated, since views can
+    only be made of allocated memory.
+
+    Attributes:
+        tensor: (numel,), the tensor over the whole storage.
+        allocated: whether the memory is allocated.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, poison: bool) -> None:
@@ -31,7 +36,7 @@ class ResizableStorage:
         return self.tensor
 
     def free(self) -> None:
-        """Return the memory to the allocator, on the current stream."""
+        """Free the memory, to be reused by work that is queued on the current stream later. Views stay valid."""
         if self.allocated and self._nbytes:
             if self._poison is not None:
                 self.tensor.fill_(self._poison)
@@ -43,19 +48,20 @@ class ResizableStorage:
         return shares_storage(tensor, self.tensor)
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
-        """Return a view of `shape` from element `start`, with its own version counter.
+        """Return a view of `shape` that starts at element `start` and has its own version counter.
 
-        `.data` separates the counters: autograd must not take filling the buffer for a modification.
+        The counter is separate, by `.data`, because for autograd filling the storage must not count as a write to the
+        view.
         """
         assert self.allocated
         return self.tensor.data[start : start + shape.numel()].view(shape)
 
 
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the elements of `tensor`, which may be sparse, are in the storage of `other`, which is not."""
+    """Return whether the elements of `tensor`, which may be sparse, are in the storage of `other`, which is dense."""
     try:
         return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
-    except NotImplementedError:  # a sparse tensor has no storage, nor has one inside vmap
+    except NotImplementedError:  # sparse tensors have no storage, and neither have tensors inside vmap
         if tensor.is_sparse:
             return shares_storage(tensor._values(), other)
         return tensor.layout in _COMPRESSED and shares_storage(tensor.values(), other)

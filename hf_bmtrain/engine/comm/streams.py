@@ -1,4 +1,4 @@
-"""Queues of work alongside the computation: CUDA streams; immediate execution where there are none."""
+"""Queues of work that runs concurrently with the computation: CUDA streams, or immediate execution without CUDA."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class Ticket(Protocol):
-    """The promise of an asynchronous operation. Wait for it once before using its result."""
+    """A handle of an asynchronous operation. Call `wait` once before using the operation's result."""
 
     def wait(self) -> None:
-        """Make the current stream wait for the operation."""
+        """Make the current stream wait for the operation, or the host if the operation is not on a GPU."""
 
 
 class Event(Ticket, Protocol):
-    """A point in the queue of a `WorkStream`."""
+    """A point in the queue of a work stream. `wait` makes the current stream wait until the queue has reached it."""
 
     def synchronize(self) -> None:
-        """Block the host until the queue has reached this point."""
+        """Make the host wait until the queue has reached this point."""
 
 
 class _Done:
@@ -31,25 +31,27 @@ class _Done:
 
 
 DONE: Event = _Done()
-"""The ticket of a complete operation."""
+"""The ticket of an operation that is already complete."""
 
 
 class WorkStream:
-    """A queue with its own CUDA stream. The caller keeps the memory that queued work uses alive.
+    """A queue of work with its own CUDA stream. The caller must not free memory that queued work uses.
 
-    priority: -1 for work that is scheduled before the computation when both are ready.
+    Args:
+        device: the CUDA device.
+        priority: the stream's priority: -1 to run before the computation when both are ready, 0 for equal priority.
     """
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
 
     def run(self, function: Callable[[], object]) -> None:
-        """Queue the work that `function` launches."""
+        """Call `function` with the CUDA stream of this queue as the current stream."""
         with torch.cuda.stream(self._stream):
             function()
 
     def after(self, ticket: Ticket) -> None:
-        """Make work that is queued from now on wait for `ticket`."""
+        """Make work that is queued from now on wait for the operation of `ticket`."""
         self.run(ticket.wait)
 
     def follow(self) -> None:
@@ -57,14 +59,14 @@ class WorkStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def record_event(self) -> Event:
-        """Return an event at the present end of the queue."""
+        """Return an event that completes with all work queued so far."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
 
 class Immediate:
-    """The queue of a device without streams: `run` executes its function at once."""
+    """The queue of a device without streams: `run` calls its function and everything is complete when it returns."""
 
     def run(self, function: Callable[[], object]) -> None:
         function()
@@ -80,16 +82,16 @@ class Immediate:
 
 
 def finish(device: torch.device) -> None:
-    """Block the host until `device` has finished the work queued on the current stream."""
+    """Make the host wait until `device` has completed all work queued on the current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether `device` has memory separate from the host's. The meta device stands for one that has."""
+    """Return whether `device` has memory separate from the host's. True for the meta device, which stands for a GPU."""
     return device.type != "cpu"
 
 
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
-    """Return a queue of work that runs alongside the computation on `device`."""
+    """Return a queue of work that runs concurrently with the computation on `device`, see `WorkStream`."""
     return WorkStream(device, priority) if device.type == "cuda" else Immediate()

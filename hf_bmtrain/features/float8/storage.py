@@ -70,7 +70,7 @@ class Float8Requantizer:
         bits = torch.zeros(sum(counts), dtype=torch.int32, device=gathered.buffer.shard.device)
         parts = bits.split(counts)
         for storage, part in zip(changed, parts):
-            self._communicator.collective_log.note(code("rounding to float8 of", storage.buffer.number))
+            self._communicator.collective_log.note(code("preparing the all-gather of", storage.buffer.number))
             storage.measure(part)
         self._communicator.all_reduce(bits, maximum=True).wait()
         for storage, part, scales in zip(changed, parts, scales_of(bits)[:, None].split(counts)):

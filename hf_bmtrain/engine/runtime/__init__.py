@@ -1,5 +1,5 @@
-"""This process among the ranks: its launcher, the world, and the schedule of the current step.
+"""This process as one of the ranks: its rank and device, the communicators to the other ranks, the world, the monitor.
 
-It knows ranks, devices, communicators, and the order in which blocks open and gradients arrive. It knows buffers,
-blocks and gradients only as protocols with a few methods, and no module, parameter or optimizer.
+The only global variable of the library, the world, is here. The world refers to the schedule of forward and backward,
+which is in `blocks`. Nothing here depends on flat buffers, modules, parameters or optimizers.
 """

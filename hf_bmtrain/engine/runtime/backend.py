@@ -1,4 +1,4 @@
-"""The choice of how ranks communicate: one process, gloo on CPU, NCCL on CUDA, copies within one host."""
+"""Open the communicators of a world: for one process, by gloo on the CPU, or by NCCL and peer copies on CUDA."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# The default arguments of its functions are the default group at the time of its import: imported later (by an
-# optimizer), it would keep the group's threads, even of a destroyed group, until the interpreter ends.
+# Imported here, before there is a default process group: the functions of this module have that group, as it is when
+# the module is imported, as a default argument. If an optimizer imported it later, the group's threads would run until
+# the interpreter ends, even after the group is destroyed.
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree
@@ -31,15 +32,21 @@ from .monitor import Monitor
 _log = logging.getLogger("hf_bmtrain")
 GATHERS = ("auto", "collective", "peer")
 SMALLEST_PULLED = 16 << 20
-"""Bytes of a shard from which pulling beats NCCL between H200s; only `gather="peer"` pulls smaller ones."""
+"""The size in bytes from which a shard is gathered by peer copies, which are then faster than NCCL between H200s.
+Smaller shards are gathered by peer copies only with `gather="peer"`."""
 
 
 class Backend(NamedTuple):
-    """The channels between the ranks of a world.
+    """Everything through which the ranks of a world communicate.
 
-    gather, reduce: communicators whose operations do not wait for one another. shards: allocates and gathers shards.
-    blocks, outside: average the gradients of parameters in blocks and outside them. control: exchanges Python objects.
-    opened: all communicators that are open.
+    Attributes:
+        gather: the communicator for all-gathers.
+        reduce: the communicator for reductions, whose operations do not wait for those of `gather`.
+        shards: allocates and all-gathers shards.
+        blocks: averages the gradients of blocks.
+        outside: averages the gradients of root parameters.
+        control: exchanges Python objects.
+        opened: all communicators that have been opened.
     """
 
     gather: Communicator
@@ -52,7 +59,7 @@ class Backend(NamedTuple):
 
 
 def check_addresses(gather: str, init_method: str) -> None:
-    """Raise ValueError unless the two arguments of `open_backend` are known, in words."""
+    """Raise ValueError unless `gather` and `init_method`, arguments of `open_backend`, have valid values."""
     if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
     if not isinstance(init_method, str) or "://" not in init_method:
@@ -69,10 +76,24 @@ def open_backend(
     facts: Mapping[str, Any],
     monitor: Monitor,
 ) -> Backend:
-    """Join the process group and open the channels of this world. Collective.
+    """Initialize torch's process group, unless it is initialized, and open the communicators of a world. Collective.
 
-    monitor: watches the channels, from here on. Raises RuntimeError unless the arguments, the versions and `facts` are
-    equal on all ranks.
+    Args:
+        rank: this process's rank.
+        size: the number of ranks.
+        device: this rank's device.
+        timeout: how long operations wait for other ranks.
+        gather: how shards are all-gathered, one of GATHERS.
+        init_method: where the ranks meet, as for `torch.distributed.init_process_group`.
+        facts: other values that must be equal on all ranks.
+        monitor: is opened, and watches the communicators from then on.
+
+    Returns:
+        The communicators, and what is built on them.
+
+    Raises:
+        RuntimeError: a package is missing; the ranks did not meet in time; the arguments, versions or `facts` differ
+            between ranks; or `gather="peer"` is not possible.
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
@@ -86,7 +107,7 @@ def open_backend(
     opened: list[Communicator] = []
 
     def interrupt() -> None:
-        if device.type == "cuda":  # on CPU what waits looks for the problem
+        if device.type == "cuda":  # on the CPU, waiting operations check for a problem themselves
             abort_all(opened)
 
     def open_communicator(name: str) -> Communicator:
@@ -105,7 +126,7 @@ def open_backend(
     smallest = _smallest_copied(rank, device, gather, control.gather)
     if smallest is None:
         return found
-    # Two memories, since each has its own streams.
+    # Two objects, so that gathers and reductions copy on separate streams.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device, size) for _ in range(2))
     updates = functools.partial(open_communicator, "updates")
     return found._replace(
@@ -121,8 +142,8 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and init_method == "env://":
         raise RuntimeError(
-            f"WORLD_SIZE={size}, but {' and '.join(missing)} not set: start the script with torchrun or "
-            "accelerate launch."
+            f"WORLD_SIZE={size}, but these variables are not set: {' and '.join(missing)}. Start the script with "
+            "torchrun or accelerate launch."
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     met = monitor.meet(rank, size, timeout, init_method)
@@ -130,14 +151,15 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
         dist.init_process_group(backend, init_method, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {rank}: the {size} ranks did not meet in init_distributed within {timeout.total_seconds():.0f} s: "
-            "another one raised or ended before (look at the first error among the ranks' logs), hangs, was not "
-            f"started, or was given another address. ({str(error).strip().splitlines()[0]})"
+            f"rank {rank}: the {size} ranks did not meet in init_distributed within {timeout.total_seconds():.0f} s. "
+            "Another rank raised an error or ended before (look for the first error in the logs of all ranks), hangs, "
+            f"was not started, or was given another address. ({str(error).strip().splitlines()[0]})"
         ) from None
-    del met  # its server is the process group's now
+    del met  # the process group has connected to the store that it kept open
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
+    """Check that `facts` are equal on all ranks. If they are not, close `control` and raise. Collective."""
     try:
         agree(control, "init_distributed", facts)
     except RuntimeError:
@@ -146,7 +168,7 @@ def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
-    """Return the versions on which the ranks' arithmetic and messages depend."""
+    """Return the versions, by package, that must be equal on all ranks: results or messages may depend on them."""
     package: Any = sys.modules[__name__.split(".")[0]]
     found = {
         "Python": ".".join(map(str, sys.version_info[:2])),
@@ -160,9 +182,10 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 
 def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> int | None:
-    """Return the least bytes of a shard that is gathered and reduced by copies; None for collectives alone.
+    """Return the size in bytes from which shards are gathered and reduced by peer copies. Collective.
 
-    Copies need access of all ranks to each other's memory, and are slower on CPU. Collective.
+    Returns None if collectives are used for all: if the user asked for them, if the ranks cannot access each other's
+    memory, or by default on the CPU, where peer copies are slower.
     """
     if gather == "collective":
         return None
@@ -170,17 +193,20 @@ def _smallest_copied(rank: int, device: torch.device, gather: str, exchange) -> 
     if reason is not None and gather == "peer":
         raise RuntimeError(f"init_distributed(gather='peer'): {reason}. Use gather='auto' or 'collective'.")
     if reason is not None:
-        _log.info("rank %d: gathers and reductions by collectives, because %s", rank, reason)
+        _log.info("rank %d: shards are gathered and reduced by collectives, because %s", rank, reason)
         return None
     if gather == "auto" and device.type == "cpu":
         return None
     smallest = 0 if gather == "peer" else SMALLEST_PULLED
-    _log.info("rank %d: blocks with shards from %d MiB are gathered and reduced by copies", rank, smallest >> 20)
+    _log.info("rank %d: shards of at least %d MiB are gathered and reduced by peer copies", rank, smallest >> 20)
     return smallest
 
 
 def _hindrance(device: torch.device, exchange) -> str | None:
-    """Return the reason why the ranks cannot access each other's memory, or None; equal on all ranks. Collective."""
+    """Return why the ranks cannot access each other's memory, or None if they can. Collective.
+
+    The result is equal on all ranks.
+    """
     places = exchange((socket.gethostname(), _boot(), os.environ.get("CUDA_VISIBLE_DEVICES"), device.index))
     hosts = {place[:2] for place in places}
     if len(hosts) > 1:
@@ -196,7 +222,7 @@ def _hindrance(device: torch.device, exchange) -> str | None:
 
 
 def _boot() -> str:
-    """Return the boot identifier, which differs between hosts of equal names; empty where there is none."""
+    """Return the kernel's boot identifier, which tells hosts of the same name apart; empty if it cannot be read."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -1,4 +1,7 @@
-"""What the engine tells a monitor of the ranks, and asks it. `hf_bmtrain.faults` has the one that watches."""
+"""The interface by which the engine informs and asks a monitor, which finds out what goes wrong on other ranks.
+
+The implementation is in `hf_bmtrain.faults`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from ..comm.communicator import Communicator
 from ..comm.object_comm import ObjectComm
 
 EXIT = "the end of the program"
-"""The occasion for which ranks wait before they leave together."""
+"""The occasion of the barrier at which ranks wait for each other before their processes end."""
 
 
 class Monitor:
-    """Watches nothing, as one process or a simulation needs it.
+    """The interface of monitors. This class itself watches nothing, for a single process or a simulation.
 
-    names: the names of flat buffers by number, for messages.
+    Attributes:
+        names: the names of flat buffers for messages, by the buffers' numbers.
     """
 
     def __init__(self) -> None:
@@ -24,39 +28,58 @@ class Monitor:
 
     @property
     def problem(self) -> str | None:
-        """Why every rank must stop; None if nothing is known."""
+        """Why every rank must stop, such as an error of another rank; None while nothing is known."""
         return None
 
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
-        """Wait until all ranks have come. Keep the result until the process group is there. Collective.
+        """Wait until all ranks have called this, before torch's process group is initialized. Collective.
 
-        Raises RuntimeError, with the ranks that did not come, after the timeout.
+        Args:
+            rank: this process's rank.
+            size: the number of ranks.
+            timeout: how long to wait.
+            init_method: where the ranks meet, as for `torch.distributed.init_process_group`.
+
+        Returns:
+            An object that the caller must keep until the process group is initialized.
+
+        Raises:
+            RuntimeError: not all ranks have come in time. The message names those that are missing.
         """
 
     def open(self, control: ObjectComm, rank: int, interrupt: Callable[[], None]) -> None:
-        """Begin to watch. Collective.
+        """Start watching the other ranks. Collective.
 
         Args:
             control: exchanges objects between the ranks.
-            interrupt: ends this rank's operations on a GPU that wait for other ranks.
+            rank: this process's rank.
+            interrupt: to be called when a problem is found; ends this rank's GPU operations that wait for other ranks.
         """
 
     def add(self, communicator: Communicator) -> None:
-        """Watch a communicator that was opened, in the same order on every rank."""
+        """Watch a communicator that has just been opened. Every rank adds its communicators in the same order."""
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the end of each collective log, for `compare` on another rank."""
+        """Return the last entries of each communicator's collective log, for `compare` on another rank."""
         return []
 
     def compare(self, rank: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Return how this rank's collectives differ from those of another `rank`, None if they do not."""
+        """Compare this rank's collective logs with those of another rank.
+
+        Args:
+            rank: the other rank.
+            theirs: what `excerpts` returned there.
+
+        Returns:
+            The first difference in words, or None if there is none.
+        """
 
     def missing(self) -> str:
-        """Return for which ranks this one waits, where they are, and why."""
+        """Say in words which ranks this rank is waiting for, where in their programs they are, and the likely cause."""
         return ""
 
     def end(self, how: str) -> None:
-        """Show the other ranks how this rank's program ended. A second call does nothing."""
+        """Tell the other ranks how this rank's program ended, in words. Only the first call has an effect."""
 
     def stop(self) -> None:
         """Stop watching."""

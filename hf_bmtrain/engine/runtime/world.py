@@ -1,4 +1,4 @@
-"""The world: the processes that train together. The only global of the library."""
+"""The world: the processes that train together. This is the only global state of the library."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ from ..comm.communicator import Communicator, Gather
 from ..comm.object_comm import ObjectComm
 from .monitor import Monitor
 
-if TYPE_CHECKING:  # the schedule is to the right of this folder
+if TYPE_CHECKING:  # `blocks` may import this folder, so this folder may not import `blocks` at run time
     from ..blocks.recompute import LayerFeatures
     from ..blocks.schedule import ForwardDepth, Schedule
 
 
 class BufferCount:
-    """The number of flat buffers that a world has made, the same on every rank."""
+    """Counts the flat buffers of a world, to number them. The count is the same on every rank.
+
+    Attributes:
+        made: the number of flat buffers that have been made.
+    """
 
     made = 0
 
 
 class SavedState(NamedTuple):
-    """What a feature keeps in checkpoints, by functions of a model. Both are collective.
+    """Two collective functions, by which a feature saves something in checkpoints and loads it again.
 
-    save: returns it. load: takes what `save` returned, or nothing where a checkpoint has none.
+    Attributes:
+        save: takes the world and a model, and returns an object to store in the checkpoint.
+        load: takes the world, a model, and the stored object; None if the checkpoint has none.
     """
 
     save: Callable[[World, torch.nn.Module], Any]
@@ -41,7 +47,7 @@ class SavedState(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together, and this rank's place, device and communicators.
+    """The ranks that train together, with this rank's number, device and communicators.
 
     Attributes:
         rank: 0 to size - 1.
@@ -52,20 +58,20 @@ class World:
         reduce: the communicator for reductions of flat tensors.
         shards: allocates and all-gathers shards.
         control: exchanges Python objects.
-        monitor: finds out whether the ranks issue different operations.
-        inside: how deep the running code is inside forwards.
-        schedule: what is open in the current forward and backward.
-        layer_features: what blocks are made with.
-        zero_level: the default of `auto_wrap`.
-        loss_scale_factor: the default of OptimManager.
-        loss_scale_steps: the default of OptimManager.
-        poison: a debug switch, which fills unfilled and freed memory with NaN.
-        buffers: the number of flat buffers.
-        kept: by folder, what saves its checkpoints.
-        copying: an event for each checkpoint whose values are being copied; optimizers wait for them before they write
-            weights.
-        saved_states: what features save in checkpoints, by the key there.
-        device_memory: counts the bytes of the device; None on the CPU, where they are not known.
+        monitor: finds out what goes wrong on other ranks, such as ranks that issue different operations.
+        inside: counts how deeply calls of sharded modules are nested at the moment.
+        schedule: which blocks are unsharded and which reductions are pending in the current forward or backward.
+        layer_features: creates the parts of a new block that decide when and how its forward is recomputed.
+        zero_level: the default for `auto_wrap`.
+        loss_scale_factor: the default for OptimManager.
+        loss_scale_steps: the default for OptimManager.
+        poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
+        buffers: counts the flat buffers.
+        kept: the object that saves the checkpoints of a folder, by folder.
+        copying: an event for each checkpoint whose values are being copied. Optimizers wait for all of them before they
+            write weights.
+        saved_states: what features save in checkpoints, by the key under which it is stored.
+        device_memory: memory statistics of the device; None on the CPU, which has none.
     """
 
     rank: int
@@ -91,15 +97,15 @@ class World:
     device_memory: DeviceMemory | None = None
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait for every rank, and compare what the ranks have issued since the last time. Collective.
+        """Wait until every rank has called this, and check that the ranks have issued equal operations. Collective.
 
         Args:
-            occasion: what the ranks are about to do, for messages; it must be equal on all ranks.
+            occasion: what the ranks are about to do, for messages. It must be equal on all ranks.
             seconds: how long to wait; None for the timeout of `init_distributed`.
 
         Raises:
-            RuntimeError: a rank does not come, which is named, is at another occasion, or the ranks have issued
-                different operations before, whose results are wrong.
+            RuntimeError: a rank did not call this in time, or called it with another occasion; or the ranks have issued
+                different operations before, so that their results are wrong. The message names the rank.
         """
         try:
             self.control.barrier(occasion, seconds)
@@ -114,53 +120,56 @@ class World:
                 raise RuntimeError(f"rank {self.rank}: '{occasion}' found that {problem}")
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order. Collective.
+        """Return the objects that all ranks pass, in rank order. Collective.
 
         Args:
-            value: any object that can be pickled.
+            value: this rank's object, which must be picklable.
         """
         return self.control.gather(value)
 
     def check_same_on_all_ranks(
         self, occasion: str, facts: Mapping[str, Any], may_differ: Mapping[str, Any] | None = None
     ) -> None:
-        """Check that all ranks have equal facts, in one order. Collective.
+        """Check that all ranks pass the same facts in the same order. Collective.
 
-        Two values are equal if their `repr`s are. If all are, the ranks exchange one digest.
+        Two values are equal if they are strings and equal, or if their `repr`s are. If all facts are equal, the ranks
+        only exchange one digest each.
 
         Args:
             occasion: what the ranks are about to do, for the message.
-            facts: names and values that must be equal.
-            may_differ: what the message shows besides, such as the file that each rank has read.
+            facts: the values that must be equal, by name.
+            may_differ: values that may differ, which the message shows as well; for example the file that each rank has
+                read.
 
         Raises:
-            RuntimeError: on every rank, with the same message, if facts differ.
+            RuntimeError: facts differ. Every rank raises the same message.
         """
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Check an argument `comm` of BMTrain's.
+        """Check the argument `comm` of a function of BMTrain's interface.
 
         Args:
-            comm: None or this world, which stands for all ranks.
+            comm: must be None or this world, which both mean all ranks.
 
         Raises:
-            NotImplementedError: it is anything else.
+            NotImplementedError: `comm` is anything else.
         """
         if comm is not None and comm is not self:
             raise NotImplementedError(
-                f"comm={comm!r}: collectives are over all ranks. Leave comm out, or pass bmt.config['comm']."
+                f"comm={comm!r} is not supported: collectives are over all ranks. Leave comm out, or pass "
+                "bmt.config['comm']."
             )
 
     def raise_everywhere(self, what: str, problem: str | None) -> None:
-        """Raise an error on every rank if one has a problem, so that the others do not hang. Collective.
+        """Raise an error on every rank if any rank has a problem, so that no rank hangs. Collective.
 
         Args:
             what: the beginning of the message.
-            problem: this rank's problem, or None.
+            problem: this rank's problem in words, or None.
 
         Raises:
-            RuntimeError: a rank has a problem. The message names the ranks and their problems.
+            RuntimeError: at least one rank has a problem. The message names these ranks and their problems.
         """
         problems = self.gather_objects(problem)
         report = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
@@ -178,29 +187,29 @@ def current_world() -> World:
         RuntimeError: `init_distributed` has not been called.
     """
     if _world is None:
-        raise RuntimeError("hf_bmtrain is not initialised: call hf_bmtrain.init_distributed() first.")
+        raise RuntimeError("hf_bmtrain is not initialized: call hf_bmtrain.init_distributed() first.")
     return _world
 
 
 def enter_world(world: World) -> None:
-    """Make `world` the world of this process. Raises RuntimeError if it has one."""
+    """Make `world` the world of this process. Raises RuntimeError if the process already has one."""
     global _world
     check_no_world()
     _world = world
 
 
 def check_no_world() -> None:
-    """Raise RuntimeError if this process has a world."""
+    """Raise RuntimeError if this process already has a world."""
     if _world is not None:
         raise RuntimeError(
-            f"init_distributed was called before: this is rank {_world.rank} of {_world.size}. Call it once, at the "
-            "start of the program."
+            f"init_distributed has already been called: this is rank {_world.rank} of {_world.size}. Call it once, at "
+            "the start of the program."
         )
 
 
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Make `world` the current one under `with`, for a simulation on the meta device."""
+    """Replace the world of this process within a `with` statement, for a simulation on the meta device."""
     global _world
     present, _world = _world, world
     try:
@@ -223,9 +232,9 @@ def print_rank(*values, rank: int = 0, **options) -> None:
     """Print on one rank; do nothing on the others.
 
     Args:
-        *values: what `print` takes.
+        *values: the values to print.
         rank: the rank that prints.
-        **options: keywords of `print`.
+        **options: keyword arguments of `print`.
     """
     expect_number("rank", rank, "at least 0", lambda number: number >= 0, integer=True)
     if current_world().rank == rank:
@@ -233,9 +242,9 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 
 
 def synchronize() -> None:
-    """Wait until every rank has called this and this rank's device has finished all queued work. Collective.
+    """Wait until every rank has called this and this rank's device has completed all queued work. Collective.
 
-    Frees the shards of models that every rank has dropped.
+    Also frees the shards of models that no rank refers to any longer.
     """
     world = current_world()
     world.schedule.wait_for_readers()
@@ -245,9 +254,9 @@ def synchronize() -> None:
 
 
 def wait_loader() -> None:
-    """Wait until this rank's device has finished all queued work, so that a loader does not run ahead of it.
+    """Wait until this rank's device has completed all queued work, so that a data loader does not run ahead of it.
 
-    Not collective. This library does not need it: all-gathers wait for their inputs by themselves.
+    Not collective. It exists for compatibility with BMTrain; this library does not need it.
     """
     world = current_world()
     torch.get_device_module(world.device).synchronize(world.device)
@@ -257,15 +266,15 @@ def check_zero_level(zero_level: int) -> None:
     """Raise ValueError unless `zero_level` is 2 or 3."""
     if not isinstance(zero_level, int) or zero_level not in (2, 3):
         raise ValueError(
-            f"zero_level must be 2 (parameters stay whole from forward to backward) or 3 (freed between them), "
-            f"not {zero_level!r}."
+            f"zero_level must be 2 (parameters stay unsharded from forward to backward) or 3 (they are resharded in "
+            f"between), not {zero_level!r}."
         )
 
 
 def refuse_parallelism(what: str) -> NoReturn:
-    """Raise NotImplementedError for `what`, an option of BMTrain's that splits a model in another way than ZeRO."""
+    """Raise NotImplementedError for `what`, an option of BMTrain's for tensor or pipeline parallelism."""
     raise NotImplementedError(
-        f"{what} is not offered: hf_bmtrain splits weights, gradients and optimizer state over all ranks (ZeRO-2/3) "
-        "and keeps every layer's computation whole. Leave pipe_size and tp_size at 1, and use bmt.nn.Linear or any "
+        f"{what} is not offered: hf_bmtrain shards weights, gradients and optimizer state over all ranks (ZeRO-2/3), "
+        "and each rank computes every layer in full. Leave pipe_size and tp_size at 1, and use bmt.nn.Linear or any "
         "torch layer."
     )

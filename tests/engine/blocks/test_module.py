@@ -157,7 +157,7 @@ def refused():
         bmt.DistributedParameter(torch.empty(2, device="meta"))
     with pytest.raises(ValueError, match="zero_level"):
         bmt.auto_wrap(Tower(), zero_level=1)
-    with pytest.raises(RuntimeError, match="called before"):
+    with pytest.raises(RuntimeError, match="already been called"):
         bmt.init_distributed()
 
 

@@ -51,7 +51,7 @@ REASONS = {
     "row_parallel_linear": PARALLEL,
     "send_recv": PARALLEL,
     "store": "imports allgather_object, which BMTrain 1.0.1 does not have",
-    "training": "sums norms over ranks through bmt.nccl; the norm of a gradient slice is global already",
+    "training": "sums norms over ranks through bmt.nccl; the norm of a sharded gradient is global already",
 }
 """Why a file fails, by its name without `test_`."""
 

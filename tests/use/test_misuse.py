@@ -142,7 +142,7 @@ MISUSES = {
     "stepped before backward": (stepped_between, RuntimeError, "Run forward again"),
     "tensor hook": (lambda: wrapped().head.weight.register_hook(print), RuntimeError, "post_accumulate_grad_hook"),
     "other data": (
-        lambda: setattr(wrapped().head.weight, "data", torch.ones(3, 6)), RuntimeError, r"set to what fits.*\(2, 6\)",
+        lambda: setattr(wrapped().head.weight, "data", torch.ones(3, 6)), RuntimeError, r"to a tensor of.*\(2, 6\)",
     ),
     "resized embeddings": (
         lambda: wrapped(lambda: build("llama")).resize_token_embeddings(99), RuntimeError, "before auto_wrap",

@@ -26,9 +26,9 @@ def data_is_written():
             parameter.data.mul_(0.9)
 
     model = check_twins(Tower, tower_loss, prepare=prepare)
-    with pytest.raises(RuntimeError, match="only be set to what fits"):
+    with pytest.raises(RuntimeError, match="only be set to a tensor of shape"):
         model.head.weight.data = torch.zeros(2, WIDTH + 1)
-    with pytest.raises(RuntimeError, match="only be set to what fits"):
+    with pytest.raises(RuntimeError, match="only be set to a tensor of shape"):
         model.layers[0].linear.double()
 
 

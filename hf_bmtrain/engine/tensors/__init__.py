@@ -1,4 +1,5 @@
-"""Slices: this rank's 1-D parts of whole tensors, and how torch's functions act on them.
+"""Sharded tensors, of which each rank stores some elements, and how torch's functions act on them.
 
-It knows placements, whole shapes and torch's functions. It knows nothing of buffers, or of when wholes are there.
+A sharded tensor has the shape of the full tensor, but its memory is 1-D and holds only this rank's elements. Nothing
+here depends on flat buffers, or on when full parameters are in memory.
 """

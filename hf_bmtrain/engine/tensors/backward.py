@@ -1,4 +1,4 @@
-"""Backwards with respect to named parameters: `loss.backward(inputs=...)` and `torch.autograd.grad`."""
+"""Backward with respect to given tensors: supports `loss.backward(inputs=...)`, refuses `torch.autograd.grad`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from ..base.torch_internals import WithoutTorchFunction
 
 
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
-    """Run `torch.autograd.backward` with respect to `inputs`, in which slices stand for their wholes. Collective.
+    """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters. Collective.
 
-    The slices get the mean over the ranks as their `.grad`. Others in buffers that backward passes get zero.
+    The sharded parameters get their gradient's mean over the ranks as `.grad`. Other parameters get a gradient of zero
+    if they are in a flat buffer whose gradients are reduced in this backward.
+
+    Args:
+        tensors: the tensors to differentiate.
+        inputs: the tensors that get gradients.
+        **options: other arguments of `torch.autograd.backward`.
     """
     leaves: list[Any] = []
     for each in inputs:
@@ -25,23 +31,24 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
 
 
 def refuse_grad(*args: Any, **kwargs: Any) -> None:
+    """Raise RuntimeError in place of `torch.autograd.grad`."""
     raise RuntimeError(
-        "torch.autograd.grad with respect to parameters of a sharded model would find no gradient: it is averaged over "
-        "the ranks on its way to `.grad`. Call loss.backward(inputs=parameters) on every rank, and read "
-        "parameter.grad (this rank's slice) or parameter.gather_gradient() (the whole)."
+        "torch.autograd.grad with respect to parameters of a sharded model would find no gradient, since gradients are "
+        "averaged over the ranks before they are stored in `.grad`. Call loss.backward(inputs=parameters) on every "
+        "rank, and read parameter.grad (this rank's elements) or parameter.gather_gradient() (the full gradient)."
     )
 
 
 def double_backward() -> RuntimeError:
-    """Return the error of a backward that autograd records."""
+    """Return the error for a backward with `create_graph=True`."""
     return RuntimeError(
-        "A backward of a backward (create_graph=True) through a sharded model is not supported: its weights are "
-        "gathered for one backward only. Compute gradient penalties on a model that is not wrapped."
+        "A backward of a backward (create_graph=True) through a sharded model is not supported, since the full weights "
+        "are freed after the first backward. Compute gradient penalties on a model that is not wrapped."
     )
 
 
 def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
-    """Return `backward` with slices among its inputs handled as in `backward_to`."""
+    """Return `backward` (`torch.autograd.backward`) with support for sharded parameters as `inputs`."""
 
     @wraps(backward)
     def backward_with_local(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
@@ -54,5 +61,5 @@ def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     return backward_with_local
 
 
-if torch.__version__ < "2.11":  # torch asks the class of the tensors for an override, but not that of the inputs
+if torch.__version__ < "2.11":  # torch looks for `__torch_function__` on `tensors`, but not on `inputs`
     torch.autograd.backward = _ask_inputs(torch.autograd.backward)

@@ -1,4 +1,4 @@
-"""Functions of torch.distributed that leave tensors of this package to their classes, as all do since torch 2.12."""
+"""Make functions of torch.distributed call `__torch_function__` for this package's tensors, as torch 2.12 does."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _NAMES = (
     "all_gather_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single",
     "all_to_all", "send", "recv",
 )  # fmt: skip
-"""Not `isend` and `irecv`: `P2POp` takes nothing else, and a script may have imported them before."""
+"""The functions to replace. `isend` and `irecv` are left out, because `P2POp` accepts only torch's own functions, which
+a script may already have imported."""
 
 
 def override_collectives(kinds: tuple[type, ...]) -> None:
-    """Let each of these functions call `__torch_function__` if it is given tensors of `kinds`, unless it does already.
+    """Make each function of `_NAMES` call `__torch_function__` when it is given tensors of the classes `kinds`.
 
-    It would communicate the memory of a slice, and ranks would get each other's slices in place of their own. Nothing
-    changes for other tensors, or for what was imported from torch.distributed before.
+    Otherwise it would communicate the memory of a sharded tensor, which holds different elements on each rank.
+    Functions that already call `__torch_function__` are not replaced. Nothing changes for other tensors. A function
+    that was imported by name before this call is not replaced there.
     """
     for name in _NAMES:
         function: Any = getattr(distributed_c10d, name)
@@ -37,6 +39,8 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
 
 
 def _overridable(function: Callable[..., Any], kinds: tuple[type, ...]) -> Callable[..., Any]:
+    """Return a wrapper of `function` that calls `__torch_function__` if an argument is a tensor of `kinds`."""
+
     @wraps(function)
     def overridable(*args: Any, **kwargs: Any) -> Any:
         found = [each for each in find_tensors((args, kwargs)) if isinstance(each, kinds)]

@@ -1,4 +1,4 @@
-"""Which of torch's functions do to every element the same, and can be applied to slices as they are."""
+"""Tables of torch's functions by how they act on elements, which decide how to apply them to sharded tensors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ ELEMENT_WISE = frozenset(
     where masked_fill copy fill zero clone contiguous conj real imag
     """.split()
 )
-"""Functions whose tensors are all operands, broadcast against each other. With a trailing `_` they write the first."""
+"""Element-wise functions: all tensor arguments are broadcast against each other. Their in-place variants, with a
+trailing `_`, write to the first argument."""
 
 CONVERSIONS = frozenset("to float double half bfloat16 int long short bool cpu cuda type type_as pin_memory".split())
-"""Functions whose first tensor alone is an operand."""
+"""Element-wise functions of which only the first tensor is an operand."""
 
 LIKE = frozenset("detach alias zeros_like ones_like empty_like full_like".split())
-"""Functions that autograd never records: they return slices of slices in either mode."""
+"""Functions that autograd never records. Given a sharded tensor they always return a sharded tensor."""
 
 RANDOM = frozenset(
     """
@@ -44,10 +45,10 @@ RANDOM = frozenset(
     normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_
     """.split()
 )
-"""Functions that draw every element alike, whatever the values are."""
+"""Functions that draw each element from the same distribution, whatever its value is."""
 
 VIEWS = frozenset("view reshape flatten ravel squeeze unsqueeze unflatten view_as reshape_as".split())
-"""Functions that give contiguous elements another shape, in the same order."""
+"""Functions that change the shape of a contiguous tensor and keep the order of its elements."""
 
 _WITHOUT_ELEMENTS = frozenset(
     """
@@ -65,24 +66,28 @@ _TENSORS_BEHIND_ATTRIBUTES = frozenset("T mT H mH real imag".split())
 SHAPES = frozenset(
     "dim ndim ndimension shape size numel nelement nbytes stride is_contiguous is_same_size __len__".split()
 )
-"""Functions of the whole shape, because recipes choose and count by it (no weight decay for vectors)."""
+"""Functions that return something about the full shape. Training scripts use it, for example to count parameters, or to
+exclude vectors from weight decay."""
 
 
 def name_of(function: Any) -> str:
-    """Return the name by which the tables list `function`; operators and `_foreach_` are those of their function."""
+    """Return the name under which the tables list `function`.
+
+    An operator such as `__add__` is listed as "add", and so is `_foreach_add`.
+    """
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return function.__self__.__name__  # an attribute
+        return function.__self__.__name__  # the getter of an attribute
     return _OPERATORS.get(name, name).removeprefix("_foreach_")
 
 
 def _find_attributes() -> Iterator[Any]:
-    """Yield the functions behind the attributes of tensors that are no tensors of their elements, such as `.grad`."""
+    """Yield the getters and setters of those attributes of tensors that do not read elements, such as `.grad`."""
     for base in torch.Tensor.__mro__:
         for name, value in vars(base).items():
             if inspect.isgetsetdescriptor(value) and name not in _TENSORS_BEHIND_ATTRIBUTES | SHAPES:
                 yield value.__get__
-                if name != "grad":  # which is set to what is laid out like the slice
+                if name != "grad":  # the setter of `.grad` also converts the gradient, see `ShardBase.grad`
                     yield from (value.__set__, value.__delete__)
 
 
@@ -97,14 +102,14 @@ METADATA = frozenset(
         ),
     ]
 )
-"""Functions that use no element: they read or set what belongs to the tensor itself."""
+"""Functions that do not use the elements of a tensor, but only read or set its properties. They run unchanged."""
 
 
 # -- nested arguments and results -----------------------------------------------------------------------------------
 
 
 def find_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
+    """Yield all tensors in nested tuples, lists and dicts."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -113,14 +118,19 @@ def find_tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
-    """Return nested tuples, lists and dicts with every tensor and NumPy array in them replaced by `function` of it."""
+    """Return a copy of nested tuples, lists and dicts in which each tensor and NumPy array is replaced.
+
+    Args:
+        function: takes a tensor or array and returns what to replace it by.
+        values: the nested containers, or a single value.
+    """
     if isinstance(values, torch.Tensor) or is_array(values):
         return function(values)
     if type(values) in (tuple, list, torch.Size):
         return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, tuple) and hasattr(values, "_fields"):
         return type(values)(*[replace_tensors(function, each) for each in values])
-    if isinstance(values, tuple):  # torch.return_types, of a function of one tensor
+    if isinstance(values, tuple):  # one of torch.return_types, such as the result of `max` over a dimension
         return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, dict):
         return {key: replace_tensors(function, each) for key, each in values.items()}
@@ -128,5 +138,5 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is a NumPy array, which torch works without."""
+    """Return whether `value` is a NumPy array. Does not import NumPy, which torch does not require."""
     return type(value).__name__ == "ndarray"

@@ -1,4 +1,4 @@
-"""Norms of gradients over all ranks, measured together."""
+"""Norms of sharded gradients over all ranks, computed together for all tensors of a flat buffer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from ..comm.communicator import Communicator
 from ..ops.grad_norm import Segments, segmented_squared_norm
 
 _CALLERS = 12
-"""Functions among which `torch.nn.utils.clip_grad_norm_` is looked for."""
+"""How many callers to search for `torch.nn.utils.clip_grad_norm_`."""
 
 
 class SegmentNorms:
-    """The 2-norms over all ranks of the segments of a flat shard, by one pass and one all-reduce for all of them.
+    """Computes the 2-norms of all tensors of a flat buffer over all ranks, in one pass and one all-reduce.
 
-    They are cached until the shard's version counter changes; kernels that write the shard through raw pointers
-    increment it. All ranks write and ask alike, so all of them measure again, or none.
+    A segment is the part of this rank's shard that belongs to one tensor. The norms are cached until the shard's
+    version counter changes (kernels that write through raw pointers increment it). Since all ranks write to the buffer
+    at the same points of the program, either all of them compute the norms again or none does.
 
-    shard: (n,) float32, float16 or bfloat16. segments: of the shard; elements between the end of a segment and the next
-    one are zero. squares: this rank's part of the segments' squares, (k,) float64, if the present shard has been
-    measured already.
+    Args:
+        shard: (n,) float32, float16 or bfloat16, this rank's shard.
+        segments: the segments of the shard. Elements between them are padding and must be zero.
+        communicator: for the all-reduce.
+        squares: (k,) float64, the squared norms of the k segments, if they have already been measured for the present
+            contents of the shard; otherwise None.
     """
 
     def __init__(
@@ -35,23 +39,23 @@ class SegmentNorms:
         self._squares, self._measured = squares, shard._version
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the norm of segment `index`, a new float32 scalar. Collective if it must be measured."""
+        """Return the norm of tensor `index`, a new float32 scalar. Collective if the norms are not cached."""
         return self.all()[index]
 
     def all(self) -> Sequence[torch.Tensor]:
-        """Return the norms of all segments, float32 scalars in new memory. Collective if they must be measured."""
+        """Return the norms of all tensors as new float32 scalars. Collective if they are not cached."""
         measure([self])
         return self._norms.clone().unbind()
 
     def local_squares(self) -> torch.Tensor:
-        """Return this rank's part of the squared norms, (k,) float64."""
+        """Return the squared norms (k,) of this rank's segments, in float64. Not collective."""
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
         return segmented_squared_norm(self._shard, self._segments)
 
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
-    """Measure the stale ones again, by one all-reduce. Collective."""
+    """Compute and cache those of `norms` that are not cached, in one all-reduce for all of them. Collective."""
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return
@@ -65,9 +69,10 @@ def measure(norms: Iterable[SegmentNorms]) -> None:
 
 
 def note_clipping(collective_log: CollectiveLog) -> None:
-    """Note what `torch.nn.utils.clip_grad_norm_` clips to, if it asks for a norm, so that the ranks compare it.
+    """Add the maximum norm and the order of the norm to the log if `torch.nn.utils.clip_grad_norm_` is the caller.
 
-    It tells none of the functions that it calls, and the gradients are only multiplied by a factor on the device.
+    The ranks then notice if they clip to different values. The values are read from the local variables of
+    `clip_grad_norm_`, because it does not pass them to the functions that it calls.
     """
     frame = sys._getframe(1)
     for _ in range(_CALLERS):

@@ -1,4 +1,4 @@
-"""Where the elements of one whole tensor are: which of them this rank's slice holds, and how to gather the others."""
+"""Which elements of a sharded tensor each rank stores, and how to gather the full tensor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from ..comm.layout import Layout, Range
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """How a whole tensor of `shape` is cut into slices: as tensor `index` of `layout`.
+    """How the elements of one tensor are distributed over the ranks: as those of tensor `index` of `layout`.
 
-    A view of a slice has the same placement with another `shape`. communicator: of all ranks; slices are gathered and
-    reduced on it.
+    A view of a sharded tensor has the same placement, but for `shape`.
+
+    Attributes:
+        layout: the layout of the flat buffer, or of one like it.
+        index: the tensor's index in the layout.
+        shape: the shape of the full tensor.
+        communicator: of all ranks, for gathering and reducing sharded tensors.
     """
 
     layout: Layout
@@ -26,16 +31,19 @@ class Placement:
 
     @cached_property
     def range(self) -> Range:
-        """This rank's piece."""
+        """The range of the tensor's elements that this rank stores."""
         return self.layout.range_of(self.index, self.communicator.rank)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the full tensor."""
         return self.layout.numels[self.index]
 
     def matches(self, other: Placement) -> bool:
-        """Return whether two tensors are cut alike on every rank. The same on every rank."""
+        """Return whether two tensors have the same shape and are distributed in the same way on every rank.
+
+        The result is the same on every rank.
+        """
         if self is other:
             return True
         mine, theirs = (
@@ -44,11 +52,11 @@ class Placement:
         return mine == theirs
 
     def with_shape(self, shape: torch.Size) -> Placement:
-        """Return the placement of a view of the whole tensor, in `shape` and in the same order of elements."""
+        """Return the placement of a view that has another shape and the same order of elements."""
         return replace(self, shape=shape)
 
     def as_real(self) -> Placement:
-        """Return the placement of the real and imaginary parts of a complex tensor, in its last dimension."""
+        """Return the placement of `torch.view_as_real` of a complex tensor with this placement."""
         layout = self.layout
         twice = replace(
             layout,
@@ -59,11 +67,11 @@ class Placement:
         return replace(self, layout=twice, shape=torch.Size([*self.shape, 2]))
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of `full`, of `shape`, as a 1-D view (of a copy, if that is not contiguous)."""
+        """Return this rank's elements of a full tensor, as a 1-D view, or as a copy if `full` is not contiguous."""
         return full.reshape(-1)[self.range.tensor_start : self.range.tensor_stop]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a new whole tensor made of every rank's `part` of it, 1-D tensors of one dtype. Collective."""
+        """Return the full tensor, in new memory. part: (n,), this rank's elements. Collective."""
         local_ranges = [self.layout.range_of(self.index, rank) for rank in range(self.layout.world_size)]
         longest = max(local_range.length for local_range in local_ranges)
         mine = part.new_zeros(longest)

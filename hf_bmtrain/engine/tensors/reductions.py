@@ -1,7 +1,7 @@
-"""Norms, sums and the like of slices: one number over all ranks, without gathering the elements.
+"""Reductions of sharded tensors to one number over all ranks, such as norms and sums, without gathering the elements.
 
-Each function has the arguments of torch's. It returns NotImplemented where the result is more than a number, and whole
-tensors are needed. Collective.
+Each function takes the arguments of the torch function that it replaces. It returns NotImplemented if the full tensors
+are needed, for example for a sum over one dimension. All of them are collective.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from .norms import measure, note_clipping
 
 
 def _is_local(value: Any) -> bool:
+    """Return whether `value` is a sharded tensor."""
     return getattr(value, "placement", None) is not None
 
 
 def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
-    """Return the `order`-norm over all ranks of every piece; 0 for one that is empty on all of them.
+    """Return the `order`-norm over all ranks of each sharded tensor. Collective.
 
-    2-norms of gradients as the backward left them come from SegmentNorms; the others take one all-reduce.
+    2-norms of gradients that have not been replaced since the backward come from `SegmentNorms`, which may have them
+    cached. All other norms together take one all-reduce.
     """
     order = float(order)
     if order <= 0:
-        raise ValueError(f"the norm of a gradient slice needs an order above 0 or inf, not {order}")
+        raise ValueError(f"the norm of a sharded tensor needs an order above 0 or inf, not {order}")
     segments = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
-    measure(measured)  # all by one all-reduce
+    measure(measured)  # in one all-reduce; `all` then reads the cache
     norms = {each: each.all() for each in measured}
     others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
     return [next(others) if segment is None else norms[segment[0]][segment[1]] for segment in segments]
@@ -64,7 +66,7 @@ def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p
 
 def _linalg_norm(x: Any, ord: Any = None, dim=None, keepdim=False, *, out=None, dtype=None):
     if ord is not None and len(x.full_shape) != 1:
-        return NotImplemented  # of a matrix
+        return NotImplemented  # for tensors of several dimensions, `ord` is that of a matrix norm
     return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
 
 
@@ -98,7 +100,7 @@ def _dot(x: Any, y: Any):
 
 
 def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of every rank's `part`, computed in float32 at least."""
+    """Return the sum over all elements of `part` on all ranks, computed in float32 or wider. Collective."""
     x.settle()
     total = part.sum(dtype=torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
     total = total.as_subclass(torch.Tensor)
@@ -108,7 +110,7 @@ def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(pieces)  # the operation does not count its writes itself
+    torch.autograd.graph.increment_version(pieces)  # the operation does not increment them
     slices = [piece for piece in pieces if _is_local(piece)]
     slices[0].placement.communicator.all_reduce(found_inf, maximum=True).wait()
 

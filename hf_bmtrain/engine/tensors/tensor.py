@@ -1,13 +1,16 @@
-"""The rule by which torch's functions act on slices.
+"""Sharded tensors: each rank stores some elements of a full tensor, and torch's functions act on them as follows.
 
-* Where autograd records, a parameter is whole: a function of it gathers it, and its gradient is averaged over the
-  ranks like any other.
-* Under `no_grad` it is this rank's slice in element-wise functions, and so are gradients, `.data` and the optimizer's
-  state at any time. The result is a slice again. A whole operand, or one that broadcasts to the whole shape, is cut.
-* Any other function of slices runs on whole tensors, on every rank: what it returns is whole, and what it writes is
-  written back. Sums, means, norms and the like gather one number instead.
+* Where autograd records, a function of a sharded parameter acts on the full parameter, which is gathered. The gradient
+  is
+  averaged over the ranks like any other.
+* Under `no_grad`, element-wise functions act on this rank's elements, and the result is a sharded tensor again. For
+  gradients, `.data` and optimizer state this holds in any mode. Of other operands, which have the full shape or
+  broadcast to it, only the elements at the same positions are used.
+* Sums, means, norms and similar reductions compute one number over all ranks.
+* Any other function acts on full tensors, which are gathered on every rank. Its results are full tensors, and what it
+  writes to its arguments is written back to the sharded tensors.
 
-All but the element-wise ones are collective.
+All functions except the element-wise ones are collective.
 """
 
 from __future__ import annotations
@@ -43,57 +46,67 @@ from .reductions import REDUCTIONS
 
 
 class ShardBase:
-    """The base of tensors that hold this rank's 1-D part of a whole tensor.
+    """The base class of sharded tensors: of tensors that store only this rank's elements of a full tensor.
 
-    Its shape, strides and number of elements are the whole's; the memory is that of `part`.
+    `shape`, `stride()` and `numel()` are those of the full tensor. The memory is 1-D and has only the elements of
+    `part`.
 
-    placement: where the part is in the whole. is_parameter: autograd records what is computed from it. in_memory: if
-    False, the class itself makes the elements that a function reads, and is asked before other slices are.
+    Attributes:
+        placement: which elements of the full tensor each rank stores.
+        is_parameter: whether autograd records functions of the tensor.
+        in_memory: whether the elements are in the tensor's memory. If False, the class computes them when a function
+            reads them, so its `__torch_function__` must run before those of other sharded tensors.
+        grad_now: the value of `.grad`.
     """
 
     placement: Placement
     is_parameter: ClassVar[bool] = False
     in_memory: ClassVar[bool] = True
-    is_sparse: ClassVar[bool] = False  # optimizers ask each gradient
+    is_sparse: ClassVar[bool] = False  # optimizers read it of each gradient: faster than torch's own attribute
     grad_now: torch.Tensor | None = None
 
     @property
     def full_shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         return self.placement.shape
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's elements, (n,): an ordinary tensor that shares their memory and version."""
+        """This rank's elements (n,), as a plain tensor that shares memory and version counter with this one."""
         self.settle()
         with WithoutTorchFunction():
             return self.detach().as_subclass(torch.Tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def data(self) -> ShardTensor:
-        """The slice without its history. Writes to it count as writes to this tensor."""
+        """This tensor without autograd history. Writes to it increment the version counter of this tensor."""
         return self.detach()  # pyright: ignore[reportAttributeAccessIssue]
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Copy `values`, a slice or whole, into the slice. Raises RuntimeError if shape, dtype or device differ."""
+        """Copy `values` into this tensor. They may be the full tensor, a sharded one, or this rank's elements (n,).
+
+        Raises RuntimeError if the shape, dtype or device does not match.
+        """
         me: Any = self
         shapes = me.part.shape, me.full_shape
         if values.shape not in shapes or (values.dtype, values.device) != (me.dtype, me.device):
             raise RuntimeError(
-                f"`.data` of a slice can only be set to what fits it ({tuple(shapes[0])}, or {tuple(me.full_shape)} as "
-                f"a whole, {me.dtype}, {me.device}), not {tuple(values.shape)}, {values.dtype}, {values.device}: cast "
-                "before auto_wrap."
+                f"`.data` of a sharded tensor can only be set to a tensor of shape {tuple(shapes[0])} (this rank's "
+                f"elements) or {tuple(me.full_shape)} (the full tensor), {me.dtype}, on {me.device}, not to one of "
+                f"shape {tuple(values.shape)}, {values.dtype}, on {values.device}. Cast or move the model before "
+                "auto_wrap."
             )
         with torch.no_grad():
             me.copy_(values)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, laid out like the slice.
+        """The gradient: a sharded tensor with the placement of this one, or None.
 
-        A Python attribute beside torch's own, which would be read through `__torch_function__` at 15 times the cost:
-        clipping reads each gradient four times a step, and an optimizer three times.
+        It is stored in a Python attribute in addition to torch's own `.grad`. Reading torch's goes through
+        `__torch_function__` and takes 15 times as long, and in each step gradient clipping reads it four times and an
+        optimizer three times.
         """
         return self.grad_now
 
@@ -111,10 +124,10 @@ class ShardBase:
         self.grad = None
 
     def settle(self) -> None:
-        """Make the current stream wait until the values are there."""
+        """Make the current stream wait for any asynchronous operation that is still writing this rank's elements."""
 
     def read_full(self) -> torch.Tensor:
-        """Return the whole tensor in new memory, recorded by autograd if this is a parameter. Collective."""
+        """Return the full tensor in new memory. If this is a parameter, autograd records the gathering. Collective."""
         raise NotImplementedError
 
     @classmethod
@@ -133,7 +146,7 @@ class ShardBase:
         name = name_of(func)
         if name in SHAPES:
             with WithoutTorchFunction():
-                if is_tracing():  # torch.compile describes the memory
+                if is_tracing():  # torch.compile needs the shape of the memory
                     return func(*args, **kwargs)
                 return func(*replace_tensors(_on_meta, args), **replace_tensors(_on_meta, kwargs))
         if name == "data_ptr":
@@ -154,30 +167,33 @@ class ShardBase:
 
     @staticmethod
     def reads_elements(func: Callable) -> bool:
-        """Return whether a function of torch uses more of a tensor than `METADATA` and `SHAPES` do."""
+        """Return whether a function of torch may read or write elements: it is neither in METADATA nor in SHAPES."""
         return func not in METADATA and name_of(func) not in SHAPES
 
 
 class ShardTensor(ShardBase, torch.Tensor):
-    """This rank's 1-D part of a gradient, of optimizer state, or of what arithmetic makes of slices.
+    """A sharded gradient, sharded optimizer state, or the result of arithmetic on sharded tensors.
 
-    In element-wise operations it behaves as a plain tensor does, and the result is a ShardTensor again; see the module
-    for any other. Its norm is that of the whole and its found-inf flag that of any rank, so
-    `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and what Trainer and Accelerate build on them are right
-    without changes. It is pickled as a plain tensor, its `part`.
+    Element-wise operations act on this rank's elements and return a ShardTensor; the docstring of this module describes
+    all others. Norms are those of the full tensor, and `torch.amp.GradScaler` skips a step on all ranks if one finds
+    inf or NaN. So gradient clipping and loss scaling by torch's own functions give correct results. Pickling stores a
+    plain tensor, the `part`.
 
-    segment: measures the flat gradient of which this is a segment, and the segment's number.
+    Attributes:
+        segment: (norms of a flat gradient buffer, index of this gradient in it), for a gradient as the backward left
+            it;
+            otherwise None.
     """
 
     segment: tuple[SegmentNorms, int] | None = None
 
     @classmethod
     def of(cls, part: torch.Tensor, placement: Placement) -> ShardTensor:
-        """Return a plain tensor as this rank's part of a larger one.
+        """Make a sharded tensor of this rank's elements.
 
         Args:
-            part: (n,), whose memory and version the result shares.
-            placement: where the part is in the full tensor.
+            part: (n,), this rank's elements. The result shares memory and version counter with it.
+            placement: which elements of the full tensor each rank stores.
         """
         made = part.as_subclass(cls)
         made.placement = placement
@@ -192,8 +208,8 @@ class ShardTensor(ShardBase, torch.Tensor):
         with WithoutTorchFunction():
             if self.requires_grad:
                 raise RuntimeError(
-                    f"A slice of a tensor of shape {tuple(self.full_shape)} that requires a gradient of its own "
-                    "cannot be gathered by autograd: make the leaf from parameter.gather()."
+                    f"Autograd cannot gather a sharded tensor of shape {tuple(self.full_shape)} that requires grad and "
+                    "is not a parameter. Call requires_grad_() on the full tensor from parameter.gather() instead."
                 )
             return self.placement.gather(self.as_subclass(torch.Tensor))
 
@@ -212,12 +228,12 @@ class ShardTensor(ShardBase, torch.Tensor):
 
 
 class WholeCopy(torch.Tensor):
-    """A view of a whole copy of a slice. It can be read; writing to it raises RuntimeError, since it would be lost."""
+    """A view of a temporary full copy of a sharded tensor. Writes raise RuntimeError, since they would be lost."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if any(issubclass(kind, ShardBase) for kind in types):
-            return NotImplemented  # theirs treats this one as a plain tensor
+            return NotImplemented  # `ShardBase.__torch_function__` treats a WholeCopy as a plain tensor
         kwargs = kwargs or {}
         with WithoutTorchFunction():
             copies = [each for each in find_tensors((args, kwargs)) if isinstance(each, WholeCopy)]
@@ -225,15 +241,15 @@ class WholeCopy(torch.Tensor):
             result = func(*args, **kwargs)
             if versions != [each._version for each in copies]:
                 raise RuntimeError(
-                    f"{name_of(func)} writes to a view of a sharded parameter, of shape {tuple(copies[0].shape)}, "
-                    "which is a copy: the change would be lost. Write to the parameter itself (parameter[rows] = "
-                    "values), or do it under `with bmt.gathered(model, modify=True):`."
+                    f"{name_of(func)} writes to a view, of shape {tuple(copies[0].shape)}, of a sharded parameter. The "
+                    "view is of a temporary copy, so the change would be lost. Write to the parameter itself "
+                    "(parameter[rows] = values), or do it within `with bmt.gathered(model, modify=True):`."
                 )
             return replace_tensors(lambda each: _read_only(each, copies), result)
 
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor]) -> Any:
-    """Return a view of one of `copies` as a WholeCopy, and other tensors as they are."""
+    """Return `value` as a WholeCopy if it is a view of one of `copies`. Make a NumPy array read-only."""
     if is_array(value):
         value.setflags(write=False)
     elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):
@@ -242,9 +258,17 @@ def _read_only(value: Any, copies: Sequence[torch.Tensor]) -> Any:
 
 
 class _Call:
-    """One call of a function of torch with slices among its arguments.
+    """One call of a torch function that has sharded tensors among its arguments.
 
-    full: a parameter, or another operand, is recorded by autograd.
+    Attributes:
+        func: the function.
+        name: its name in the tables of functions.py.
+        base: the name without the trailing `_` of an in-place function.
+        in_place: whether it is an in-place function.
+        many: whether it takes lists of tensors, as `torch._foreach_add_` does.
+        tensors: all tensors among the arguments.
+        slices: the sharded tensors among them.
+        full: whether autograd records the call, so that the function must act on full tensors.
     """
 
     def __init__(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -260,6 +284,7 @@ class _Call:
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
     def run(self) -> Any:
+        """Choose how to apply the function by the rules of this module, and return its result."""
         if getattr(self.func, "__module__", "").startswith("torch.distributed"):
             return self._communicate()
         collective = REDUCTIONS.get(self.func)
@@ -292,23 +317,24 @@ class _Call:
             return self._view(first)
         return self._on_full()
 
-    # -- slices ---------------------------------------------------------------------------------------------------
+    # -- functions of this rank's elements ------------------------------------------------------------------------
 
     def _local(self, first: Any) -> Any:
-        """Apply the function to this rank's part, with a slice as the result."""
+        """Apply the function to this rank's elements, and return a sharded tensor."""
         first.settle()
         with WithoutTorchFunction():
             result = self.func(*self.args, **self.kwargs)
             return result if result is first else ShardTensor.of(result.detach(), first.placement)
 
     def _view(self, first: Any) -> Any:
+        """Return a sharded tensor that shares the memory of `first` and has another full shape."""
         with WithoutTorchFunction():
             shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
             first.settle()
             return ShardTensor.of(first.detach(), first.placement.with_shape(shape))
 
     def _draw(self, first: Any) -> Any:
-        """Draw the whole tensor's random elements, as one process would, and keep this rank's."""
+        """Draw random elements for the full tensor, as a single process would, and keep this rank's elements."""
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
                 return self.func(*self.args, **self.kwargs)  # torch refuses to write to a leaf
@@ -322,6 +348,7 @@ class _Call:
             return first
 
     def _element_wise(self) -> Any:
+        """Apply an element-wise function to this rank's elements, or to full tensors if operands do not match."""
         with WithoutTorchFunction():
             like = self.slices[0]
             operands = {id(each): _operand(each, like) for each in self.tensors}
@@ -343,16 +370,20 @@ class _Call:
             return ShardTensor.of(result, placement)
 
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Apply an in-place function to slices: writes have no history, but torch refuses to write to a leaf."""
+        """Apply an in-place function to this rank's elements, without recording it.
+
+        For a leaf that requires a gradient, gradients stay enabled if autograd records: then torch refuses the write.
+        """
         leaf = any(written is each and each.requires_grad for each in self.slices)
         with torch.set_grad_enabled(self.full and leaf):
             self.func(*args, **kwargs)
         return written
 
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
-        """Apply an in-place function to an ordinary tensor, which is whole, or laid out like the slices.
+        """Apply an in-place function to a plain tensor of the full shape, or of this rank's number of elements.
 
-        One rank may hold all of a vector and cannot tell these apart, so vectors are gathered in either case.
+        If one rank stores all elements of a vector, the two shapes are equal there and different on other ranks.
+        Vectors are therefore gathered in both cases, so that all ranks issue the same collectives.
         """
         if target.shape != like.shape or target.shape == like.full_shape:
             return self._on_full()
@@ -364,7 +395,10 @@ class _Call:
         return self._write(target, replace_tensors(replace, self.args), replace_tensors(replace, self.kwargs))
 
     def _on_many(self) -> Any:
-        """Apply an operation on lists of tensors, such as `torch._foreach_add_`, position by position to slices."""
+        """Apply a function of lists of tensors, such as `torch._foreach_add_`, to this rank's elements.
+
+        If the operands at some position do not match, or the function is not element-wise, it acts on full tensors.
+        """
         if self.full and not self.in_place:
             return self._on_full()
         with WithoutTorchFunction():
@@ -383,7 +417,7 @@ class _Call:
         return self._on_full()
 
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
-        """Return the operands at one position of the lists, None if they need whole tensors."""
+        """Return the operands at one position of the lists, or None if full tensors are needed."""
         like: Any = next((each for each in members if isinstance(each, ShardBase)), None)
         if like is None:
             return members
@@ -395,6 +429,7 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
+        """Return the results of a function of lists, as sharded tensors where an operand is one."""
         if not isinstance(result, (list, tuple)):
             return result
         if self.in_place:
@@ -403,26 +438,31 @@ class _Call:
         return [part if like is None else ShardTensor.of(part, like.placement) for part, like in zip(result, likes)]
 
     def _communicate(self) -> Any:
-        """Run a collective of torch.distributed on the whole tensors; with one rank on the slices' memory."""
-        if current_world().size == 1:  # the parts are whole
+        """Run a collective of torch.distributed on the full tensors."""
+        if current_world().size == 1:  # this rank's elements are the full tensor: no copy is needed
             own = lambda each: each.part.view(each.full_shape) if isinstance(each, ShardBase) else each  # noqa: E731
             return self.func(*replace_tensors(own, self.args), **replace_tensors(own, self.kwargs))
         given = inspect.signature(self.func).bind(*self.args, **self.kwargs).arguments
         some = given.get("group") not in (None, torch.distributed.group.WORLD)
         if some or given.get("async_op") or self.name in ("send", "recv", "isend", "irecv"):
             raise RuntimeError(
-                f"torch.distributed.{self.name} of slices gathers them first, so all ranks must call it, and wait for "
-                "it: no subgroup, no async_op=True. Use parameter.gather() on all ranks, and communicate the copy."
+                f"torch.distributed.{self.name} of sharded tensors gathers them first, so all ranks must call it and "
+                "wait for it: subgroups, async_op=True and point-to-point operations are not possible. Call "
+                "parameter.gather() on all ranks, and communicate the copy."
             )
         self.full = False
         return self._on_full(counted=False)
 
-    # -- whole tensors --------------------------------------------------------------------------------------------
+    # -- functions of full tensors --------------------------------------------------------------------------------
 
     def _on_full(self, counted: bool = True) -> Any:
-        """Run the function on whole copies on every rank, and write back what it has written to them. Collective.
+        """Run the function on full copies on every rank, and write back those that it has modified. Collective.
 
-        counted: torch counts its writes. Otherwise the values are compared. An operator of torch.ops declares them.
+        For an operator of torch.ops, the schema declares which arguments it modifies.
+
+        Args:
+            counted: whether the function increments the version counters of the tensors that it modifies. If not, the
+                values before and after the call are compared.
         """
         unique = {id(each): each for each in self.slices}
         barrier_outside(f"{self.name} of a sharded tensor")
@@ -449,9 +489,10 @@ class _Call:
         return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies)), result)
 
     def _declared_writes(self) -> set[int] | None:
-        """Return the ids of the arguments that an operator of torch.ops writes, None for any other function.
+        """Return the ids of the arguments that an operator of torch.ops declares to write; None for other functions.
 
-        Operators of other libraries write by kernels that torch does not see, or through `.data`.
+        Operators of other libraries may write by their own kernels or through `.data`, which version counters do not
+        show.
         """
         schema = schema_of(self.func)
         if schema is None:
@@ -461,27 +502,32 @@ class _Call:
         return {id(each) for each in find_tensors(written)}
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise an error that helps if another tensor has the shape of a slice, of which the whole is used."""
+        """Raise a clearer error than `error` if the cause may be a plain tensor with this rank's number of elements.
+
+        The function was called with full tensors, whose shapes do not match such a tensor.
+        """
         with WithoutTorchFunction():
             for piece in self.slices:
                 for each in self.tensors:
                     if not isinstance(each, ShardBase) and each.dim() == 1 and each.shape == piece.shape:
                         raise RuntimeError(
-                            f"{self.name}: a tensor of this rank's {len(each)} elements meets a parameter of shape "
-                            f"{tuple(piece.full_shape)}, whole here. Make it of parameter.full_shape. ({error})"
+                            f"{self.name}: a tensor of {len(each)} elements, as many as this rank stores, is combined "
+                            f"with the full parameter of shape {tuple(piece.full_shape)}. Create it with the shape "
+                            f"parameter.full_shape. ({error})"
                         ) from error
 
     def _write_back(self, target: Any, full: torch.Tensor) -> None:
+        """Copy this rank's elements of `full`, which the function has modified, to the sharded tensor `target`."""
         with WithoutTorchFunction():
             if self.full and target.requires_grad:
                 raise RuntimeError(
                     f"{self.name}: a sharded parameter that requires grad is being written in place while autograd "
-                    "records: use torch.no_grad()."
+                    "records. Use torch.no_grad()."
                 )
             if full.shape != target.full_shape or full.dtype != target.dtype:
                 raise RuntimeError(
                     f"{self.name} of a sharded tensor changes its shape {tuple(target.full_shape)} or its dtype "
-                    f"{target.dtype}, which are fixed by auto_wrap: resize and cast before it."
+                    f"{target.dtype}, which cannot change after auto_wrap. Resize and cast before auto_wrap."
                 )
             target.settle()
             with torch.no_grad():
@@ -489,32 +535,38 @@ class _Call:
 
 
 def barrier_outside(occasion: str) -> None:
-    """Wait for every rank, and name those that do not come, unless a forward or backward runs."""
+    """Wait for every rank, unless a forward or backward is running. Collective.
+
+    If ranks do not come, the error names them and the occasion.
+    """
     world = current_world()
     if world.size > 1 and not (world.schedule.in_forward or world.schedule.in_backward):
         world.barrier(occasion)
 
 
 SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, types take it for a value
-"""Sets torch's own `.grad`; whoever calls it sets `grad_now` as well."""
+"""Sets torch's own `.grad` of a tensor. A caller that sets it for a sharded tensor must also set `grad_now`."""
 
 
 def _data_ptr(tensor: Any) -> int:
-    """Return the address of a slice, unless code that trusts `numel()` would read beyond it."""
+    """Return the address of a sharded tensor. Raises RuntimeError with several ranks.
+
+    Code that uses the address together with `numel()`, which is that of the full tensor, would access memory beyond it.
+    """
     with WithoutTorchFunction():
         if tensor.placement.communicator.size > 1:
             raise RuntimeError(
-                f"data_ptr() of a slice of a tensor of shape {tuple(tensor.full_shape)}: this rank stores "
-                f"{len(tensor)} of its elements there. Pass `tensor.part` to kernels that are element-wise."
+                f"data_ptr() of a sharded tensor of shape {tuple(tensor.full_shape)} is not available, since this rank "
+                f"stores only {len(tensor)} of its elements. Pass `tensor.part` to kernels that are element-wise."
             )
         return tensor.data_ptr()
 
 
 def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Apply an element-wise function on lists to the slices in them, if those at each position have one placement.
+    """Apply an element-wise function of lists to this rank's elements: a fast path for the calls of optimizers.
 
-    Most functions of an optimizer are such, with a position for each parameter, and are slow by the general rule.
-    Ordinary tensors may be among the arguments if each has one element. Returns NotImplemented for any other call.
+    The sharded tensors at each position of the lists must have the same placement object, and plain tensors among the
+    arguments must have one element. Returns NotImplemented if this is not so; then the general rule of `_Call` applies.
     """
     if is_tracing():
         return NotImplemented
@@ -533,7 +585,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
                     placements = [*found]
                 elif not all(map(operator.is_, found, placements)):
                     return NotImplemented
-            except AttributeError:  # an ordinary tensor
+            except AttributeError:  # the list has a plain tensor
                 return NotImplemented
             if {*map(type, value)} != {ShardTensor}:
                 unsettled += value
@@ -549,29 +601,30 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         if name.endswith("_"):
             return args[0]
         for each, placement in zip(result, placements):
-            each.__class__ = ShardTensor  # nothing else refers to it, and `of` would make a second tensor
+            each.__class__ = ShardTensor  # in place, since nothing else refers to it: `of` would create another tensor
             each.placement = placement
         return result
 
 
 _ON_LISTS = {f"_fused_{optimizer}_" for optimizer in ("adagrad", "adam", "adamw", "sgd")}
 _ON_LISTS |= {f"_foreach_{name}{suffix}" for name in ELEMENT_WISE for suffix in ("", "_")}
-"""Functions of torch on lists of tensors that do to every element the same."""
+"""Element-wise functions of torch that take lists of tensors."""
 _NUMBERS = (int, float, complex)
 _PLACEMENT = operator.attrgetter("placement")
 
 
 def _on_meta(value: Any) -> Any:
-    """Return a meta tensor of the whole shape for a slice, and any other tensor on the meta device."""
+    """Return a meta tensor with the shape and dtype of `value`; with the full shape if it is a sharded tensor."""
     shape = getattr(value, "full_shape", value.shape)
     return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
 def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
-    """Return what of `value` an element-wise function of the slice `like` uses; None if it has to be gathered.
+    """Return the elements of `value` that an element-wise function combines with this rank's elements of `like`.
 
-    A tensor that broadcasts with the whole shape is whole, otherwise one with as many elements as the slice is laid out
-    like it. Raises ValueError if it may be either.
+    A plain tensor that broadcasts with the full shape is taken as full. Otherwise, if it has as many elements as this
+    rank stores, they are taken as this rank's. Raises ValueError if it may be either. Returns None if the function must
+    act on full tensors.
     """
     if isinstance(value, ShardBase):
         alike = value.placement is like.placement or value.placement.matches(like.placement)
@@ -585,20 +638,22 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
         return value if value.shape == like.shape else None
     if value.shape == like.shape and value.shape != shape:
         raise ValueError(
-            f"A tensor of shape {tuple(value.shape)} meets a slice of a parameter of shape {tuple(shape)}: it may be "
-            f"this rank's {value.numel()} elements, or a whole tensor to be broadcast. Make the former by "
-            "torch.zeros_like(parameter) or parameter.take(whole), and .expand() the latter to the whole shape."
+            f"A tensor of shape {tuple(value.shape)} is ambiguous in an operation with a sharded parameter of shape "
+            f"{tuple(shape)}: it may be this rank's {value.numel()} elements, or a full tensor to be broadcast. For "
+            "the former, create it with torch.zeros_like(parameter) or parameter.take(full); for the latter, "
+            ".expand() it to the full shape."
         )
     return like.placement.cut(value.expand(shape)) if result == shape else None
 
 
 def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
+    """Raise RuntimeError for a function of lists that would write this rank's elements to a plain tensor."""
     raise RuntimeError(
         f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "
-        f"{tuple(like.full_shape)} to an ordinary tensor of shape {tuple(target.shape)}. Use parameter.gather() for "
-        "the whole values, or keep such tensors as slices: parameter.detach().clone()."
+        f"{tuple(like.full_shape)} to a plain tensor of shape {tuple(target.shape)}. Use parameter.gather() to get the "
+        "full values, or create the target as a sharded tensor with parameter.detach().clone()."
     )
 
 
-if torch.__version__ < "2.12":  # before, some or all functions of torch.distributed did not ask a tensor's class
+if torch.__version__ < "2.12":  # older versions have functions of torch.distributed without `__torch_function__`
     override_collectives((ShardBase, WholeCopy))

@@ -5,6 +5,11 @@
 Every run adds a JSON file to `--output`; the table at the end shows all runs of the same job found there, with their
 losses next to each other, so that a wrong engine is visible. Do not mix machines or days in one folder. `--cells FILE`
 measures one line of options after another in the same processes and frees the memory between them.
+
+    python recipes/benchmark.py trainer --model 8b --layers 16
+
+times Hugging Face's stock Trainer as its users call it: around our models, plain, with DistributedDataParallel, and
+with its own FSDP2. It starts the processes itself.
 """
 
 import json
@@ -23,6 +28,7 @@ from bench.ranks import RanksApart, attempt, end_alone, end_together, free_memor
 from bench.recorded import plot_recorded
 from bench.search import search
 from bench.table import plot, read_reports, table
+from bench.trainer import command as trainer
 from common.command_line import one_line_errors
 
 LEFT_GB = 0.1
@@ -96,4 +102,6 @@ def write(report: dict, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["trainer"]:
+        sys.exit(trainer.main(sys.argv[2:]))
     main()

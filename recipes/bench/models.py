@@ -14,7 +14,14 @@ from transformers import (
 )
 from transformers.configuration_utils import PreTrainedConfig
 
-NAMED = ("tiny", "bert-base", "gpt2-small", "gpt-1.5b", "gpt-13b", "llama-8b")
+LLAMAS = {
+    "llama-tiny": (2, 64, 128, 4, 2, 512, False),
+    "llama-1b": (16, 2048, 8192, 32, 8, 128256, True),
+    "llama-3b": (28, 3072, 8192, 24, 8, 128256, True),
+    "llama-8b": (32, 4096, 14336, 32, 8, 128256, False),
+}
+"""Layers, width, width inside the MLP, heads, heads of keys and values, vocabulary, whether the head is tied."""
+NAMED = ("tiny", "bert-base", "gpt2-small", "gpt-1.5b", "gpt-13b", *LLAMAS)
 MASKED = ("bert", "roberta", "distilbert", "electra", "modernbert", "deberta-v2")
 """Model types that predict masked tokens; all others predict the next token."""
 IGNORED = -100
@@ -44,10 +51,12 @@ def _make_config(name: str, length: int) -> PreTrainedConfig:
         return gpt(layers=48, width=1600, heads=25, length=length, vocabulary=50257, tied=True)
     if name == "gpt-13b":  # the published table of BMTrain: 128 heads of 40
         return gpt(layers=40, width=5120, heads=128, length=length, vocabulary=50304)
-    if name == "llama-8b":
+    if name in LLAMAS:
+        layers, width, inner, heads, key_heads, vocabulary, tied = LLAMAS[name]
         return LlamaConfig(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=length, use_cache=False,
+            hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=key_heads, vocab_size=vocabulary, tie_word_embeddings=tied,
+            max_position_embeddings=length, use_cache=False,
         )  # fmt: skip
     return AutoConfig.from_pretrained(name)
 

@@ -6,7 +6,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate", "tokenizers", "datasets")
+PACKAGES = (
+    "hf_bmtrain",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "bitsandbytes",
+    "tokenizers",
+    "datasets",
+)
 READ_EVERY = 10  # steps; reading waits for the device
 
 

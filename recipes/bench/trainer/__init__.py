@@ -1,0 +1,1 @@
+"""The benchmark of Hugging Face's stock Trainer: what to measure, one process of one cell, the command, the table."""

@@ -1,0 +1,100 @@
+"""Rows, columns and cells of the stock Trainer's table: data only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained, and the TrainingArguments of that name.
+
+    adapters: LoRA; otherwise all weights. quantized: the frozen base in 4 bits. own_optimizer: Trainer makes its own
+    AdamW for ours too. sft: TRL's SFTTrainer with its own defaults, which puts the adapters in itself. rivals: the row
+    whose cells the other columns share.
+    """
+
+    title: str
+    adapters: bool = True
+    bf16: bool = False
+    recompute: bool = False
+    compile: bool = False
+    quantized: bool = False
+    own_optimizer: bool = False
+    sft: bool = False
+    rivals: str = ""
+
+
+ROWS = {
+    "lora": Row("LoRA, PEFT's defaults"),
+    "lora-bf16": Row("LoRA, bf16=True", bf16=True),
+    "lora-recomputed": Row("LoRA, gradient checkpointing", recompute=True),
+    "lora-own-adamw": Row("LoRA, bf16=True, Trainer's AdamW", bf16=True, own_optimizer=True, rivals="lora-bf16"),
+    "lora-compiled": Row("LoRA, bf16=True, compiled", bf16=True, compile=True),
+    "qlora": Row("QLoRA, nf4, bf16=True", bf16=True, quantized=True),
+    "full": Row("all weights", adapters=False, bf16=True),
+    "full-compiled": Row("all weights, compiled", adapters=False, bf16=True, compile=True),
+    "sft": Row("LoRA, TRL's SFTTrainer", bf16=True, recompute=True, sft=True),
+}
+COLUMNS = {"ours": "hf_bmtrain", "plain": "plain, 1 rank", "ddp": "DDP", "fsdp2": "FSDP2"}
+"""In the order in which the cells of a row are measured."""
+FUSED, KEPT, BY_LAYER = "fused loss", "kept", "by layer"
+"""Variants: ours with `fuse_causal_loss`; FSDP2 that does not reshard after forward; Accelerate's regional compilation,
+without which torch_compile=True compiles the whole model."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The model and sizes of all cells. layers: 0 for as many as it has. rank: of the adapters. batch: per process."""
+
+    model: str
+    layers: int
+    rank: int
+    batch: int
+    seq: int
+    warmup: int
+    steps: int
+    lr: float
+    ranks: int
+
+    def name(self) -> str:
+        """Return the job in words."""
+        layers = f" of {self.layers} layers" if self.layers else ""
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.model}{layers}, LoRA rank {self.rank}, {self.batch}x{self.seq}, {ranks}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One column of a row, in one of its variants."""
+
+    row: str
+    column: str
+    variant: str = ""
+
+    def name(self) -> str:
+        return " ".join([self.row, self.column, *([f"({self.variant})"] if self.variant else [])])
+
+    def ranks(self, job: Job) -> int:
+        return 1 if self.column == "plain" else job.ranks
+
+
+def variants(row: Row, column: str, every: bool) -> list[str]:
+    """Return the variants of a cell, of which the fastest counts. every: not only those that are usually fastest."""
+    if column == "ours":
+        found = ["", *([FUSED] if not row.sft else [])]
+    elif column == "fsdp2":
+        found = [BY_LAYER, f"{KEPT}, {BY_LAYER}"] if row.compile else ["", KEPT]
+        return [*found, *(["", KEPT] if row.compile and every else [])]
+    else:
+        found = ["", *([BY_LAYER] if row.compile else [])]
+    return found if every else found[:1]
+
+
+def cells_of(rows: list[str], columns: list[str], every: bool) -> list[Cell]:
+    """Return the cells to measure, row by row, each once."""
+    found = {}
+    for name in rows:
+        for column in columns:
+            source = name if column == "ours" else ROWS[name].rivals or name
+            for variant in variants(ROWS[source], column, every):
+                found[Cell(source, column, variant)] = None
+    return list(found)

@@ -1,0 +1,60 @@
+"""Times of the steps inside Trainer, from a callback."""
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import TrainerCallback
+
+
+class StepClock(TrainerCallback):
+    """Notes the time at the end of each step, without waiting for the device before the last of them.
+
+    Trainer logs after the first step, after the last but one that is not timed, and after the last: the losses. The
+    peak of memory is that of the timed steps. mapped_bytes: returns the bytes outside torch's allocator.
+    """
+
+    def __init__(self, warmup: int, steps: int, mapped_bytes: Callable[[], int]) -> None:
+        self._warmup, self._steps, self._mapped_bytes = warmup, steps, mapped_bytes
+        self._times: list[float] = []
+        self._closed = 0.0
+        self.losses: list[float] = []
+        self._peak = self._reserved = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._times.append(time.perf_counter())
+        number, cuda = len(self._times), torch.cuda.is_available()
+        if number == self._warmup and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        if number == self._warmup + self._steps:
+            if cuda:
+                torch.cuda.synchronize()
+                self._reserved = torch.cuda.max_memory_reserved()
+                self._peak = torch.cuda.max_memory_allocated() + self._mapped_bytes()
+            else:
+                self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self._closed = time.perf_counter()
+        if number in (1, self._warmup - 1, self._warmup + self._steps):
+            control.should_log = True
+        return control
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+
+    def report(self) -> dict:
+        """Return the milliseconds of the timed steps, the losses, and the peak of memory."""
+        timed = self._times[self._warmup - 1 :]
+        steps = [1e3 * (after - before) for before, after in zip(timed, timed[1:])]
+        return {
+            "ms": statistics.median(steps),
+            "mean_ms": 1e3 * (self._closed - timed[0]) / self._steps,  # with the wait for the device
+            "spread_ms": [min(steps), max(steps)],
+            "steps_ms": [round(step, 2) for step in steps],
+            "first_loss": self.losses[0],
+            "loss": self.losses[-1],  # the mean of the timed steps
+            "peak_GB": self._peak / 1e9,
+            "reserved_GB": self._reserved / 1e9,
+        }

@@ -1,4 +1,4 @@
-"""The mean and the variance of an optimizer step's update."""
+"""The mean and the variance, over all elements, of an optimizer step's update."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from ...engine.ops.adam_step import Hyper
 from ...engine.optim.runs import RunState, stored_numel
 from ...engine.runtime.world import current_world
 
-PIECE = 1 << 20  # elements at once, so that intermediate results take little memory
+PIECE = 1 << 20  # elements that are processed at once, so that intermediate results take little memory
 
 
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
-    """Return mean and variance, over the elements of all ranks, of the last update in units of the learning rate:
+    """Return the mean and variance of the last step's update δ, over all elements, in units of the learning rate.
+    Collective if any of the parameters is sharded.
+
+    With m, v the moments, wd the weight decay and w, w' the weights before and after the step:
 
         δ = d + wd·w    d = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps)    w' = w − lr·δ
 
-    computed after the step from m, v and the new masters w', which give w = (w' + lr·d) / (1 − lr·wd). m and v hold the
-    step's gradient, so d is the update's except for the rounding of the stored m: none in float32; in bfloat16 up to
-    2⁻⁸ of d, stochastic and unbiased. w is exact to a few units in the last place of float32 as long as lr·wd is well
-    below 1 (at 1 it cannot be recovered). Sums are float64. Ordinary parameters count once, not once per rank.
+    δ is computed after the step from m, v and the new masters w', from which w = (w' + lr·d) / (1 − lr·wd). m and v
+    contain the step's gradient already, so d is exact except for the rounding of the stored m: none in float32; up to
+    2⁻⁸ of d in bfloat16, stochastic and unbiased. w is exact to a few units in the last place of float32 while lr·wd is
+    well below 1 (at 1 it cannot be recovered). Sums are float64. Each element of a sharded parameter is on one rank and
+    counts once; so do those of ordinary parameters, which are on every rank.
 
-    states: of one run or more, each with its `settings`. Returns (2,) float64 on the weights' device. Collective if
-    there are slices among the parameters.
+    Args:
+        states: the state of each run, at least one.
+        settings: for each run, the values of its parameter group.
+
+    Returns:
+        (2,) float64 on the weights' device: mean, variance.
     """
     totals = torch.zeros(2, 3, dtype=torch.float64, device=states[0].run.weights.device)
     ordinary, sharded = totals.unbind()  # the number of elements, Σδ, Σδ²
@@ -41,8 +49,8 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
-    """Yield δ of the last step for parts of a run, (≤ _PIECE,) float32 on the device of its weights."""
-    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # l2 is in m already
+    """Yield δ of the last step for consecutive ranges of a run, (≤ PIECE,) float32 on the device of its weights."""
+    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last, L2, was added to the gradient, so is in m
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)
     for start in range(0, state.run.weights.numel(), PIECE):

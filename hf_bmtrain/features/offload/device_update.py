@@ -1,4 +1,4 @@
-"""AdamW on the device with state in host memory: chunks of state are copied to the device and back."""
+"""AdamW on the device with state in host memory: copies chunks of state to the device, and back after their update."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ _BUFFERS = 3
 
 
 class DeviceUpdate:
-    """Carries chunks of state through three buffers on the device: upload the next, update this, download the last.
+    """Updates chunks of state through three buffers on the device, with a stream each for upload, update and download.
 
-    updated, downloaded: the tickets of the last chunk's update and of its download.
+    So the next chunk is uploaded and the previous one is downloaded while this one is updated. The host never waits.
+    What each operation waits for, and why that is enough:
 
-    Who waits for whom, and why that is enough (the host waits for nothing):
-    * a buffer is filled after its last contents have been downloaded;
-    * it is updated after it has been filled, and after what the current stream had queued at `carry`: the
-      gradients, the step's numbers, and all that reads the weights as they were;
-    * it is downloaded after it has been updated;
-    * a chunk is uploaded after it has been downloaded the last time;
-    * the current stream may write gradients, numbers and weights again after the tickets, or `updated`.
+    * Upload into a buffer: until the buffer's previous contents are downloaded, and until this chunk's download of the
+      previous step is complete.
+    * Update of a buffer: until its upload is complete, and until the work that the current stream had queued when
+      `carry` was called is complete: the gradients, the step's numbers, and everything that reads the old weights.
+    * Download of a buffer: until its update is complete.
+    * The caller may write gradients, the step's numbers and weights again after waiting for the tickets or `updated`.
+
+    Attributes:
+        updated: the event of the last chunk's update.
+        downloaded: the event of the last chunk's download.
     """
 
     def __init__(self, chunks: Sequence[Chunk], exp_avg_dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate buffers for the largest of `chunks`."""
+        """Allocate device buffers that have room for the largest of `chunks`."""
         numel = max((chunk.stop - chunk.start for chunk in chunks), default=0)
         master_bytes = max((c.slab.master.itemsize for c in chunks if c.slab.master is not None), default=0)
         self._buffers = [
@@ -41,7 +45,7 @@ class DeviceUpdate:
             for _ in range(_BUFFERS)
         ]
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
-        self._upload.follow()  # work queued so far may still use the buffers' memory
+        self._upload.follow()  # work that the current stream has queued may still use the buffers' memory
         self._emptied: list[Event] = [DONE] * _BUFFERS
         self._returned: dict[Chunk, Event] = {}
         self._turns = itertools.cycle(range(_BUFFERS))
@@ -49,15 +53,22 @@ class DeviceUpdate:
         self.downloaded: Event = DONE
 
     def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
-        """Queue the update of every chunk, and yield the ticket of each. The caller keeps the gradients until then.
+        """Queue the update of every chunk, and yield the event of each. The gradients must be kept until their event.
 
-        update(part, state): updates one part of a chunk, whose `state` is on the device.
+        Args:
+            chunks: the chunks to update, in this order.
+            update: called as `update(part, state)` with the update stream current, for each part of a chunk; `state` is
+                the chunk's state in a device buffer, which it updates in place.
+
+        Returns:
+            An iterator over one event per chunk, which completes when the chunk's weights are updated.
         """
         self._update.follow()
         for chunk in chunks:
             yield self._pass(next(self._turns), chunk, update)
 
     def _pass(self, number: int, chunk: Chunk, update: Callable[[Part, StateTensors], object]) -> Event:
+        """Queue upload, update and download of a chunk through buffer `number`. Returns the event of its update."""
         home = chunk.slab.part(chunk.start, chunk.stop)
         masters, exp_avg, exp_avg_sq = self._buffers[number]
         master = None if home.master is None else masters.view(home.master.dtype)
@@ -80,6 +91,7 @@ class DeviceUpdate:
 
 
 def _copy(targets: StateTensors, sources: StateTensors) -> None:
+    """Queue copies of the state tensors between host and device on the current stream."""
     for target, source in zip(targets, sources):
         if target is not None and source is not None:
             target.copy_(source, non_blocking=True)

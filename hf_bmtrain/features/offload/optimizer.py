@@ -29,34 +29,34 @@ _log = logging.getLogger("hf_bmtrain")
 class AdamOffloadOptimizer(AdamOptimizer):
     """AdamOptimizer with its state in page-locked host memory. The results are bitwise the same.
 
-    It takes as many bytes of host memory as AdamOptimizer takes on the device, and as many over PCIe each way per step;
-    the state dict of bfloat16 weights takes 8 bytes more per element. On CPU nothing is copied, and it works like
-    AdamOptimizer.
+    The state takes as many bytes of host memory as AdamOptimizer takes on the device, and every step copies all of it
+    to the device and back. A state dict of bfloat16 weights takes 8 more bytes per element. On the CPU nothing is
+    copied, and the optimizer works like AdamOptimizer.
 
-    `step` copies the state through the device in chunks, on streams of its own, and returns before the last chunks are
-    updated. The chunks of the first buffers come first, so that the next forward can begin early: a buffer waits for
-    its own update when it is all-gathered (see PendingUpdate). Forward, backward, `parameter.gather()`, `state_dict`,
-    loading, `.data` and the next `step` wait by themselves. After a `step`, call `wait()` before any other read or
-    write of parameters or of `optimizer.state`, and before writing to their gradients (an average over
-    `model.parameters()`, for example).
+    `step` copies and updates the state in chunks, on separate streams, and returns before the last chunks are updated.
+    The first buffers of the model come first, so that the next forward can begin early: each buffer's all-gather waits
+    for the update of that buffer (see PendingUpdate). Forward, backward, `parameter.gather()`, `state_dict`, loading,
+    `.data` and the next `step` wait by themselves. After a `step`, call `wait()` before any other read or write of
+    parameters or of `optimizer.state` (an average over `model.parameters()`, for example), and before writing to
+    gradients.
 
     Args:
-        params: as for AdamOptimizer, as are all arguments but `record_delta`.
+        params: the parameters, or parameter groups, as for AdamOptimizer.
         lr: the learning rate.
         betas: β₁ and β₂.
         eps: added to √v, outside the square root.
-        weight_decay: the decay of the weights.
-        hold_steps: the number of first steps that update the moments alone.
-        record_delta: compute, after every step, the mean and the variance of its update over all elements, in units of
-            the learning rate (see `delta_moments`), for `get_avg_delta()` and `get_var_delta()`. It is slow, for
-            inspection only: the host waits for the step, all state is copied to the device once more, in parts of about
-            30 MiB, and the ranks reduce three numbers.
-        decoupled: False adds the decay to the gradient instead.
-        exp_avg_dtype: the dtype of the first moment.
+        weight_decay: the weight decay.
+        hold_steps: the number of first steps that update the moments but not the weights.
+        record_delta: whether to compute, after every step, the mean and variance of its update over all elements, in
+            units of the learning rate (see `delta_moments`), for `get_avg_delta()` and `get_var_delta()`. For
+            inspection only, because it is slow: the host waits for the step, all state is copied to the device once
+            more, in parts of about 30 MiB, and one small all-reduce follows.
+        decoupled: whether the weight decay is decoupled from the gradient (AdamW). False adds it to the gradient (L2).
+        exp_avg_dtype: the dtype of the first moment, float32 or bfloat16.
 
     Raises:
         RuntimeError: in the first step, if the host memory is insufficient for the state.
-        ValueError: as AdamOptimizer.
+        ValueError: an argument is out of range, as in AdamOptimizer.
     """
 
     def __init__(
@@ -85,12 +85,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def get_avg_delta(self) -> float:
         """Return the mean of the last step's update in units of the learning rate; 0 without `record_delta`.
 
-        Waits for the device. A skipped step leaves the values of the last one.
+        Waits for the device. A skipped step does not change the value.
         """
         return 0.0 if self._delta is None else self._delta[0].item()
 
     def get_var_delta(self) -> float:
-        """Return the variance of the last step's update, as `get_avg_delta` returns the mean."""
+        """Return the variance of the last step's update in units of lr²; 0 without `record_delta`.
+
+        Waits for the device. A skipped step does not change the value.
+        """
         return 0.0 if self._delta is None else self._delta[1].item()
 
     def wait(self) -> None:
@@ -99,32 +102,33 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._mover.updated.wait()
 
     def _finish(self) -> None:
-        """Make the host wait until weights and state are those of the last step."""
+        """Make the host wait until the last step has written the weights and, in host memory, the state."""
         if self._mover is not None:
-            self._mover.downloaded.synchronize()  # after the last update
+            self._mover.downloaded.synchronize()  # the last download, which waited for the last update
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         self._check_early()
-        # 1. Cut the parameters that have gradients, or have been updated during the backward, into runs.
+        # 1. Arrange the parameters that have gradients, or were updated during the backward, in runs.
         early = self._early.parameters
         rearranged = self._arrange(
             [[p for p in group["params"] if p.grad is not None or p in early] for group in self.param_groups]
         )
-        # 2. Update the runs that the backward has not updated.
+        # 2. Queue the update of the runs that were not updated during the backward.
         left = self._not_early()
         if left:
             self._step_runs(left)
-        # 3. Announce the pending updates to the gathering communicator, alike on all ranks.
+        # 3. Let later all-gathers wait for these updates, on all ranks. Collective, so in the same order on every rank.
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. These runs were cut to fit around those that the backward has updated: cut anew in the next step.
+        # 4. A run has either only parameters that were updated during the backward, or none (`_kind`). If step 1 had to
+        # divide runs for that reason, arrange them again in the next step, when adjacent parameters may form one run.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
-        # 5. Look at the result.
+        # 5. With record_delta, compute the statistics of this update; keep the old ones if the step was skipped.
         if self._delta is not None and self._states:
             self._finish()
             settings = {p: each for group, each in zip(self.param_groups, self._settings()) for p in group["params"]}
@@ -133,7 +137,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta = moments if found_inf is None else torch.where(found_inf != 0, earlier, moments)
 
     def _not_early(self) -> list[int]:
-        """Return the numbers of the runs that the backward has not updated."""
+        """Return the numbers of the runs that were not updated during the backward."""
         return [n for n, state in enumerate(self._states) if state.run.parameters[0] not in self._early.parameters]
 
     def _update(self, numbers: Sequence[int]) -> None:
@@ -151,7 +155,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        tickets = dict.fromkeys(used, DONE)  # a rank may hold nothing of a buffer
+        tickets = dict.fromkeys(used, DONE)  # a buffer without chunks: this rank's shard of it may be empty
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
             tickets[chunk.owner] = ticket
@@ -159,30 +163,33 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if isinstance(owner, ShardedBuffer):
                 owner.update.begin(ticket, used[owner])
             else:
-                ticket.wait()  # nothing waits before an ordinary parameter is read
+                ticket.wait()  # now, because reading an ordinary parameter waits for nothing
 
     def _in_order(self, numbers: Sequence[int]) -> list[int]:
-        """Sort numbers of runs by their elements, so that a buffer's are adjacent, in the same order on all ranks."""
+        """Sort numbers of runs by `index_base`, so that runs of one buffer are adjacent, in one order on all ranks."""
         return sorted(numbers, key=lambda number: self._states[number].index_base)
 
     # -- during the backward ------------------------------------------------------------------------------------
 
     @contextmanager
     def update_in_backward(self) -> Iterator[None]:
-        """Update each block during the backward as soon as its gradient is reduced; `step` updates the rest.
+        """Update each block during the backward inside this context, as soon as its gradient is reduced.
 
-        The weights after `step` are bitwise the same as without it; between the backward and `step` they are partly
-        updated and must not be used. The state of all blocks is copied during the backward, from the last block to the
-        first, so the next forward begins after the last chunk.
+        `step` updates the rest. Afterwards the weights are bitwise the same as without this context; between the
+        backward and `step` only some are updated, so do not use them. The state is copied from the last block to the
+        first while the backward runs, so the next forward cannot begin before the last chunk is updated.
 
-        Use it only if the update does not depend on all gradients together: clipping, loss scaling and skipping come
-        too late, and `clip_grad_norm` and `step` raise. An inf or nan reaches the weights, and OptimManager raises.
-        `step` updates ordinary parameters, and all parameters of a buffer in the first step, in the first after a load
-        and whenever other parameters of the buffer have gradients than in the last step.
+        Use it only if no update depends on all gradients together: it is too late then for clipping, loss scaling and
+        skipping, and `clip_grad_norm` and `step` raise. An inf or nan reaches the weights, and OptimManager raises.
+        `step` alone updates ordinary parameters; and a whole buffer in the first step, in the first step after a load,
+        and whenever the set of its parameters that have a gradient differs from the last step's.
+
+        Returns:
+            A context manager for the last backward of a step.
 
         Raises:
             ValueError: there is a loss scale.
-            RuntimeError: a second backward inside, or no `step` since the last one.
+            RuntimeError: a second backward runs inside, or `step` has not been called since the last context.
 
         Example::
 
@@ -194,70 +201,73 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """
         if self.loss_scale is not None:
             raise ValueError(
-                "update_in_backward() with a loss scale, which may skip the step when all gradients are there: leave "
-                "one of the two out."
+                "update_in_backward() cannot be used with a loss scale: whether a step must be skipped is known only "
+                "after the backward. Use one or the other."
             )
         if self._early.parameters:
-            raise RuntimeError("update_in_backward() again before step(): call step() once after each.")
+            raise RuntimeError("update_in_backward() was entered again before step(): call step() once after each.")
         by_buffer: dict[ShardedBuffer, list[Any]] = {}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if isinstance(parameter, DistributedParameter) and parameter.requires_grad:
                 by_buffer.setdefault(parameter.buffer, []).append(parameter)
         with ExitStack() as hooks:
-            for buffer, slices in by_buffer.items():
-                # Hooks run in the order of the buffer: the last one runs after users' hooks have seen their gradients.
-                last = [piece for piece in buffer.slices if piece.requires_grad][-1]
-                update = last.register_post_accumulate_grad_hook(lambda _, slices=slices: self._update_early(slices))
+            for buffer, local_params in by_buffer.items():
+                # Hooks run in the order of the buffer, so this one runs after the user's hooks on all its parameters.
+                last = [local for local in buffer.slices if local.requires_grad][-1]
+                update = last.register_post_accumulate_grad_hook(
+                    lambda _, local_params=local_params: self._update_early(local_params)
+                )
                 hooks.enter_context(update)
             yield
 
     @property
     def updated_in_backward(self) -> bool:
-        """True if a backward has updated parameters and `step` has not been called since."""
+        """Whether parameters were updated during a backward, and `step` has not been called since."""
         return bool(self._early.parameters)
 
-    def _update_early(self, slices: list[Any]) -> None:
-        """Update a buffer whose gradient has been reduced, if its runs are exactly the slices with a gradient.
+    def _update_early(self, local_params: list[Any]) -> None:
+        """Update the parameters of a buffer, whose gradient has just been reduced.
 
-        Otherwise `step` does, after arranging the runs. The gradient of a buffer reaches all its slices at once.
-        Its reduction makes it safe to write the weights: every rank has left the block's backward, or its part of the
-        gradient would be missing, and the next forward waits for the update (see PendingUpdate).
+        If the parameters with gradients are not exactly those of the buffer's runs, leave the update to `step`, which
+        arranges the runs first. (All parameters of a buffer get their gradients at once.) The weights may be written
+        now: every rank has contributed to the reduced gradient, so every rank has left the block's backward, and the
+        next forward waits for the update (see PendingUpdate).
         """
-        slices = [piece for piece in slices if piece.grad is not None]
-        if not self._active or not slices or not slices[0].buffer.gradient.intact:
+        local_params = [local for local in local_params if local.grad is not None]
+        if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
             return
-        numbers = [number for number, state in enumerate(self._states) if state.run.buffer is slices[0].buffer]
-        if {p for number in numbers for p in self._states[number].run.parameters} != set(slices):
+        numbers = [number for number, state in enumerate(self._states) if state.run.buffer is local_params[0].buffer]
+        if {p for number in numbers for p in self._states[number].run.parameters} != set(local_params):
             return
-        if not self._early.parameters.keys().isdisjoint(slices):
+        if not self._early.parameters.keys().isdisjoint(local_params):
             raise RuntimeError(
-                f"A second backward inside update_in_backward() brought gradients of {len(slices)} parameters that "
-                "have been updated already. Accumulate outside of it: `with optimizer.update_in_backward():` belongs "
-                "around the last backward of a step alone, and step() after it."
+                f"A second backward inside update_in_backward() produced gradients of {len(local_params)} parameters "
+                "that are updated already. To accumulate, put only the last backward of a step inside "
+                "`with optimizer.update_in_backward():`, and call step() after it."
             )
         for copied in tuple(current_world().copying):
             copied.wait()
         self._step_runs(numbers)
-        self._early.parameters.update(gradient_versions(slices))
+        self._early.parameters.update(gradient_versions(local_params))
         self._early.settings = _snapshot(self._settings())
 
     def _check_early(self) -> None:
-        """Raise RuntimeError if `step` would have made another update than the backward."""
+        """Raise RuntimeError if something that the updates during the backward depend on has changed since."""
         parameters = self._early.parameters
         if not parameters:
             return
         if getattr(self, "grad_scale", None) is not None:
-            problem = "a loss scale or a clip factor came with step()"
+            problem = "a loss scale or a clip factor was given to step()"
         elif any(p.grad is not None and not is_unchanged(p, used) for p, used in parameters.items()):
-            problem = "gradients were changed after it (clipped or unscaled, say)"
+            problem = "gradients were changed after it (for example clipped or unscaled)"
         elif _snapshot(self._settings()) != self._early.settings:
             problem = "lr or another setting of a parameter group changed between it and step()"
         else:
             return
         raise RuntimeError(
-            f"update_in_backward() has updated {len(parameters)} parameters during the backward, and then {problem}, "
-            "too late for them. Change them before the backward (with OptimManager, call manager.backward), or leave "
-            "update_in_backward out."
+            f"update_in_backward() updated {len(parameters)} parameters during the backward, and then {problem}, too "
+            "late for these parameters. Make the change before the backward (with OptimManager, call "
+            "manager.backward), or do not use update_in_backward."
         )
 
     # -- runs and state -----------------------------------------------------------------------------------------
@@ -283,7 +293,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         places = allocate_slabs(runs, dtypes, self._exp_avg_dtype)
         self._places.update(places)
         _log.info(
-            "the Adam state of %d elements is stored in %d slabs of page-locked host memory",
+            "allocated the Adam state of %d elements in %d slabs of page-locked host memory",
             sum(run.weights.numel() for run in runs),
             len({place.slab for place in places.values()}),
         )
@@ -296,12 +306,17 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
 @dataclass
 class _EarlyUpdates:
-    """What the backward has updated, by parameter the gradient that it used, and with which settings."""
+    """The updates made during the backward.
+
+    Attributes:
+        parameters: the updated parameters, each with the gradient tensor that was used and its version.
+        settings: a copy of the parameter groups' settings that were used.
+    """
 
     parameters: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = field(default_factory=dict)
     settings: list = field(default_factory=list)
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a value to compare with later settings, without reading tensors, which may be on a device."""
+    """Return a copy to compare with later settings. It has a tensor's id and version, so that no device is read."""
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: slabs, page-locked, of several runs each, cut into chunks for the device."""
+"""Optimizer state in page-locked host memory: slabs with the state of several runs, which are copied in chunks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...engine.optim.runs import Run, StateTensors
 from ...engine.sharding.buffer import ShardedBuffer
 
 SLAB_ELEMENTS = 1 << 28
-"""A run with more gets a slab of its own."""
+"""The most elements of a slab. A run with more gets a slab for itself."""
 CHUNK_ELEMENTS = 1 << 22
-"""16 MiB of float32: long enough for full speed over PCIe, short compared with a step."""
+"""The most elements of a chunk, 16 MiB of float32: enough for full speed over PCIe, and short compared with a step."""
 ALIGNMENT = 64
-"""Runs begin at multiples of this many elements, so that a run is aligned in a slab as in a shard."""
+"""Runs start in a slab at multiples of this many elements, so that they are as well aligned as in a shard."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a run in its slab."""
+    """The position of a run's state: its slab, and the first element in it."""
 
     slab: StateTensors
     start: int
@@ -29,7 +29,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `of_run` of run number `run`, which are elements `of_chunk` of a chunk."""
+    """The part of a chunk that belongs to one run.
+
+    Attributes:
+        run: the number of the run.
+        of_run: the range of elements in the run.
+        of_chunk: the same elements' range in the chunk.
+    """
 
     run: int
     of_run: slice
@@ -38,7 +44,15 @@ class Part:
 
 @dataclass(eq=False)
 class Chunk:
-    """Adjacent elements of one slab and one owner, copied at once. parts: of the runs that it contains."""
+    """Elements start to stop of a slab, which are copied to the device and updated together.
+
+    Attributes:
+        owner: the flat buffer or ordinary parameter whose state all of them are.
+        slab: the slab.
+        start: the first element.
+        stop: the end of the range.
+        parts: the division into runs.
+    """
 
     owner: ShardedBuffer | torch.nn.Parameter
     slab: StateTensors
@@ -50,9 +64,18 @@ class Chunk:
 def allocate_slabs(
     runs: Sequence[Run], masters: Sequence[torch.dtype | None], exp_avg_dtype: torch.dtype
 ) -> dict[Run, Place]:
-    """Allocate a place for every run, in the given order. Raises RuntimeError if memory is insufficient.
+    """Allocate slabs of page-locked memory for the state of all runs, in the given order.
 
-    masters: the dtype of each run's master, None for none; a slab holds those of one dtype.
+    Args:
+        runs: the runs.
+        masters: the dtype of each run's stored master, None if it stores none. All runs of a slab have the same.
+        exp_avg_dtype: the dtype of the first moment.
+
+    Returns:
+        The place of each run.
+
+    Raises:
+        RuntimeError: if the host memory is insufficient.
     """
     places: dict[Run, Place] = {}
     first = 0
@@ -77,7 +100,16 @@ def allocate_slabs(
 
 
 def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> list[Chunk]:
-    """Cut the state of the runs with the numbers in `order` into chunks, in that order."""
+    """Cut the state of runs into chunks.
+
+    Args:
+        runs: the runs.
+        places: the place of each run's state.
+        order: the numbers of the runs to cut, in the order that the chunks shall have.
+
+    Returns:
+        The chunks. A chunk holds several runs if they have one owner and are adjacent in one slab.
+    """
     chunks: list[Chunk] = []
     chunk = None
     for number in order:

@@ -1,5 +1,8 @@
-"""Activation checkpointing: which forwards of a block are recomputed in backward, and how.
+"""Repeating a forward with the state that it had the first time.
 
-It knows the memory that a block's forward takes and the state that the forward changes. It knows nothing of how
-parameters are gathered and gradients reduced: `blocks` asks it once per training forward and does the rest.
+A layer's forward may change buffers (running means), attributes (counters), random generators and containers among its
+arguments (a key-value cache). A recomputation must see the old state, and must not change the present one.
+
+`replay` does so for a block, around the first forward and each recomputation. `snapshot` copies and restores the state,
+and is also used to repeat the forward of a whole model; `generators` reads and sets random generators.
 """

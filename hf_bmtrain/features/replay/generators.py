@@ -1,4 +1,4 @@
-"""Random generators other than torch's own: Python's, NumPy's, and those that the modules of a layer hold."""
+"""Random generators other than torch's default ones: Python's, NumPy's, and those stored as attributes of modules."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 def generators_of(layer: torch.nn.Module) -> list[Any]:
-    """Return the process's generators of Python and NumPy, and those among the attributes of the layer's modules.
+    """Return the global generators of Python and NumPy, and the generators among the attributes of the layer's modules.
 
-    Empty while torch.compile traces the layer, because it cannot read their states.
+    Returns an empty list while torch.compile traces the layer, because it cannot trace how their states are read.
     """
     if torch.compiler.is_compiling():
         return []
@@ -23,17 +23,17 @@ def generators_of(layer: torch.nn.Module) -> list[Any]:
 
 
 class Generators:
-    """The states of some generators when this object was made."""
+    """The states of some random generators at the time when this object is created."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
         self._states = [(generator, _read(generator)) for generator in generators]
 
     def moved(self) -> list[Any]:
-        """Return the generators that have drawn since."""
+        """Return the generators whose state has changed since this object was created."""
         return [generator for generator, state in self._states if not _equal(state, _read(generator))]
 
     def restore(self) -> Generators:
-        """Give the generators their states again. Returns their present ones."""
+        """Set the generators back to the saved states. Returns the states that they had just before."""
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:
             access = _access(generator)
@@ -43,7 +43,7 @@ class Generators:
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return the functions that read and write the state of a generator, None for anything else."""
+    """Return the functions that read and set the state of a generator; None if `generator` is not a generator."""
     if isinstance(generator, random.Random) or generator is random:
         return generator.getstate, generator.setstate
     if isinstance(generator, torch.Generator):
@@ -60,18 +60,20 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | 
 
 
 def _numpy_random() -> Any:
-    """Return numpy.random, which NumPy imports when it is first used, or None without NumPy."""
+    """Return numpy.random, or None if NumPy has not been imported. (NumPy imports this submodule on first use.)"""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random
 
 
 def _read(generator: Any) -> Any:
+    """Return the state of a generator: a tensor, or nested dicts and tuples."""
     access = _access(generator)
     assert access is not None
     return access[0]()
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Return whether two states of one generator are equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,4 +1,4 @@
-"""Repetition of a forward that changes state: buffers, attributes, generators, and containers among its arguments."""
+"""Recomputation of a layer whose forward changes buffers, attributes, generators or containers in its arguments."""
 
 from __future__ import annotations
 
@@ -15,32 +15,46 @@ from .snapshot import Attributes, Buffers, Contents, Snapshot
 
 
 class Replay:
-    """Repeats, without side effects, forwards of a layer that change state (running means, counters, a cache).
+    """Lets a layer's forward be recomputed although it changes state (running means, counters, a cache).
 
-    The first forward in training mode and the first in evaluation mode copy all buffers and compare their values
-    afterwards, which waits for the device; later ones copy only the buffers that changed. The same holds for random
-    generators other than torch's default ones, which its checkpoint puts back. Attributes and containers are put back
-    in place; the tensors in them are not copied.
+    `record` saves the state before the first forward, and `restore` shows it to a recomputation, whose own changes are
+    then undone.
+
+    The first forward in training mode, and the first in evaluation mode, copies all buffers and compares their values
+    afterwards, which waits for the device. Later forwards copy only the buffers that changed in that first one. Random
+    generators are treated likewise, except torch's default ones, which torch's checkpoint restores itself. Attributes
+    and containers are restored in place; tensors in them are not copied.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]  # it owns this
+        # Weak, because the layer refers to this object.
+        self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
-        self._changing: dict[bool, set[int]] = {}  # numbers of places
-        self._drawn: dict[bool, list[Any]] = {}  # generators
+        # By `layer.training`: the indices in _places of the buffers that a forward changes, and the generators it uses.
+        self._changing: dict[bool, set[int]] = {}
+        self._drawn: dict[bool, list[Any]] = {}
         self._attributes: Attributes | None = None
 
     def _present_attributes(self) -> Attributes:
+        """Return the layer's attributes as they are now, without a new copy if they have not changed since the last."""
         if self._attributes is None or not self._attributes.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
         return self._attributes
 
     @contextmanager
     def record(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Snapshot]:
-        """Yield the snapshot of the first forward, which runs on these arguments inside the context.
+        """Save the layer's state for a recomputation of the forward that runs inside this context.
 
-        The snapshot is complete at the end of the context. Raises RuntimeError if the forward changed a buffer that
-        the layer's first forward did not change.
+        Args:
+            args: the positional arguments of the forward; the containers among them are saved too.
+            kwargs: its keyword arguments, likewise.
+
+        Returns:
+            A context manager that yields the snapshot for `restore`. It is complete when the context ends.
+
+        Raises:
+            RuntimeError: at the end of the context, if the forward changed a buffer that the layer's first forward in
+                the same mode did not change, so that there is no copy of it.
         """
         keep_scripts()
         training = self._layer.training
@@ -54,13 +68,13 @@ class Replay:
         yield snapshot
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
-        if known is None:  # batch norm writes without incrementing the version
+        if known is None:  # versions are not enough: batch norm writes its buffers without incrementing them
             changed |= {n for n, b in before.items() if not torch.equal(b, copies[n])}
         if changed - copies.keys():
             names = sorted(self._places[n][1] for n in changed - copies.keys())
             raise RuntimeError(
-                f"The layer changed its buffers {names} in this forward and not in its first one, so they cannot be "
-                "put back for its recomputation. Wrap the model with use_checkpoint=False."
+                f"The layer changed its buffers {names} in this forward but not in its first one, so they were not "
+                "copied and this forward cannot be recomputed. Wrap the model with use_checkpoint=False."
             )
         if known is None:
             self._changing[training] = changed
@@ -69,9 +83,13 @@ class Replay:
 
     @contextmanager
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
-        """Under `with`, all is as in the snapshot; at the end it is as before.
+        """Set the layer's state to a snapshot inside the context, and back to the present state at its end.
 
-        The exception by which torch ends a recomputation inside a TorchScript function ends the context.
+        torch's checkpoint ends a recomputation early by raising an exception. If it was raised inside a TorchScript
+        function, torch does not recognize it any more, so this context swallows it.
+
+        Args:
+            snapshot: what `record` yielded for the forward that is recomputed.
         """
         keep_scripts()
         undo = snapshot.show()
@@ -84,32 +102,37 @@ class Replay:
             undo()
 
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
+        """Return `copies`, by their index in `_places`, in the form that Snapshot takes."""
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
+        """Return the buffers that are now at `_places`, None where one was removed."""
         return [buffers.get(name) for buffers, name in self._places]
 
 
 def _version(tensor: torch.Tensor) -> int:
+    """Return a tensor's version; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 # -- TorchScript ------------------------------------------------------------------------------------------------------
-# TorchScript profiles the first call of a function and optimizes the second. Autograd then saves other tensors than in
-# the first, in another order, and a recomputation would take one for another. So nothing is optimized from the first
-# recomputed layer on: each function stays what it is, optimized or not.
+# TorchScript profiles the first call of a function and optimizes the second. The optimized function makes autograd save
+# other tensors, in another order. torch's checkpoint matches the saved tensors of forward and recomputation by their
+# order, so it would mix them up. So from the first recomputed layer on, TorchScript optimizes no more functions: each
+# one stays as it is, optimized or not.
 
 
 def keep_scripts() -> None:
-    """Optimize no further TorchScript function in this thread."""
+    """Stop TorchScript from optimizing further functions in this thread. Those that are optimized stay so."""
     optimize_scripts(False)
 
 
 def ends_recomputation(error: RuntimeError) -> bool:
-    """Return whether this is the exception by which torch ends a recomputation once all tensors are there.
+    """Return whether `error` is how TorchScript passes on the exception by which torch ends a recomputation early.
 
-    TorchScript turns what passes through it into a RuntimeError of its own, with the place and the message, and that
-    one has no message. Torch checks afterwards that no tensor is missing.
+    torch raises that exception, which has no message, once it has all tensors. TorchScript turns any exception into a
+    RuntimeError with a stack and the original message; here that message is empty. If an unrelated error looked the
+    same, torch would report afterwards that recomputed tensors are missing.
     """
     message = str(error)
     return "TorchScript interpreter" in message and message.rstrip().endswith("RuntimeError:")

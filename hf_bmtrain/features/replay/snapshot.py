@@ -1,4 +1,4 @@
-"""Snapshot: all that a forward changes, put back afterwards."""
+"""Snapshot: a copy of the state that a forward may change, for restoring it later."""
 
 from __future__ import annotations
 
@@ -15,27 +15,36 @@ from ...engine.blocks.containers import ATOMS, containers_of, items_of
 from .generators import Generators, generators_of
 
 _STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
-"""Attributes that are no state of a forward: those of every module, ours, and a configuration, which is read only."""
+"""Attributes that a forward does not change: those that every module has, this library's own, and `config`."""
 Buffers = Sequence[tuple[dict[str, Any], dict[str, torch.Tensor | None]]]
-"""For each module its dict of buffers, and what was in it, by name."""
+"""Pairs of a module's `_buffers` and the saved buffers, by name. A module may occur in several pairs."""
 
 
 class Snapshot:
-    """What a forward changes, as it was when this object was made.
+    """The state that a forward may change, as it is when this object is created.
 
-    buffers: copies of the modules' buffers. attributes: those of the modules. arguments: the contents of the mutable
-    containers (lists, dicts, caches) among the forward's arguments. generators: the states of random generators. The
-    tensors in attributes and containers are not copied.
+    Args:
+        buffers: copies of modules' buffers.
+        attributes: the attributes of modules. The tensors in them are not copied.
+        arguments: the items of the mutable containers (lists, dicts, caches) in the forward's arguments. Tensors among
+            them are not copied.
+        generators: the states of random generators.
     """
 
     def __init__(self, buffers: Buffers, attributes: Attributes, arguments: Contents, generators: Generators) -> None:
         self.buffers, self.attributes = buffers, attributes
         self.arguments, self.generators = arguments, generators
-        self._originals: Buffers = ()  # of which `buffers` are copies
+        self._originals: Buffers = ()  # the buffers themselves, of which `buffers` has copies; only set by `of`
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:
-        """Return all of it: every buffer and attribute of `model`, and every random generator."""
+        """Return a snapshot of a whole model, for `restore`: every buffer, attribute and random generator.
+
+        Args:
+            model: the model.
+            device: the device whose default generator is saved, besides the CPU's.
+            arguments: values whose mutable containers are saved too.
+        """
         generators = [*generators_of(model), torch.default_generator]
         if device.type != "cpu":
             generators.append(torch.get_device_module(device).default_generators[device.index])
@@ -50,19 +59,23 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back all of it (`of`), so that another forward begins as the first one did. Buffers are the same ones."""
+        """Restore the state of a snapshot made by `of`. Buffers get their values back in the same tensors."""
         for (buffers, originals), (_, copies) in zip(self._originals, self.buffers):
             for name in buffers.keys() - originals.keys():
                 del buffers[name]
             buffers.update(originals)
             for name, copy in copies.items():
-                # Autograd may have saved a buffer for a backward that is to come: what did not change is not written.
+                # Write only what has changed: autograd may have saved the buffer for a later backward, which would then
+                # find a new version and raise.
                 if copy is not None and not torch.equal(buffers[name], copy):
                     buffers[name].copy_(copy)
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Put everything back, but for buffers, in whose places copies are shown. Returns a function that undoes it."""
+        """Restore the state, but put copies in the place of buffers, so that the present buffers are not written.
+
+        Returns a function that restores the state found at the call, with the buffers themselves.
+        """
         present = []
         for buffers, copies in self.buffers:
             present.append((buffers, {name: buffers.get(name) for name in copies}))
@@ -77,7 +90,12 @@ class Snapshot:
         return undo
 
     def _restore_others(self) -> Callable[[], None]:
-        """Put back what is no buffer. Returns a function that undoes it."""
+        """Restore attributes, containers and generators, but not buffers.
+
+        Returns a function that goes back to what was found at the call. If the attributes were equal to the snapshot's
+        then, nothing was saved of them: the function compares them again, and if the forward in between has changed
+        them, restores the snapshot once more.
+        """
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
         arguments, generators = self.arguments.restore(), self.generators.restore()
@@ -94,9 +112,9 @@ class Snapshot:
 
 
 class Contents:
-    """The contents of the mutable containers in `values`, at any depth, when this object was made.
+    """The items of all mutable containers in `values`, at any depth, as they are when this object is created.
 
-    Tensors are shared, not copied.
+    Containers are copied one level deep: tensors and other items are the same objects.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -104,6 +122,7 @@ class Contents:
         self._find(values)
 
     def _find(self, values: Iterable[Any]) -> None:
+        """Add the containers in `values`, and in their items, to `_copies`."""
         for value in values:
             kind = type(value)
             if kind in ATOMS or kind is torch.Tensor:
@@ -120,10 +139,11 @@ class Contents:
 
     @property
     def containers(self) -> list[Any]:
+        """The containers themselves, not their copies."""
         return [container for container, _ in self._copies.values()]
 
     def restore(self) -> Contents:
-        """Give the containers their contents again. Returns what they held before."""
+        """Put the saved items back into the containers. Returns the items that they had just before."""
         present = Contents(())
         for key, (container, copy) in self._copies.items():
             present._copies[key] = container, _copy(container)
@@ -132,13 +152,14 @@ class Contents:
 
 
 def _copy(container: Any) -> Any:
+    """Return the items of a container as a plain dict, set or list."""
     if isinstance(container, dict):
         return dict(container.items())
     return set(container) if isinstance(container, set) else list(container)
 
 
 def _fill(container: Any, contents: Any) -> None:
-    """Make `contents` the contents of `container`, without what its class adds to these operations."""
+    """Replace the items of `container` by `contents`, by dict's and list's own methods, not those of its subclass."""
     if isinstance(container, dict):
         base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
         base.clear(container)
@@ -152,15 +173,16 @@ def _fill(container: Any, contents: Any) -> None:
 
 
 class Attributes:
-    """The attributes of a layer's modules at one moment, and the contents of the containers in them.
+    """The attributes of a layer's modules, with the items of containers in them, as they are at creation.
 
-    Modules of torch itself change none, and are left out unless they have hooks.
+    torch's own modules are left out unless they have hooks, because their forwards change no attributes.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        """modules: the layer and those in it."""
-        self._layer = weakref.ref(modules[0])  # the layer owns this object, and its dict of attributes
-        # All attributes (None: of the layer), and copies of the modules' own.
+        """Copy the attributes of `modules`: the layer, first, and all modules in it."""
+        # The layer refers to this object, so neither the layer nor its `__dict__` may be referenced here.
+        self._layer = weakref.ref(modules[0])
+        # For each module: its `__dict__` (None for the layer's), and a copy of its own attributes.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
         children = []
@@ -180,7 +202,7 @@ class Attributes:
         self._values = self._read()
 
     def _read(self) -> list[Any] | None:
-        """Return all values, None if attributes have come or gone."""
+        """Return all attributes and items, to compare by identity; None if attributes were added or removed."""
         values: list[Any] = []
         try:
             for attributes, getter, count in self._getters:
@@ -198,13 +220,13 @@ class Attributes:
         return values
 
     def is_present(self) -> bool:
-        """Return whether nothing has changed since."""
+        """Return whether attributes and items are the same objects as at creation."""
         known, values = self._values, self._read()
         assert known is not None
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
     def restore(self) -> Callable[[], None]:
-        """Make the attributes and containers as they were. Returns a function that undoes it."""
+        """Restore the attributes and containers. Returns a function that goes back to what was found at the call."""
         present = []
         for attributes, own in self._modules:
             changed = vars(self._layer()) if attributes is None else attributes
@@ -221,10 +243,12 @@ class Attributes:
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes, of a module's `__dict__`, that a forward may change."""
     return {name: value for name, value in attributes.items() if name not in _STANDARD}
 
 
 def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
+    """Make `own` the attributes, in a module's `__dict__`, that a forward may change."""
     for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)

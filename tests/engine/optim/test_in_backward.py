@@ -224,7 +224,7 @@ def a_new_lr_comes_too_late():
 def a_scaler_comes_too_late():
     trainee = begun()
     trainee.optimizer.grad_scale = torch.tensor(8.0)
-    with pytest.raises(RuntimeError, match="a loss scale or a clip factor came with step"):
+    with pytest.raises(RuntimeError, match="a loss scale or a clip factor was given to step"):
         trainee.optimizer.step()
 
 
@@ -247,7 +247,7 @@ def a_second_backward_is_refused():
 
 def twice_before_a_step_is_refused():
     trainee = begun()
-    with pytest.raises(RuntimeError, match="again before step"):
+    with pytest.raises(RuntimeError, match="entered again before step"):
         with trainee.optimizer.update_in_backward():
             pass
 

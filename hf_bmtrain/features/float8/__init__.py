@@ -1,12 +1,12 @@
-"""Linear layers of blocks whose three matrix products, and whose weights' all-gathers, are in float8.
+"""Float8 linear layers in blocks: their three matrix products, and the all-gathers of their weights, use float8.
 
-It pays where a layer has some thousands of tokens, on GPUs with float8 products (Ada, Hopper, Blackwell); a CPU
-emulates them, slowly. Embeddings, head, norms, attention, routers and adapters compute as before. In the first training
-step each layer's noise is measured, and a layer with too much of it leaves float8. It refuses a model without a layer
-for it, and a model that was wrapped without it before.
+Float8 pays off for layers that get thousands of tokens, on GPUs with float8 matrix products (Ada, Hopper, Blackwell); a
+CPU emulates them slowly. Embeddings, head, norms, attention, routers and adapters compute in their own dtype. The first
+training step measures the rounding noise of each layer, and layers with too much noise stop using float8. `auto_wrap`
+refuses a model with no layer that can use float8, and a model that was wrapped before without float8.
 
-`arithmetic` rounds and multiplies; `linear` is the layer; `choose` says which layers; `calibrate` which of them leave
-for their noise; `storage` keeps and sends weights in float8; `gather` says which weights.
+`arithmetic` rounds and multiplies; `linear` is the layer; `choose` selects layers; `calibrate` measures their noise;
+`storage` stores and sends weights in float8; `gather` selects those weights.
 """
 
 from __future__ import annotations

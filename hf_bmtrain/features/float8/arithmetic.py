@@ -1,15 +1,15 @@
-"""Matrix products of float8 factors: e4m3 values with a float32 scale for each row, of which a weight has one alone.
+"""Matrix products of float8 factors: e4m3 values with a float32 scale per row, or for weights one per tensor.
 
-An element is value x scale. A scale is absmax / 448, and a value is the element times 448 / absmax, in float32, rounded
-to float8_e4m3fn. An absmax of inf or NaN makes its elements NaN, so that overflows are found as in other dtypes. Below
-1e-30 it counts as 1e-30.
+An element is value x scale. A scale is absmax / 448, where absmax is the largest magnitude among the elements that
+share the scale, at least 1e-30. A value is the element times 448 / absmax, in float32, rounded to float8_e4m3fn. If
+absmax is inf or NaN, all these elements become NaN, so that overflows are detected as in other dtypes.
 
-A product is computed from the values, with sums in float32, and multiplied by both scales. Both factors of `product`
-have the summed dimension last. A GPU's product takes scales that are the same for all summed elements, so a matrix that
-is used in both directions is rounded twice: `quantize_both` rounds it by its rows and, transposed, by its columns. A
-weight has one scale for all its elements, and is rounded once for both; so its pieces on different ranks can be rounded
-apart (`measure_pieces`, `round_pieces`) once the ranks know its largest magnitude. On a GPU kernels/float8.cu rounds;
-its bits are those of the reference, but for the sign of NaN.
+A product multiplies values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have the
+summed dimension last. A GPU's product needs one scale for all elements of a sum, so a matrix that is summed along
+either dimension is rounded twice: `quantize_both` rounds it by rows and, transposed, by columns. A weight has a single
+scale, so it is rounded once for both; and once the ranks know its absmax, each rank can round its own part
+(`measure_pieces`, `round_pieces`). On a GPU kernels/float8.cu rounds; its bits equal the reference's, except for the
+sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -31,16 +31,16 @@ from ...engine.base.torch_internals import autocast_type, scaled_mm
 MOST = 448.0
 """The largest value of float8_e4m3fn."""
 ALIGNMENT = 16
-"""Rows of factors and of results have a multiple of so many elements; GPUs read 16 bytes at a time."""
+"""Rows of factors and results have a multiple of this number of elements, since GPUs read 16 bytes at a time."""
 _LEAST = 1e-30
 _THREADS = 256
 _TILE = 64  # rows
-_PARTS = 4  # of 16 bytes, that a thread keeps
+_PARTS = 4  # groups of 16 bytes that a thread holds in registers
 _CAPABILITY = (8, 9)
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError if a GPU has no float8 products."""
+    """Raise ValueError if `device` is a GPU without float8 products."""
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise ValueError(
@@ -54,20 +54,20 @@ def check_device(device: torch.device) -> None:
             product(factor, factor, torch.bfloat16, fast=True)
         except RuntimeError as error:
             raise ValueError(
-                f"torch {torch.__version__} has no float8 products with scales of rows for {device}: {error}. Leave "
+                f"torch {torch.__version__} has no float8 products with row-wise scales on {device}: {error}. Leave "
                 "out float8, or install a newer torch."
             ) from error
 
 
 class Float8(NamedTuple):
-    """A matrix. values: (R, C) float8_e4m3fn, contiguous. scales: (R, 1) float32."""
+    """A float8 matrix. values: (R, C) float8_e4m3fn, contiguous. scales: (R, 1) float32."""
 
     values: Tensor
     scales: Tensor
 
 
 def quantize_rows(x: Tensor) -> Float8:
-    """Return x (M, K), float32, float16 or bfloat16, with a scale for each row."""
+    """Quantize x (M, K), float32, float16 or bfloat16, with one scale per row."""
     expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
@@ -78,9 +78,9 @@ def quantize_rows(x: Tensor) -> Float8:
 
 
 def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
-    """Return x (M, K) with a scale for each row, and its transpose (K, M') with a scale for each of its rows.
+    """Quantize x (M, K) with one scale per row, and its transpose (K, M') with one scale per row of the transpose.
 
-    M' is M rounded up to a multiple of ALIGNMENT; the columns behind M are zero.
+    M' is M rounded up to a multiple of ALIGNMENT; the added columns are zero.
     """
     if torch.compiler.is_compiling():
         values, scales, transposed, transposed_scales = torch.ops.hf_bmtrain.quantize_both(x)
@@ -100,7 +100,7 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def quantize_full(weight: Tensor) -> Float8:
-    """Return weight (N, K) with one scale, N times."""
+    """Quantize weight (N, K) with one scale for all elements; `scales` repeats it N times."""
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
@@ -108,7 +108,7 @@ def quantize_full(weight: Tensor) -> Float8:
 
 
 def quantize_transposed(weight: Tensor) -> Float8:
-    """Return the transpose of `quantize_full(weight)`, (K, N), without the copy in between."""
+    """Return the transpose (K, N) of `quantize_full(weight)`, without materializing `quantize_full(weight)`."""
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         values, scales = quantize_full(weight)
@@ -117,17 +117,17 @@ def quantize_transposed(weight: Tensor) -> Float8:
 
 
 class Pieces:
-    """Ranges of a flat tensor, each a part of a weight. Make it once for a layout: its table stays on the device.
+    """Ranges of a flat tensor, each this rank's part of one weight. Build it once per layout: it has a device tensor.
 
-    ranges   (start, stop) of each piece, one behind the other, perhaps with gaps; a piece may be empty
-    dtype    of the tensor
+    ranges   (start, stop) of each part, in ascending order, possibly with gaps; a part may be empty
+    dtype    of the flat tensor
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device):
         self.ranges = tuple(ranges)
         self.aligned = all(bound % ALIGNMENT == 0 for piece in ranges if piece[0] < piece[1] for bound in piece)
         firsts = [0, *itertools.accumulate(_blocks(stop - start, dtype.itemsize) for start, stop in ranges)]
-        self.blocks = firsts.pop()  # of a kernel
+        self.blocks = firsts.pop()  # how many CUDA thread blocks a launch over all pieces has
         starts, stops = zip(*ranges)
         self.table = torch.tensor([starts, stops, firsts], dtype=torch.int64, device=device)
 
@@ -136,10 +136,9 @@ class Pieces:
 
 
 def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
-    """Set `bits` (k,) int32, 0 before, to those of the largest magnitude of each piece of x (n,), as float32.
+    """Write the absmax of each piece of x (n,) to `bits` (k,) int32, which must be zero: as the bits of a float32.
 
-    As integers the bits are in the order of the magnitudes, and those of NaN are the largest. Those of an empty piece
-    stay 0.
+    Compared as integers, such bits have the order of the magnitudes, and NaN is the largest. An empty piece leaves 0.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -152,9 +151,10 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
 
 
 def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
-    """Write the pieces of x (n,) into `out` (n,) uint8, each as `quantize_full` of its weight rounds it.
+    """Write the float8 codes of the pieces of x (n,) to `out` (n,) uint8, rounded as `quantize_full` would.
 
-    bits: (k,) int32, of each weight the largest that `measure_pieces` finds in its pieces. The rest of `out` stays.
+    bits: (k,) int32, for each weight the largest value that `measure_pieces` found on any rank. Elements of `out`
+    outside the pieces are not written.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -169,13 +169,13 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 
 
 def scales_of(bits: Tensor) -> Tensor:
-    """Return the scales (n,) float32 of weights whose largest magnitudes have the `bits` (n,) int32."""
+    """Return the scales (n,) float32 of weights, given the absmax of each as float32 `bits` (n,) int32."""
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
     return absmax / torch.full_like(absmax, MOST)  # a GPU would multiply by the rounded 1 / MOST
 
 
 def transpose(values: Tensor) -> Tensor:
-    """Return the transpose of values (R, C) float8_e4m3fn, contiguous, in new memory."""
+    """Return the contiguous transpose of values (R, C) float8_e4m3fn, as a new tensor."""
     if torch.compiler.is_compiling():
         return torch.ops.hf_bmtrain.transpose_codes(values)
     rows, width = values.shape
@@ -189,10 +189,10 @@ def transpose(values: Tensor) -> Tensor:
 
 
 def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a @ b.T: (M, K), (N, K) -> (M, N) of `dtype`.
+    """Return a @ b.T of `dtype`: (M, K), (N, K) -> (M, N).
 
-    K and N are multiples of ALIGNMENT on a GPU. fast: its sums may be kept in fewer bits between steps of tensor cores,
-    which is faster. A GPU rounds to bfloat16 first, whatever `dtype` is.
+    On a GPU K and N must be multiples of ALIGNMENT, and the result is rounded to bfloat16 before it is converted to
+    `dtype`. fast: allow tensor cores to accumulate with fewer bits.
     """
     device = a.values.device.type  # torch 2.6 traces neither `is_meta` nor `is_cuda` here
     if device == "meta":
@@ -205,16 +205,16 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
     else:
         with torch.autocast(autocast_type(a.values.device), enabled=False):
             y = torch.mm(a.values.float(), b.values.float().t()) * a.scales * b.scales.t()
-    # What an autograd.Function returns by a `to` that changes nothing has no gradient once torch 2.11 compiles it.
+    # The gradient is lost when torch 2.11 compiles an autograd.Function that returns a `to` which changes nothing.
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether kernels round x, or would on the GPU that the meta device stands for.
+    """Return whether kernels round x. True on the meta device as well, which stands for a GPU.
 
-    Compilers make their own, but for `quantize_both`, which is an operator to them: Inductor fuses largest magnitudes
-    of columns with what computes the elements, and took 1.3 ms where a pass for each takes 0.6 (H200, SwiGLU of 8192 x
-    14336, backward).
+    torch.compile generates its own code for rounding, except for `quantize_both`, which is a custom operator: Inductor
+    fuses the column-wise absmax with the computation of the elements, which took 1.3 ms instead of 0.6 ms for separate
+    passes (H200, SwiGLU of 8192 x 14336, backward).
     """
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
@@ -237,12 +237,12 @@ def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def _tiles(x: Tensor, parts: int) -> int:
-    """Return the number of tiles of _TILE rows and `parts` times 16 bytes that cover x."""
+    """Return how many tiles of _TILE rows and `parts` * 16 bytes cover x."""
     return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
 
 
 def _blocks(numel: int, itemsize: int) -> int:
-    """Return the number of blocks whose threads keep _PARTS times 16 bytes each that cover `numel` elements."""
+    """Return how many CUDA thread blocks cover `numel` elements, with _PARTS * 16 bytes per thread."""
     return -(-numel * itemsize // (_THREADS * _PARTS * 16))
 
 
@@ -261,7 +261,7 @@ def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligne
 
 
 def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
-    """Launch a kernel over x. aligned: whether all rows have a multiple of ALIGNMENT elements."""
+    """Launch a kernel over x. aligned: whether every row has a multiple of ALIGNMENT elements."""
     if x.is_meta:
         return
     chosen = variant(x.dtype, aligned and x.data_ptr() % 16 == 0)
@@ -274,7 +274,7 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """Return all variants that this module can compile."""
+    """Return all variants of the kernels that this module can compile."""
     return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
 
 
@@ -282,7 +282,7 @@ def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:
     return tuple(tensor for factor in factors for tensor in factor)
 
 
-# In compiled code `quantize_both` and `transpose` are these operators.
+# Operators that stand for `quantize_both` and `transpose` in compiled code.
 _library = torch.library.Library("hf_bmtrain", "DEF")
 _library.define("quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)", tags=torch.Tag.needs_fixed_stride_order)
 _library.define("transpose_codes(Tensor values) -> Tensor", tags=torch.Tag.needs_fixed_stride_order)

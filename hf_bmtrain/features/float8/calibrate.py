@@ -1,7 +1,7 @@
-"""Which float8 layers leave float8 for their noise, which is measured once: in the first training step, or before it.
+"""Calibration of float8: measures each layer's rounding noise once, and switches noisy layers back to their dtype.
 
-Compiled blocks are measured before it, in a forward that is not compiled, so that no graph contains the measurement, or
-is compiled anew for a layer that leaves float8.
+The measurement is the first training step or, for compiled blocks, a separate forward before it that is not compiled:
+so no graph contains the measurement, or is recompiled when a layer stops using float8.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from .linear import Float8Linear, Float8State
 
 _log = logging.getLogger("hf_bmtrain")
 LEAST_DECIBELS = 20.0
-"""The signal-to-noise ratio of a layer's output below which it does not compute in float8: rounding adds 10 %."""
+"""A layer whose output has a lower signal-to-noise ratio stops using float8: at 20 dB rounding adds 10 %."""
 
 
 def install_signal_guard(
     model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World, compiled: bool
 ) -> None:
-    """Measure the float8 `layers` of `model`, by path, in its first training step, and gather their weights in float8.
+    """Measure the float8 `layers` of `model`, by path, in its first training step; then gather their weights in float8.
 
-    On the meta device nothing is measured, and weights are gathered in float8 at once. compiled: `blocks` are.
+    On the meta device nothing is measured, and weights are gathered in float8 immediately. compiled: whether `blocks`
+    are compiled.
     """
     states = {path: layer.float8_state for path, layer in layers.items()}
     if not states:
@@ -44,15 +45,15 @@ def install_signal_guard(
     calibration = (CalibrationAhead if compiled else CalibrationInStep)(world, model, states, blocks)
     calibration.handle = world.schedule.observe(calibration, model)
     for state in states.values():
-        state.guard = weakref.ref(calibration)  # the schedule keeps it
+            state.guard = weakref.ref(calibration)  # the schedule holds the strong reference
 
 
 class Calibration(Observer):
-    """Decides which float8 layers of a model have too much noise, before one of its forwards, and removes itself.
+    """Decides before a forward which float8 layers of a model have too much noise, and then removes itself.
 
     A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
-    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes it. states:
-    of the layers, by path in the model.
+    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes this observer.
+    states: the layers' states, by path in the model.
     """
 
     position = 90
@@ -65,14 +66,15 @@ class Calibration(Observer):
 
     @property
     def has_measured(self) -> bool:
-        """True if layers have measured, and nothing is to come but the decision."""
+        """True if all measurements are done and only the decision is left."""
         raise NotImplementedError
 
     def decide(self) -> None:
-        """Compare the ranks' measurements, and leave out layers that are below the bound. Collective.
+        """Compare the measurements of all ranks, and switch off float8 for layers below the bound. Collective.
 
-        Weights are gathered in float8 from then on, but for those of layers that were left out, or that no rank called.
-        Does nothing while a rank has a block whose backward is to come: it would be recomputed in another dtype.
+        From then on weights are gathered in float8, except in layers that were switched off or that no rank called, and
+        in models with adapters. Does nothing while the backward of a block is pending on some rank, because the block
+        would be recomputed in another dtype.
         """
         nothing = torch.zeros(2, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
@@ -99,7 +101,7 @@ class Calibration(Observer):
         self.finish()
 
     def finish(self) -> None:
-        """Remove this observer, and gather the layers' weights as their states say. Collective."""
+        """Remove this observer, and gather the layers' weights as decided. Collective."""
         self.handle.remove()
         for state in self.states.values():
             state.measures, state.powers, state.guard = False, None, None
@@ -107,9 +109,9 @@ class Calibration(Observer):
 
 
 class CalibrationInStep(Calibration):
-    """Measures layers in the first training forward itself, and decides in a later one, after each rank's backward."""
+    """Measures layers in the first training forward, and decides before a later one, after every rank's backward."""
 
-    _begun: int | None = None  # backwards before the measured forward
+    _begun: int | None = None  # the number of backwards before the measured forward
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if model is not self._model():
@@ -130,10 +132,10 @@ class CalibrationInStep(Calibration):
 
 
 class CalibrationAhead(Calibration):
-    """Measures layers in a forward of its own, ahead of the first training forward, and decides before that begins.
+    """Measures layers in a separate forward before the first training forward, and decides before that one begins.
 
-    It runs on the same arguments, without gradients and not compiled, and leaves no trace: random generators, buffers,
-    attributes and containers are put back, also if it raises.
+    The separate forward gets the same arguments, and is neither compiled nor differentiated. Random generators,
+    buffers, attributes and containers are restored afterwards, also if the forward raises.
     """
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -143,12 +145,12 @@ class CalibrationAhead(Calibration):
 
     @property
     def has_measured(self) -> bool:
-        return False  # it decides at once
+        return False  # `before_forward` decides right after measuring
 
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         before = Snapshot.of(model, self._world.device, (*args, *kwargs.values()))
-        # The forward may modify tensors in place, also those inside of lists and dictionaries.
+        # The forward may modify tensors in place, including those inside lists and dictionaries.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
         for state in self.states.values():
             state.measures, state.powers = True, None
@@ -166,11 +168,11 @@ class CalibrationAhead(Calibration):
 
 
 Decision = dict[str, tuple[bool, str | None]]
-"""Of float8 layers, by path: whether a layer computes in float8, and why its weight is gathered in its own dtype."""
+"""For each float8 layer, by path: whether it computes in float8, and why its weight is gathered in its own dtype."""
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
-    """Return what is decided of the float8 layers of `model`, now that layers may have measured. Collective."""
+    """Return the decision for the float8 layers of `model`, after deciding if all have been measured. Collective."""
     states = _states_of(model)
     for guard in _guards_of(states):
         if all(world.control.gather(guard.has_measured, "whether float8's noise is measured")):
@@ -179,17 +181,17 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
 
 
 def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
-    """Let the float8 layers of `model` compute as was decided when it was saved, without a measurement. Collective.
+    """Apply a saved decision to the float8 layers of `model`, which need no measurement then. Collective.
 
-    Layers of which this model has decided already stay as they are, with a warning if that differs. Those of a guard
-    of which not all layers are in the decision are measured.
+    Layers that this model has already decided on are not changed; a warning is logged if the saved decision differs.
+    Layers that are still to be measured together are measured if the saved decision lacks one of them.
     """
     states = _states_of(model)
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
     if differing and world.rank == 0:
         _log.warning(
-            "float8: %d of this model's %d float8 layers, such as '%s', compute otherwise than those that were saved, "
-            "and stay as they are: training does not go on with the same bits.",
+            "float8: %d of this model's %d float8 layers, such as '%s', differ from the saved ones in whether they use "
+            "float8, and are not changed: training will not continue bit for bit.",
             len(differing), len(states), differing[0],
         )  # fmt: skip
     paths = {state: path for path, state in states.items()}
@@ -202,18 +204,18 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
             guard.finish()
         elif known and world.rank == 0:
             _log.warning(
-                "float8: of %d float8 layers the checkpoint knows %d, so all of them are measured anew: training does "
-                "not go on with the same bits.", len(found), len(known),
+                "float8: of %d float8 layers, the checkpoint has the calibration of %d, so all are measured again: "
+                "training will not continue bit for bit.", len(found), len(known),
             )  # fmt: skip
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Whether a layer of which it is decided computes as the one that was saved."""
+    """Return whether a layer is undecided, missing in the saved decision, or computes as the saved decision says."""
     return state.guard is not None or found is None or found[0] == state.active
 
 
 def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
-    """Return what is still to decide of layers, once each."""
+    """Return the calibrations that have not decided yet, without duplicates."""
     found = [state.guard() for state in states.values() if state.guard is not None]
     return [guard for guard in dict.fromkeys(found) if guard is not None]
 
@@ -227,14 +229,14 @@ def _tell(ratios: dict[str, float]) -> None:
         if ratio < LEAST_DECIBELS:
             _log.warning(
                 "float8: the signal-to-noise ratio of '%s' is %.1f dB, below %.0f: from now on it computes in its own "
-                "dtype. keep=[%r] leaves such layers out from the start.",
+                "dtype. Pass keep=[%r] to auto_wrap to leave such layers out from the start.",
                 path, ratio, LEAST_DECIBELS, path.rpartition(".")[2],
             )  # fmt: skip
     _log.info("float8: signal-to-noise in dB: %s", ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()))
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return the ratio of two sums of squares in decibels; inf without noise, or without a measurement."""
+    """Return the ratio of two sums of squares in decibels; inf if the noise is zero or a sum is not finite."""
     if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # an overflow, of which the loss scale takes care
+        return math.inf  # an overflow, which the loss scale handles
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

@@ -1,7 +1,7 @@
-"""auto_wrap(float8=...): the linear layers of blocks that compute in float8, and those that do not, with the reason.
+"""auto_wrap(float8=...): which linear layers of blocks compute in float8, and why the others do not.
 
-Activations and gradients have one scale a token, weights one a tensor: on an H200 such products are 1.7 to 1.9 times as
-fast as in bfloat16, with scales of 128 x 128 elements 1.4 to 1.7 times.
+Activations and gradients have one scale per token, weights one per tensor. On an H200 such products are 1.7 to 1.9
+times as fast as in bfloat16; with a scale per 128 x 128 elements they are 1.4 to 1.7 times as fast.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def choose_float8(
     model: torch.nn.Module, blocks: Chain, device: torch.device, float8: UseFloat8, keep: Sequence[str]
 ) -> dict[str, torch.nn.Module]:
-    """Return by path the linear layers in `blocks` that are to compute in float8, and log which and why others are not.
+    """Return the linear layers in `blocks` that will compute in float8, by path; log why the others will not.
 
-    Raises ValueError if there is none, if a name in `keep` fits none, or if the device has no float8 products.
+    Raises ValueError if there is none, if a name in `keep` matches none, or if the device has no float8 products.
     """
     if not float8:
         if keep:
             raise ValueError(
-                f"auto_wrap: keep={[*keep]} names layers that float8 leaves out: pass float8=True with it."
+                f"auto_wrap: keep={[*keep]} has no effect without float8: it names layers that are to stay out of "
+                "float8. Pass float8=True as well, or leave out keep=."
             )
         return {}
     check_device(device)
@@ -43,16 +44,16 @@ def choose_float8(
 
 
 def check_late_float8(model: torch.nn.Module, float8: UseFloat8) -> None:
-    """Raise ValueError if `model`, wrapped before without float8, is to compute in it now."""
+    """Raise ValueError if `float8` is requested for a `model` that was wrapped before without it."""
     if float8 and not any(isinstance(module, Float8Linear) for module in model.modules()):
         raise ValueError(
-            "auto_wrap: this model was wrapped without float8, which is chosen once: load it again and wrap it with "
-            "float8, or leave float8 out here."
+            "auto_wrap: this model was wrapped without float8, which cannot be added later: load it again and wrap it "
+            "with float8, or leave float8 out here."
         )
 
 
 def apply_float8(layers: dict[str, torch.nn.Module]) -> None:
-    """Make `layers` compute in float8. Call `install_signal_guard` once they are sharded."""
+    """Make `layers` compute in float8. Call `install_signal_guard` after they are sharded."""
     inputs = Float8Inputs()
     for layer in layers.values():
         extend_linear(layer, is_conv1d(layer), inputs)
@@ -66,7 +67,7 @@ def is_conv1d(module: torch.nn.Module) -> bool:
 def _choose(
     model: torch.nn.Module, blocks: Chain, keep: Sequence[str]
 ) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
-    """Return by path the linear layers of `blocks` that are to compute in float8, and why others do not."""
+    """Return by path the linear layers of `blocks` that will compute in float8, and why the others will not."""
     names = {module: path for path, module in model.named_modules()}
     adapters, unused = adapter_parameters(model), {*keep}
     attentions = [module for block in blocks for module in block.modules() if _reads_weights(module)]
@@ -87,17 +88,17 @@ def _choose(
             layers[path] = module
     if unused:
         raise ValueError(
-            f"auto_wrap: keep names {sorted(unused)}, and no linear layer of a block is called so or is in a module "
-            f"called so. Layers are: {', '.join(sorted({path.rpartition('.')[2] for path in [*layers, *left]}))}."
+            f"auto_wrap: keep names {sorted(unused)}, which match no linear layer in a block, nor a module around one. "
+            f"The linear layers are named: {', '.join(sorted({path.rpartition('.')[2] for path in [*layers, *left]}))}."
         )
     if not layers:
         reasons = "; ".join(_grouped(left)) or "blocks have no linear layers"
-        raise ValueError(f"auto_wrap: float8 finds no layer for it in {type(model).__name__}: {reasons}.")
+        raise ValueError(f"auto_wrap: no linear layer of {type(model).__name__} can use float8: {reasons}.")
     return layers, left
 
 
 def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
-    """Return why a linear layer stays as it is, "" if it need not."""
+    """Return why a linear layer cannot use float8; "" if it can."""
     weight: Any = module.weight
     if not is_conv1d(module) and type(module).forward is not torch.nn.Linear.forward:
         return f"{type(module).__name__} has a forward of its own"
@@ -110,21 +111,21 @@ def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
     if weight.dtype not in _DTYPES:
         return f"its weight is {weight.dtype}"
     if any(size % ALIGNMENT for size in weight.shape):
-        return f"its sizes are no multiples of {ALIGNMENT}"
+        return f"its sizes are not multiples of {ALIGNMENT}"
     return ""
 
 
 def _reads_weights(module: torch.nn.Module) -> bool:
-    """Return whether a module computes with the weights of linear layers in it without calling them."""
+    """Return whether a module reads the weights of linear layers inside it without calling these layers."""
     return isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer))
 
 
 def _table(layers: Iterable[str], left: dict[str, str]) -> str:
-    """Return which layers compute in float8 and which do not, counted by their names."""
-    lines = ["float8: products of linear layers in blocks, with a scale for each token and one for each weight"]
+    """Return a table of the layers that compute in float8 and those that do not, counted by name."""
+    lines = ["float8: matrix products of linear layers in blocks, with one scale per token and one per weight"]
     lines.append(f"  in float8: {', '.join(_counted(layers))}")
     lines += [f"  not: {text}" for text in _grouped(left)]
-    lines.append("  not: embeddings, head, norms, attention and all that is outside blocks")
+    lines.append("  not: embeddings, head, norms, attention and everything outside blocks")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""Which weights of float8 layers are gathered in float8, and from when on.
+"""Which weights of float8 layers are all-gathered in float8, and from when on.
 
-A buffer is gathered in float8 once it is known that all its layers compute in float8 and are called, see `Calibration`.
-The rounded shard takes one byte more for each of this rank's elements.
+A buffer is gathered in float8 once it is known that all its layers compute in float8 and are called; see `Calibration`.
+The rounded copy of the shard takes one more byte per element.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("hf_bmtrain")
 def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], world: World) -> set[int]:
     """Return the ids of the weights of float8 `layers` that may be gathered in float8.
 
-    That is none with one rank, and none with adapters, since some (DoRA) read the weights of the layers they are on.
+    The set is empty with one rank, and with adapters, since some (DoRA) read the weights of the layers they adapt.
     """
     if world.size == 1 or adapter_parameters(model):
         return set()
@@ -36,7 +36,7 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Tell those of `layers` whose weights have Float8Storage where they are."""
+    """Tell each of `layers` whose weight has a Float8Storage the storage and the weight's index in it."""
     for layer in layers:
         sharded: Any = layer._parameters.get("weight")
         storage = sharded.buffer.storage if isinstance(sharded, DistributedParameter) else None
@@ -46,10 +46,10 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
-    """Gather the weights of float8 layers in float8 from now on, and log of how many buffers. Collective.
+    """Gather the weights of float8 layers in float8 from now on, and log the number of buffers. Collective.
 
-    states: of all float8 layers, by path, in the same order on every rank. The buffer of one with a `reason` stays as
-    it is.
+    states: of all float8 layers, by path, in the same order on every rank. A buffer with a layer whose state has a
+    `reason` is still gathered in its own dtype.
     """
     layers: dict[Float8Storage, list[str]] = {}
     for path, state in states.items():

@@ -1,9 +1,9 @@
 """Float8Linear: a linear layer in a block whose three matrix products have float8 factors.
 
-The forward computes y = x Wᵀ from x by rows, the backward dx = dy W from dy by rows and dW = dyᵀ x from both by
-columns, see `ops.float8`. Between them autograd keeps x by columns, 8 bits an element, instead of x. The weight is the
-block's whole in its own dtype, and rounded where it is used, or gathered in float8 (`Float8Storage`). The bias is added
-in the dtype of the activations.
+The forward computes y = x Wᵀ from x quantized by rows; the backward computes dx = dy W from dy by rows, and dW = dyᵀ x
+from both by columns (see `arithmetic`). For backward, autograd saves x quantized by columns, 8 bits per element,
+instead of x. The weight is either the block's full parameter in its own dtype, which is quantized at each use, or was
+all-gathered in float8 (`Float8Storage`). The bias is added in the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _CHUNK = 1024  # rows that are measured at a time
 
 
 class Float8Inputs:
-    """The factors of the last activation, for several layers that have it as their input (queries, keys and values).
+    """Caches the quantized input that several layers share, such as the query, key and value projections.
 
-    They are kept as long as it is alive and no layer has had another one.
+    The cache holds one input: until that tensor is freed, or a layer gets another one.
     """
 
     def __init__(self) -> None:
@@ -40,12 +40,12 @@ class Float8Inputs:
         self._factors: tuple[Float8, Float8 | None] | None = None
 
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
-        """Return x by rows and, if `both`, by columns, each as values and scales."""
-        # A compiler finds by itself what is computed twice, and cannot trace `_is_view`.
+        """Return x quantized by rows and, if `both`, by columns, each as values and scales."""
+        # A compiler removes repeated computations itself, and cannot trace `_is_view`.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _flattened(*_round(x, dtype, both))
-        # Tensors of torch.inference_mode have no version, and that of a whole parameter does not change when it is
-        # gathered.
+        # Tensors of torch.inference_mode have no version counter, and a full parameter's does not change when it is
+        # gathered again.
         owner = x._base if x._is_view() else x
         if x.is_inference() or isinstance(owner, torch.nn.Parameter):
             return _flattened(*_round(x, dtype, both))
@@ -63,14 +63,14 @@ class Float8Inputs:
 
 @dataclass(eq=False)
 class Float8State:
-    """What a Float8Linear knows of itself.
+    """The state of one Float8Linear.
 
-    transposed: its weight is (K, N), as that of transformers' Conv1D, and not (N, K). active: whether it computes in
-    float8. guard: what will decide that, None once it is final. reason: why the weight is gathered in its own dtype,
-    None if it is gathered in float8; known once it is decided. measures: whether the next forward sets `powers`: the
-    squares, summed, of the output without rounding and of what rounding adds to it, (2,) float32. inputs: shared with
-    other layers. storage: of the buffer that may gather the weight in float8, None if it is stored elsewhere. index: of
-    the weight in the buffer.
+    transposed: whether its weight is (K, N), as in transformers' Conv1D, instead of (N, K). active: whether it computes
+    in float8. guard: the calibration that will decide this; None once it is decided. reason: why the weight is gathered
+    in its own dtype, None if it is gathered in float8; set with the decision. measures: whether the next forward sets
+    `powers`, (2,) float32: the sum of squares of the output without rounding, and of the error that rounding adds.
+    inputs: shared with other layers. storage: of the buffer that may gather the weight in float8; None if the weight is
+    stored elsewhere. index: the weight's index in the buffer.
     """
 
     transposed: bool
@@ -84,17 +84,17 @@ class Float8State:
     index: int = 0
 
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
-        """Return the weight as it was gathered in float8; None if it was not, or is not the block's whole."""
+        """Return the weight as it was gathered in float8; None if it was not, or if `weight` is another tensor."""
         storage = self.storage
         if storage is None or not storage.in_float8:
             return None
-        # Compiled blocks are called with their wholes alone; a compiler would have to compare tensors in its graph.
+        # Compiled blocks always get their own full parameters; comparing tensors would become part of the graph.
         shown = torch.compiler.is_compiling() or weight is storage.buffer.full_params[self.index]
         return storage.factors[self.index] if shown else None
 
 
 class Float8Linear(torch.nn.Module):
-    """A linear layer, extended in place."""
+    """A linear layer that was extended in place to compute in float8."""
 
     float8_state: Float8State
     weight: Any
@@ -123,7 +123,7 @@ def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the one class for all layers of `cls` that compute in float8."""
+    """Return the subclass of `cls` that all layers of `cls` with float8 share."""
     return extend_class(Float8Linear, cls, {})
 
 
@@ -138,7 +138,7 @@ def _flattened(rows: Float8, columns: Float8 | None) -> tuple[Tensor | None, ...
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes with x: that of autocast under autocast."""
+    """Return the dtype in which a linear layer computes with x: under autocast, the autocast dtype."""
     kind = autocast_type(x.device)
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -174,7 +174,7 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight, or its transpose, as a factor. weight: itself alone, or the fields of a GatheredFactor."""
+    """Return a weight, or its transpose, as a factor. weight: the tensor alone, or the fields of a GatheredFactor."""
     if len(weight) > 1:
         return GatheredFactor(*weight).factor(turned)
     return quantize_transposed(weight[0]) if turned else quantize_full(weight[0])

@@ -1,4 +1,4 @@
-"""Weights of float8 layers that are gathered rounded to float8: a half of the bytes of bfloat16."""
+"""Weights of float8 layers that are all-gathered in float8, which takes half the bytes of bfloat16."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LEAST_WEIGHTS = 32
 
 
 class GatheredFactor(NamedTuple):
-    """A weight (R, C) in float8 with one scale, to be read while its buffer is whole.
+    """A weight (R, C) in float8 with one scale. It is readable while its buffer is unsharded.
 
-    values: (R, C) float8_e4m3fn, contiguous. row_scales: (R, 1) float32, all the same. column_scales: (C, 1), as well.
+    values: (R, C) float8_e4m3fn, contiguous. row_scales: (R, 1) float32, all equal. column_scales: (C, 1), likewise.
     """
 
     values: torch.Tensor
@@ -33,19 +33,19 @@ class GatheredFactor(NamedTuple):
     column_scales: torch.Tensor
 
     def factor(self, turned: bool) -> Float8:
-        """Return the weight as a factor, or its transpose in new memory."""
+        """Return the weight as a factor of a product. turned: return its transpose, in new memory."""
         if turned:
             return Float8(transpose(self.values), self.column_scales)
         return Float8(self.values, self.row_scales)
 
 
 class Float8Requantizer:
-    """Rounds the shards that have changed of buffers with Float8Storage, with one exchange of their largest magnitudes.
+    """Rounds all Float8Storage shards that have changed, with one all-reduce for the absmax of all their weights.
 
-    What an optimizer updates alongside the computation is rounded buffer by buffer instead, each behind its own update.
+    Shards that an optimizer updates asynchronously are rounded one buffer at a time instead, each after its own update.
 
-    It refers weakly to the storages and to what owns them, and leaves out one without an owner: an optimizer may
-    keep its slices longer, on each rank for another while.
+    It refers weakly to the storages and their owners, and skips storages without an owner: an optimizer may keep local
+    parameters of a dropped model alive, for a different time on each rank.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -57,7 +57,7 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round what has changed, `gathered` among it. Collective."""
+        """Round `gathered`, and every other storage whose shard has changed. Collective."""
         changed: list[Float8Storage] = []
         for reference, owners in self._storages:
             storage = reference()
@@ -85,25 +85,25 @@ class Float8Kind(StorageKind):
         return Float8Storage(small)
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether `small` are few beside the weights `own`. The same for any number of ranks."""
+        """Return whether `small` have few elements compared with the weights `own`. Independent of the world size."""
         nbytes = sum(parameter.numel() * parameter.itemsize for parameter in small)
         return LEAST_WEIGHTS * nbytes <= sum(parameter.numel() for parameter in own)
 
 
 class Float8Storage(Storage):
-    """Weights (matrices) of float8 layers, which are gathered in their own dtype at first, and then in float8.
+    """Weights (matrices) of float8 layers: gathered in their own dtype at first, and in float8 after `switch`.
 
-    `switch` makes the change. From then on an all-gather has this rank's pieces rounded, if the shard has changed
-    since, and sends them: the bits are those of `quantize_full` of the full weights. The layers compute with
-    `factors`. The full weights have no memory then, and NaN in every element, so that whatever reads them sees it; in
-    `full_values` they have the values of the shards, in their own dtype.
+    After `switch`, an all-gather rounds this rank's parts of the weights, if the shard has changed since, and sends the
+    codes: their bits are those of `quantize_full` of the full weights. The layers compute with `factors`. The full
+    weights then have no memory, and read as NaN in every element, so that an unexpected read is noticed; within
+    `full_values` they have the shards' values in their own dtype.
 
-    small: the number of other parameters of the block (norms, biases), which come first. They are few, all stored on
-    the first rank, and gathered as they are, as bytes before the codes: with a buffer of their own every all-gather and
-    every reduction would be two. So the layout gives them as many elements as they have bytes.
+    small: the number of other parameters of the block (norms, biases), which come first in the buffer. They are few, so
+    rank 0 stores all of them, and they are sent unrounded, as bytes before the codes: in a separate buffer they would
+    need an all-gather and a reduction of their own. The layout therefore gives them one element per byte.
 
-    in_float8: whether an all-gather sends float8. factors: by index, a GatheredFactor of each weight, None for a small
-    parameter; none before.
+    in_float8: whether an all-gather sends float8. factors: a GatheredFactor for each weight, None for a small
+    parameter, by index; empty before `switch`.
     """
 
     in_float8 = False
@@ -113,10 +113,10 @@ class Float8Storage(Storage):
 
     def __init__(self, small: int = 0) -> None:
         self._small = small
-        self._shown: list[torch.Tensor] = []  # the small parameters as they are gathered
+        self._shown: list[torch.Tensor] = []  # the small parameters as views of what is gathered
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
-        grain = ALIGNMENT_BYTES  # so that the rounded copy is aligned as well, of one byte an element
+        grain = ALIGNMENT_BYTES  # in elements: the rounded copy has one byte per element, and must be aligned as well
         return Layout.build(numels, world_size, grain, spread=(self._small, dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
@@ -146,11 +146,11 @@ class Float8Storage(Storage):
 
     @torch.no_grad()
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:
-        """Gather float8 from now on. No backward may be to come for a forward before. Collective.
+        """Gather float8 from now on. No forward may have its backward still to come. Collective.
 
-        requantizer: rounds this storage together with others. owners: objects of its layers alone. What is kept
-        unsharded is gathered anew: where only some ranks run a frozen block, no later all-gather of it may be a
-        collective. Raises RuntimeError if what is gathered is not the full parameters, weights rounded.
+        requantizer: rounds this storage together with others. owners: objects that only the layers of this storage own.
+        A resident buffer is gathered again now: where only some ranks run a frozen block, no later all-gather of it may
+        be a collective. Raises RuntimeError if the gathered codes are not those of the full weights.
         """
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
@@ -166,7 +166,7 @@ class Float8Storage(Storage):
         self._shown = [self._show_small(index) for index in range(self._small)]
         self._arrived.free()
         self._rounded_version = -1
-        buffer.route(self._rounded, self._arrived)  # zeros, which padding stays
+        buffer.route(self._rounded, self._arrived)  # both are zero; their padding stays zero
         self.in_float8 = self.prepares = True
         self._requantizer = requantizer
         requantizer.add(self, owners)
@@ -194,7 +194,7 @@ class Float8Storage(Storage):
             if not is_same:
                 raise RuntimeError(
                     f"rank {self.buffer.rank}: a parameter of shape {tuple(full.shape)} that was gathered in float8 "
-                    "is not the one that was rounded whole: leave out float8 on this machine, and report it."
+                    "differs from the full parameter rounded to float8: leave out float8 on this machine, and report it."
                 )
 
     def _make_factors(self) -> None:
@@ -213,14 +213,17 @@ class Float8Storage(Storage):
         self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
-        """Return the rounded weight: in what is gathered, or in this rank's shard, if that has all of it."""
+        """Return a weight's codes: a view of the rounded shard if it has them all, else of the all-gather's output."""
         local_range, shape = self.buffer.local_ranges[index], self.buffer.full_params[index].shape
         if local_range.length < shape.numel():
             return self._arrived.view(self.buffer.layout.offsets[index], shape)
         return self._rounded.data[local_range.shard_start : local_range.shard_stop].view(shape)
 
     def _show_small(self, index: int) -> torch.Tensor:
-        """Return a small parameter as it is gathered; where it is stored, as it is stored."""
+        """Return a view of small parameter `index` (a norm or bias).
+
+        On rank 0, which stores all of them, it is a view of the shard; on other ranks, of the all-gather's output.
+        """
         buffer = self.buffer
         full, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
         if buffer.rank == 0:
@@ -229,7 +232,7 @@ class Float8Storage(Storage):
         return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(full.shape).data
 
     def _show(self) -> None:
-        """Make the full parameters views of the memory that there is."""
+        """Point the full parameters to the memory that exists now."""
         for index, full in enumerate(self.buffer.full_params):
             full.data = self.view(index, full.shape)
 
@@ -256,18 +259,18 @@ class Float8Storage(Storage):
         return self._rounded_version != self.buffer.shard._version
 
     def measure(self, bits: torch.Tensor) -> None:
-        """Write the bits of the largest magnitude of each weight's piece to `bits` (k,) int32, 0 before."""
+        """Write the absmax of this rank's part of each weight to `bits` (k,) int32, which must be zero, as float32."""
         measure_pieces(self.buffer.shard.data, self._pieces_here, bits)
 
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
-        """Round this rank's pieces under the `scales` (k, 1) of the full weights, which follow from their `bits`."""
+        """Round this rank's parts of the weights. bits, scales (k, 1): of the absmax of each full weight."""
         shard = self.buffer.shard
         round_pieces(shard.data, self._pieces_here, bits, self._rounded)
         if self._small_numel:  # this rank stores them
             small = shard.data[: self._small_numel].view(torch.uint8)
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
-        torch.autograd.graph.increment_version(self._rounded)  # also where this rank has none
+        torch.autograd.graph.increment_version(self._rounded)  # also on a rank that stores no weights
         self._rounded_version = shard._version
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -295,6 +298,6 @@ class Float8Storage(Storage):
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of float8 values, of which NaN has two."""
+    """Return the bits of float8 values, with one pattern for NaN, which has two."""
     codes = values.view(torch.uint8)
     return torch.where(codes & 0x7F == 0x7F, 0x7F, codes)

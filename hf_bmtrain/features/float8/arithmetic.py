@@ -8,8 +8,8 @@ A product multiplies values, sums in float32, and multiplies the sums by both sc
 summed dimension last. A GPU's product needs one scale for all elements of a sum, so a matrix that is summed along
 either dimension is rounded twice: `quantize_both` rounds it by rows and, transposed, by columns. A weight has a single
 scale, so it is rounded once for both; and once the ranks know its absmax, each rank can round its own part
-(`measure_pieces`, `round_pieces`). On a GPU kernels/float8.cu rounds; its bits equal the reference's, except for the
-sign of NaN.
+(`measure_pieces`, `round_pieces`). On a GPU kernels/float8.cu rounds; its bits equal those of the reference in torch,
+except for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -117,17 +117,24 @@ def quantize_transposed(weight: Tensor) -> Float8:
 
 
 class Pieces:
-    """Ranges of a flat tensor, each this rank's part of one weight. Build it once per layout: it has a device tensor.
+    """The ranges of a flat tensor that contain this rank's part of each weight.
 
-    ranges   (start, stop) of each part, in ascending order, possibly with gaps; a part may be empty
-    dtype    of the flat tensor
+    Build it once per layout, since it copies a table of the ranges to the device.
+
+    Args:
+        ranges: (start, stop) of this rank's part of each weight, in ascending order, possibly with gaps; a range may be
+            empty.
+        dtype: the dtype of the flat tensor.
+        device: the device of the flat tensor.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device):
         self.ranges = tuple(ranges)
         self.aligned = all(bound % ALIGNMENT == 0 for piece in ranges if piece[0] < piece[1] for bound in piece)
+        # One launch handles all ranges. firsts: the number of the first CUDA thread block of each range, and behind
+        # them the number of thread blocks of the launch.
         firsts = [0, *itertools.accumulate(_blocks(stop - start, dtype.itemsize) for start, stop in ranges)]
-        self.blocks = firsts.pop()  # how many CUDA thread blocks a launch over all pieces has
+        self.blocks = firsts.pop()
         starts, stops = zip(*ranges)
         self.table = torch.tensor([starts, stops, firsts], dtype=torch.int64, device=device)
 
@@ -136,9 +143,10 @@ class Pieces:
 
 
 def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
-    """Write the absmax of each piece of x (n,) to `bits` (k,) int32, which must be zero: as the bits of a float32.
+    """Write the absmax of each of the k ranges of x (n,) to `bits` (k,) int32, as the bit pattern of a float32.
 
-    Compared as integers, such bits have the order of the magnitudes, and NaN is the largest. An empty piece leaves 0.
+    `bits` must be zero; an empty range leaves it 0. Compared as integers, the bit patterns are in the order of the
+    magnitudes, with NaN as the largest, so ranks can combine them with an integer maximum.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -151,10 +159,10 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
 
 
 def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
-    """Write the float8 codes of the pieces of x (n,) to `out` (n,) uint8, rounded as `quantize_full` would.
+    """Write the float8 codes of the k ranges of x (n,) to `out` (n,) uint8, rounded as `quantize_full` would.
 
     bits: (k,) int32, for each weight the largest value that `measure_pieces` found on any rank. Elements of `out`
-    outside the pieces are not written.
+    outside the ranges are not written.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -189,7 +197,7 @@ def transpose(values: Tensor) -> Tensor:
 
 
 def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a @ b.T of `dtype`: (M, K), (N, K) -> (M, N).
+    """Return a @ b.T in `dtype`: (M, K), (N, K) -> (M, N).
 
     On a GPU K and N must be multiples of ALIGNMENT, and the result is rounded to bfloat16 before it is converted to
     `dtype`. fast: allow tensor cores to accumulate with fewer bits.
@@ -220,6 +228,7 @@ def _by_kernels(x: Tensor) -> bool:
 
 
 def _rounded(x: Tensor, absmax: Tensor) -> Float8:
+    """Quantize x in torch, given an absmax that broadcasts to it."""
     absmax = absmax.float().clamp(min=_LEAST)
     factor = torch.full_like(absmax, MOST) / absmax  # MOST / absmax would be rounded twice: 1 / absmax, times MOST
     values = (x.float() * factor).clamp(-MOST, MOST)
@@ -247,6 +256,7 @@ def _blocks(numel: int, itemsize: int) -> int:
 
 
 def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
+    """Launch a kernel that computes the absmax of `weight`, then the kernel `name`, which rounds it into `out`."""
     aligned = len(weight) % ALIGNMENT == 0 and weight.shape[1] % ALIGNMENT == 0
     most = torch.zeros(1, dtype=torch.int32, device=weight.device)
     blocks = _blocks(weight.numel(), weight.element_size())
@@ -256,12 +266,13 @@ def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
 
 
 def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligned: bool) -> None:
+    """Launch a kernel over the ranges of x, unless all are empty."""
     if pieces.blocks:
         _launch(name, pieces.blocks, x, pieces.table, len(pieces), *values, aligned=aligned)
 
 
 def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
-    """Launch a kernel over x. aligned: whether every row has a multiple of ALIGNMENT elements."""
+    """Launch a kernel over x. aligned: whether the length of every row is a multiple of ALIGNMENT."""
     if x.is_meta:
         return
     chosen = variant(x.dtype, aligned and x.data_ptr() % 16 == 0)

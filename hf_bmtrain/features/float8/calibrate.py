@@ -45,15 +45,18 @@ def install_signal_guard(
     calibration = (CalibrationAhead if compiled else CalibrationInStep)(world, model, states, blocks)
     calibration.handle = world.schedule.observe(calibration, model)
     for state in states.values():
-            state.guard = weakref.ref(calibration)  # the schedule holds the strong reference
+        state.guard = weakref.ref(calibration)  # the schedule holds the strong reference
 
 
 class Calibration(Observer):
     """Decides before a forward which float8 layers of a model have too much noise, and then removes itself.
 
     A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS computes without float8 from then on, on
-    every rank. A subclass determines when layers measure, and when the ranks decide. handle: removes this observer.
-    states: the layers' states, by path in the model.
+    every rank. A subclass determines when layers measure, and when the ranks decide.
+
+    Attributes:
+        handle: removes this observer from the schedule.
+        states: the state of each layer, by the layer's path in the model.
     """
 
     position = 90

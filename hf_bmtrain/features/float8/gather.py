@@ -1,4 +1,4 @@
-"""Which weights of float8 layers are all-gathered in float8, and from when on.
+"""Selects the weights of float8 layers that are all-gathered in float8, and switches their buffers to it.
 
 A buffer is gathered in float8 once it is known that all its layers compute in float8 and are called; see `Calibration`.
 The rounded copy of the shard takes one more byte per element.
@@ -36,7 +36,7 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Tell each of `layers` whose weight has a Float8Storage the storage and the weight's index in it."""
+    """Set `storage` and `index` in the state of each of `layers` whose weight is in a Float8Storage."""
     for layer in layers:
         sharded: Any = layer._parameters.get("weight")
         storage = sharded.buffer.storage if isinstance(sharded, DistributedParameter) else None

@@ -65,12 +65,16 @@ class Float8Inputs:
 class Float8State:
     """The state of one Float8Linear.
 
-    transposed: whether its weight is (K, N), as in transformers' Conv1D, instead of (N, K). active: whether it computes
-    in float8. guard: the calibration that will decide this; None once it is decided. reason: why the weight is gathered
-    in its own dtype, None if it is gathered in float8; set with the decision. measures: whether the next forward sets
-    `powers`, (2,) float32: the sum of squares of the output without rounding, and of the error that rounding adds.
-    inputs: shared with other layers. storage: of the buffer that may gather the weight in float8; None if the weight is
-    stored elsewhere. index: the weight's index in the buffer.
+    Attributes:
+        transposed: whether its weight is (K, N), as in transformers' Conv1D, instead of (N, K).
+        inputs: the cache of quantized inputs, shared with the model's other float8 layers.
+        active: whether it computes in float8.
+        guard: the calibration that will decide this; None once it is decided.
+        reason: why the weight is gathered in its own dtype; None before the decision, or if it is gathered in float8.
+        measures: whether the next forward sets `powers`.
+        powers: (2,) float32, the sum of squares of the output without rounding, and of the error that rounding adds.
+        storage: the storage that may gather the weight in float8; None if the weight is stored in another way.
+        index: the weight's index in the buffer of `storage`.
     """
 
     transposed: bool
@@ -129,6 +133,7 @@ def _extended_class(cls: Any) -> Any:
 
 @torch.no_grad()
 def _round(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Float8, Float8 | None]:
+    """Quantize x, converted to `dtype`, by rows and, if `both`, also by columns."""
     flat = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
     return quantize_both(flat) if both else (quantize_rows(flat), None)
 
@@ -148,7 +153,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx, x, weight, rows, row_scales, columns, column_scales, values, of_rows, of_columns, transposed: bool
     ):
-        """values, of_rows, of_columns: a GatheredFactor, or None to round the weight itself."""
+        """values, of_rows, of_columns: the fields of a GatheredFactor, or None each to quantize `weight` here."""
         ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
         weight = (weight,) if values is None else (values, of_rows, of_columns)
         ctx.save_for_backward(columns, column_scales, *weight)
@@ -174,7 +179,7 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight, or its transpose, as a factor. weight: the tensor alone, or the fields of a GatheredFactor."""
+    """Return a weight, or its transpose if `turned`. weight: the tensor alone, or the fields of a GatheredFactor."""
     if len(weight) > 1:
         return GatheredFactor(*weight).factor(turned)
     return quantize_transposed(weight[0]) if turned else quantize_full(weight[0])
@@ -182,6 +187,7 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 
 @torch.no_grad()
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
+    """Return `powers` of a Float8State for the output y of x."""
     weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
     for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):
         exact = linear(some, weight).float()

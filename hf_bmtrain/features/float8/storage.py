@@ -44,8 +44,8 @@ class Float8Requantizer:
 
     Shards that an optimizer updates asynchronously are rounded one buffer at a time instead, each after its own update.
 
-    It refers weakly to the storages and their owners, and skips storages without an owner: an optimizer may keep local
-    parameters of a dropped model alive, for a different time on each rank.
+    It refers weakly to the storages and their owners, and skips a storage whose owners have been freed: an optimizer
+    may keep the local parameters of a deleted model alive, longer on one rank than on another.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -113,7 +113,7 @@ class Float8Storage(Storage):
 
     def __init__(self, small: int = 0) -> None:
         self._small = small
-        self._shown: list[torch.Tensor] = []  # the small parameters as views of what is gathered
+        self._shown: list[torch.Tensor] = []  # a view of each small parameter, see `_show_small`
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
         grain = ALIGNMENT_BYTES  # in elements: the rounded copy has one byte per element, and must be aligned as well
@@ -146,11 +146,18 @@ class Float8Storage(Storage):
 
     @torch.no_grad()
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:
-        """Gather float8 from now on. No forward may have its backward still to come. Collective.
+        """All-gather float8 codes from now on. Call it while no forward is waiting for its backward. Collective.
 
-        requantizer: rounds this storage together with others. owners: objects that only the layers of this storage own.
-        A resident buffer is gathered again now: where only some ranks run a frozen block, no later all-gather of it may
-        be a collective. Raises RuntimeError if the gathered codes are not those of the full weights.
+        A resident buffer is gathered again right away: later perhaps only some ranks run its frozen block, and a
+        collective all-gather would wait for the others.
+
+        Args:
+            requantizer: rounds this storage together with others.
+            owners: objects that live as long as the layers of this storage do; once they are freed, `requantizer` skips
+                this storage.
+
+        Raises:
+            RuntimeError: the gathered codes are not those of the full weights.
         """
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
@@ -179,6 +186,7 @@ class Float8Storage(Storage):
             buffer.reshard()
 
     def _check(self) -> None:
+        """Raise RuntimeError unless what was gathered equals the full parameters, with weights rounded. Collective."""
         full_params = self.buffer.full_params
         shown = [small.clone() for small in self._shown]
         with self.buffer.unsharded():
@@ -193,11 +201,13 @@ class Float8Storage(Storage):
         for full, is_same in zip(full_params, same):
             if not is_same:
                 raise RuntimeError(
-                    f"rank {self.buffer.rank}: a parameter of shape {tuple(full.shape)} that was gathered in float8 "
-                    "differs from the full parameter rounded to float8: leave out float8 on this machine, and report it."
+                    f"rank {self.buffer.rank}: a parameter of shape {tuple(full.shape)} was gathered in float8, and "
+                    "differs from the full parameter rounded to float8. Leave out float8 on this machine, and report "
+                    "this error."
                 )
 
     def _make_factors(self) -> None:
+        """Set `factors` to views of the codes and of the scales, which `round` and the all-gather fill."""
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
         sides = [max(shape) for shape in shapes]
@@ -213,16 +223,17 @@ class Float8Storage(Storage):
         self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
-        """Return a weight's codes: a view of the rounded shard if it has them all, else of the all-gather's output."""
+        """Return a view of a weight's codes, in the rounded shard if that has all of them, else in the full buffer."""
         local_range, shape = self.buffer.local_ranges[index], self.buffer.full_params[index].shape
         if local_range.length < shape.numel():
             return self._arrived.view(self.buffer.layout.offsets[index], shape)
         return self._rounded.data[local_range.shard_start : local_range.shard_stop].view(shape)
 
     def _show_small(self, index: int) -> torch.Tensor:
-        """Return a view of small parameter `index` (a norm or bias).
+        """Return a view, in its own dtype and shape, of the small parameter (a norm or bias) with this index.
 
-        On rank 0, which stores all of them, it is a view of the shard; on other ranks, of the all-gather's output.
+        On rank 0, which stores all small parameters, the view is of the shard. On other ranks it is of the full buffer
+        of bytes, and has its values while the buffer is unsharded.
         """
         buffer = self.buffer
         full, dtype, offset = buffer.full_params[index], buffer.shard.dtype, buffer.layout.offsets[index]
@@ -232,7 +243,7 @@ class Float8Storage(Storage):
         return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(full.shape).data
 
     def _show(self) -> None:
-        """Point the full parameters to the memory that exists now."""
+        """Point every full parameter to the memory that it can be read from now."""
         for index, full in enumerate(self.buffer.full_params):
             full.data = self.view(index, full.shape)
 
@@ -263,7 +274,7 @@ class Float8Storage(Storage):
         measure_pieces(self.buffer.shard.data, self._pieces_here, bits)
 
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
-        """Round this rank's parts of the weights. bits, scales (k, 1): of the absmax of each full weight."""
+        """Round this rank's parts of the k weights. bits (k,), scales (k, 1): absmax and scale of each full weight."""
         shard = self.buffer.shard
         round_pieces(shard.data, self._pieces_here, bits, self._rounded)
         if self._small_numel:  # this rank stores them
@@ -298,6 +309,6 @@ class Float8Storage(Storage):
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of float8 values, with one pattern for NaN, which has two."""
+    """Return float8 values as bytes, with one bit pattern for NaN, of which e4m3 has two."""
     codes = values.view(torch.uint8)
     return torch.where(codes & 0x7F == 0x7F, 0x7F, codes)

@@ -1,11 +1,11 @@
-"""PEFT's LoRA layers, with the adapter added in the matrix product of the frozen layer.
+"""PEFT's LoRA layers, whose adapters' products are accumulated in the output of the frozen layer.
 
-Adapters, even frozen ones, get separate buffers, so that activating one later does not reduce its neighbours. Layers in
-blocks add their adapters in fewer passes over the output, and without float32 copies of activations. Layers with DoRA,
-biases of adapters or hooks inside run PEFT's own forward, and the log says so.
+Adapters, even frozen ones, get separate buffers, so that activating one later does not reduce its neighbours. LoRA
+layers in blocks add their adapters in fewer passes over the output than PEFT, and without float32 copies of
+activations. Layers with DoRA, adapter biases or hooks on the inner layers run PEFT's own forward, and the log says so.
 
 `linear` is the layer, `factors` its products with A and B; `parametrize` lets PEFT's adapters on parameters
-(`target_parameters`) work on sharded ones.
+(`target_parameters`) work when those parameters are sharded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Lora(Extension):
-    """Adapters of PEFT's, which need no keyword."""
+    """PEFT's LoRA adapters; enabled without a keyword of `auto_wrap`."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
         return adapter_parameters(plan.model)
@@ -32,7 +32,7 @@ class Lora(Extension):
         chosen = [block for block in blocks if COMPILES or not block._bmt.compiled]
         fused = sum(fuse_lora(block.modules(), plan.world.device) for block in chosen)
         if fused and plan.world.rank == 0:
-            _log.info("%d LoRA layers add their adapter in the product of their frozen layer", fused)
+            _log.info("%d LoRA layers add their adapters to the output of the frozen layer in place", fused)
             for name, module in plan.model.named_modules():
                 if isinstance(module, FusedLoraLinear):
                     vars(module)["fused_name"] = name

@@ -1,17 +1,19 @@
-"""Products with the two narrow matrices of an adapter, A and B, of which r rows or columns count as nothing.
+"""Matrix products with A (r, K) and B (N, r) of an adapter with scaling s, in one of two ways (`Adapter.split`).
 
-*Rounded* factors are of the dtype that is computed in. u = x Aᵀ is of it too, s enters with B.
+*Rounded*: A and B are converted to the dtype that the layer computes in. u = x Aᵀ has that dtype too, and s is applied
+in the product with B.
 
-*Split* factors stand for float32 matrices in products of bfloat16 matrices, whose sums are in float32. P = hi + lo with
-hi = bf16(P) and lo = bf16(P - hi), which leaves 2⁻¹⁷ of P. The factor of P, A or Bᵀ, has four times as many rows: those
-of hi, lo, hi and hi. The first three give s x [hi, lo, hi]ᵀ = [p, q, p] in float32. With lo(p) = bf16(p - hi(p))
+*Split*: A and B are float32, and enter products of bfloat16 matrices, with sums in float32, as sums of two bfloat16
+matrices. For P = A or P = Bᵀ these are hi = bf16(P) and lo = bf16(P - hi); hi + lo differs from P by 2⁻¹⁷ of it. The
+*factor* of P is the stack [hi, lo, hi, hi], with four times the rows of P. The product of x with the first three is
+s x [hi, lo, hi]ᵀ = [p, q, p] in float32, so p + q = s x Pᵀ. With hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
 
-    u = [lo(p), hi(p), hi(q), hi(p)]        is kept,
-    u [hi, lo, hi, hi]                      is u times P but for what is below 2⁻¹⁷, as one product,
+    u = [lo(p), hi(p), hi(q), hi(p)]        is stored in bfloat16, and
+    u [hi, lo, hi, hi]                      with the other matrix's factor, is (p + q) times that matrix up to 2⁻¹⁷.
 
-and since the first three quarters of u sum to s x Aᵀ, gradients are the sum of three products with them. So y and dx
-are as exact as PEFT's in float32, and dA and dB are to 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT 4e-7; one rounding to
-bfloat16 1.7e-3).
+The first three quarters of u sum to p + q, so a gradient is the sum of the products with these three. y and dx are
+therefore as exact as PEFT's in float32, while dA and dB have an error of 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT
+4e-7; a single rounding to bfloat16 1.7e-3).
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ _OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # since torch 2.8
 
 
 class Adapter(NamedTuple):
-    """How one adapter is computed with.
+    """The settings of one adapter for a forward and its backward.
 
-    scaling: by which its product is multiplied, dropout's factor included. rate: of dropout. wide: whether products of
-    16-bit matrices can be had in float32. needs_a, needs_b: whether A and B need a gradient.
+    Attributes:
+        scaling: the factor of its product, including dropout's 1 / (1 - rate).
+        rate: the probability with which dropout drops an element of the input.
+        split: whether A and B are float32 matrices that are split into bfloat16 ones.
+        wide: whether the device can multiply 16-bit matrices with a float32 result.
+        needs_a: whether A needs a gradient.
+        needs_b: whether B needs a gradient.
     """
 
     scaling: float
@@ -44,16 +51,16 @@ class Adapter(NamedTuple):
 
 @functools.cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether products of 16-bit matrices can be had in float32, without copies of them on a GPU."""
+    """Return whether `device` can multiply 16-bit matrices with a float32 result; a GPU without float32 copies."""
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
 
 def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """Return A and Bᵀ as they enter products: (r, K) and (r, N), or split (4 r, K) and (4 r, N)."""
+    """Return the factors of A and Bᵀ in `dtype`: (r, K) and (r, N), or (4 r, K) and (4 r, N) if split."""
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
-    matrix = torch.cat([a, b.t()], 1)  # both at once
-    if torch.compiler.is_compiling():  # `out` of a view is not compiled, and this is one kernel
+    matrix = torch.cat([a, b.t()], 1)  # to split A and Bᵀ with the same launches
+    if torch.compiler.is_compiling():  # the compiler cannot write to a view by `out`, and makes this one kernel
         high, low = _parts(matrix)
         made = torch.stack([high, low, high, high]).to(dtype)
     else:
@@ -64,7 +71,10 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Return x times a transposed factor, with the scaling if it is split or `scaled`. x: (rows, width)."""
+    """Return u, the product of x (rows, width) with a transposed factor: (rows, r), or (rows, 4 r) if split.
+
+    The scaling is included if the factor is split, or if `scaled`. rank: r.
+    """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
     wide = _wide_product(x, factor[: 3 * rank].t(), adapter.scaling, adapter)
@@ -79,18 +89,22 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
 
 
 def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 `values` rounded to the upper 16 bits, those of bfloat16, and the rest.
+    """Return float32 `values` rounded to bfloat16, and the remainder, both as float32.
 
-    Inductor leaves out conversions to bfloat16 and back, and so would leave nothing of `values - values.bfloat16()`.
+    The rounding is integer arithmetic on the upper 16 bits, because Inductor removes a conversion to bfloat16 and back,
+    and the remainder would be zero.
     """
     low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-    return values - low, low  # exact; torch 2.6 cannot concatenate what was only viewed as float32
+    # `values - low` is exact. It stands for the view above, because torch 2.6 cannot concatenate such a view.
+    return values - low, low
 
 
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
-    """Return y plus each scaling · u @ factor, in place unless compiled; split ones at once, so that y is rounded once.
+    """Return y plus the sum of scaling · u @ factor over the adapters, in place unless compiled.
 
-    They are scaled already. Compiled by torch 2.11, a Function that modifies its output in place has gradients of zero.
+    If split, every u includes its scaling, and all are added as one product, so that y is rounded once. Compiled code
+    is not in place, because an autograd.Function that modifies its output in place gets zero gradients when torch 2.11
+    compiles it.
     """
     if split and len(us) > 1:
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
@@ -101,48 +115,51 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
 
 
 def draw_mask(x: Tensor, rate: float) -> Tensor:
-    """Return which elements of x dropout keeps. On the CPU the same as torch.nn.Dropout, unless compiled."""
+    """Return a boolean mask of the elements of x that dropout keeps.
+
+    On the CPU, unless compiled, torch.nn.Dropout would keep the same elements.
+    """
     if torch.compiler.is_compiling():
         return torch.rand(x.shape, device=x.device) >= rate
     return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - rate)
 
 
 def add_masked(y: Tensor, product: Tensor, mask: Tensor) -> Tensor:
-    """Return y plus the elements of `product` in `mask`, in place unless compiled."""
+    """Return y + product · mask, in place unless compiled."""
     add = torch.addcmul if torch.compiler.is_compiling() else Tensor.addcmul_
     return add(y, product, mask)
 
 
 def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return duᵀ x in `dtype`."""
+    """Return dA = duᵀ x in `dtype`. rank: r."""
     if not adapter.split:
         return _parameter_product(du.t(), x, 1.0, adapter, dtype)
     return _wide_product(du[:, : 3 * rank].t(), x, 1.0, adapter).view(3, rank, -1).sum(0)
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return s dyᵀ u in `dtype`."""
+    """Return dB = s dyᵀ u in `dtype`; a split u includes s. rank: r."""
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
     return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
-    """Return factor · one @ other in `dtype`: that of float32 parameters is not rounded on its way, if possible."""
+    """Return factor · one @ other in `dtype`. A float32 result is not rounded to 16 bits first if `adapter.wide`."""
     if dtype == torch.float32 != one.dtype and adapter.wide:
         return _wide_product(one, other, factor, adapter)
     return _scaled_product(one, other, factor).to(dtype)
 
 
 def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
-    """Return factor · one @ other, rounded once: in float16 the product alone may overflow."""
+    """Return factor · one @ other, rounded once, after the multiplication: in float16 `one @ other` may overflow."""
     if factor == 1:
         return one @ other
     return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)
 
 
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
-    """Return factor · one @ other of 16-bit matrices in float32."""
+    """Return factor · one @ other in float32, for 16-bit matrices."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
     if torch.compiler.is_compiling():  # not in place: see `add_products`
         wide = device == "cuda"

@@ -1,17 +1,18 @@
-"""FusedLoraLinear: PEFT's LoRA layer in a block, whose adapters are added where the frozen layer's product is.
+"""FusedLoraLinear: PEFT's LoRA layer in a block, which adds its adapters to the output of the frozen layer in place.
 
 With s the scaling of the adapter, the forward computes u = x Aᵀ and y = x Wᵀ + b + s u Bᵀ, the backward du = s dy B,
-dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same with a tensor of the output's size for u Bᵀ, one
-for its multiple and one for the sum, and in backward two more; here cuBLAS adds to what is there. `factors` has the
-products with A and B, of which there are two kinds:
+dx = dy W + du A, dA = duᵀ x and dB = s dyᵀ u. PEFT computes the same, but allocates one tensor of the output's size for
+u Bᵀ, one for s u Bᵀ and one for the sum, and two more in backward; here cuBLAS accumulates into y and dx. `factors` has
+the products with A and B, of which there are two kinds:
 
-* *rounded*: A and B are rounded to the dtype that is computed in, if they are not of it. So does autocast.
-* *split*: A and B in float32 beside bfloat16 without autocast, PEFT's default, enter as sums of bfloat16 matrices.
-  PEFT converts x, dy and the output to float32 and multiplies them there.
+* *rounded*: A and B are converted to the dtype that the layer computes in, as by autocast.
+* *split*: if A and B are float32, and the layer computes in bfloat16 without autocast (PEFT's default), A and B are
+  represented as sums of bfloat16 matrices. PEFT instead converts x and dy to float32, and multiplies in float32.
 
 [Note: kernels and bytes]
-One layer of M rows, K inputs and N outputs, and what it moves beyond the frozen layer's own two products, in units of M
-elements of 2 bytes; matrices of r columns or rows count as nothing.
+Kernels that one layer with M rows, K inputs and N outputs launches, and the memory traffic that it causes, in addition
+to the two products of its frozen layer. Traffic is in units of M elements of 2 bytes, and leaves out matrices with r
+rows or columns.
 
                         PEFT, float32    split          PEFT, autocast   rounded
     kernels, forward    7                8              9                5
@@ -19,7 +20,7 @@ elements of 2 bytes; matrices of r columns or rows count as nothing.
     moved, forward      5 K + 14 N       1 K + 2 N      7 K + 6 N        1 K + 2 N
     moved, backward     10 K + 14 N      3 K + 2 N      11 K + 4 N       3 K + 2 N
 
-DistributedDataParallel runs PEFT's. Of split's 17 kernels 9 touch nothing but A, B, u or du, and are short.
+DistributedDataParallel runs PEFT's kernels. Of the 17 kernels of *split*, 9 are short: they touch only A, B, u or du.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 """
@@ -54,18 +55,21 @@ _log = logging.getLogger("hf_bmtrain")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LAYERS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 COMPILES = torch.__version__ >= "2.11"
-"""Whether a fused layer is compiled in one graph; by torch 2.6 it is not, and compiled blocks keep PEFT's layers."""
+"""Whether torch compiles a fused layer without graph breaks. If not (torch 2.6), compiled blocks keep PEFT's layers."""
 _logged: set[str] = set()
 
 
 class FusedLoraLinear(torch.nn.Module):
-    """A LoRA layer of PEFT's, extended in place.
+    """PEFT's LoRA layer, extended in place.
 
-    PEFT's own forward runs for what is not plain adapters of a frozen layer (`_adapters_of` has the reasons, each of
-    which is logged once); in float32 throughout, so that it is rounded as by PEFT; under transforms of torch.func; and
-    in compiled code unless the adapters are split, since the compiler fuses the rest as well.
+    It still runs PEFT's own forward
 
-    wide: whether products of 16-bit matrices can be had in float32.
+    * unless it has plain adapters on a frozen layer: `_adapters_of` has the reasons, and each is logged once;
+    * if everything is float32, so that results are rounded as by PEFT;
+    * under transforms of torch.func;
+    * in compiled code, unless the adapters are split, because the compiler fuses PEFT's forward as well.
+
+    wide: whether the device can multiply 16-bit matrices with a float32 result.
     """
 
     base_layer: Any
@@ -84,13 +88,19 @@ class FusedLoraLinear(torch.nn.Module):
         y: Any = LoraProduct.apply(
             flat, base.weight, base.bias, transposed, dtype, flat.requires_grad, adapters, *matrices
         )
-        return y.view(*x.shape[:-1], y.shape[-1])  # outside: a view that a Function returns cannot be modified in place
+        # Not inside the Function: a view that a Function returns cannot be modified in place.
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = None) -> int:
-    """Extend PEFT's LoRA layers among `modules` that are not yet. Return how many.
+    """Make PEFT's LoRA layers among `modules` FusedLoraLinear layers, in place.
 
-    device: that they compute on, the CPU if None.
+    Args:
+        modules: any modules. Those that are no LoRA layer of PEFT's, or are fused already, are left alone.
+        device: the device on which the layers compute; None for the CPU.
+
+    Returns:
+        The number of layers that were extended.
     """
     wide = device is None or has_wide_products(device)
     found = [module for module in modules if _is_lora(module)]
@@ -101,12 +111,12 @@ def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = 
 
 @functools.cache
 def _extended_class(cls: Any, wide: bool) -> Any:
-    """Return the one class for all LoRA layers of `cls`."""
+    """Return the class that fused layers of PEFT's class `cls` share."""
     return extend_class(FusedLoraLinear, cls, {"wide": wide})
 
 
 def _is_lora(module: Any) -> bool:
-    """Return whether `module` is PEFT's LoRA layer of a linear layer, or of transformers' Conv1D."""
+    """Return whether `module` is PEFT's LoRA layer around a linear layer or transformers' Conv1D, not yet fused."""
     cls = type(module)
     if (cls.__module__, cls.__name__) not in _LAYERS or isinstance(module, FusedLoraLinear):
         return False
@@ -117,57 +127,63 @@ Found = tuple[torch.dtype, tuple[Adapter, ...], list[Tensor]]
 
 
 def _adapters_of(layer: Any, x: Tensor) -> Found | str:
-    """Return the dtype to compute in, the active adapters, and A and B of each.
+    """Return the dtype to compute in, the active adapters, and a list with A and B of each.
 
-    If PEFT's own forward has to run, return why: "" where there is nothing to say.
+    If PEFT's own forward must run instead, return the reason to log, or "" if it need not be logged.
     """
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if not names or layer.disable_adapters or layer.merged:
         return ""
     base, compiling = layer.base_layer, torch.compiler.is_compiling()
     if not _is_supported(base):
-        return "the frozen layer has a forward of its own"
+        return "the base layer has a custom forward"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
-        return "the layer below is trained"
+        return "the base layer is trainable"
     if not compiling and functorch_transforms_active():
         return ""
     if not x.is_floating_point() or x.is_nested:
-        return "its input is nested, or not of floating point"
+        return "the input is a nested tensor, or not of a floating-point dtype"
     if has_global_hooks() or _has_hooks(base):
-        return "it has hooks inside"
+        return "hooks are registered on the base layer, or on all modules"
     dtype, rounds = x.dtype, False
     kind = autocast_type(x.device)
     dtypes = [x.dtype, base.weight.dtype]
     for name in names:
         dtypes += [layer.lora_A[name].weight.dtype, layer.lora_B[name].weight.dtype]
-    if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:  # which autocast leaves alone
+    if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:  # autocast does not convert float64
         dtype, rounds = torch.get_autocast_dtype(kind), True
     elif x.dtype != base.weight.dtype:
-        return f"its input is of {x.dtype}, and the frozen weight of {base.weight.dtype}"
+        return f"the input is {x.dtype}, and the base layer's weight {base.weight.dtype}"
     if not _returns(base, x.dtype, dtype):
-        return f"bitsandbytes' layer computes in {base.compute_dtype}, its input is of {x.dtype}"
+        return f"the base layer is bitsandbytes' and computes in {base.compute_dtype}, and the input is {x.dtype}"
     adapters, matrices = [], []
     for name in names:
         a, b, dropout, scaling = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
         if name in layer.lora_variant:
-            return f"{type(layer.lora_variant[name]).__name__.removesuffix('LinearVariant')} adapters are not a sum"
+            return (
+                f"{type(layer.lora_variant[name]).__name__.removesuffix('LinearVariant')} adapters are not simply "
+                "added to the base layer's output"
+            )
         if not isinstance(scaling, (int, float)):
-            return "its scaling is a tensor"
+            return "the adapter's scaling is a tensor"
         if not (_is_plain(a) and _is_plain(b)):
-            return "A or B has a forward of its own"
+            return "A or B has a custom forward"
         if _has_hooks(a) or _has_hooks(b) or _has_hooks(dropout):
-            return "it has hooks inside"
+            return "hooks are registered on A, B or the dropout"
         if a.bias is not None or b.bias is not None:
             return "the adapter has a bias (lora_bias=True)"
         rate = _rate(dropout)
         if rate is None:
-            return f"its dropout is {dropout}"
+            return f"the dropout is {dropout}"
         split = not rounds and a.weight.dtype == b.weight.dtype == torch.float32 and dtype == torch.bfloat16
         if not (rounds or split or a.weight.dtype == b.weight.dtype == dtype):
-            range_ = ", whose range is too small for the parts of a float32 matrix" if dtype == torch.float16 else ""
-            return f"A is of {a.weight.dtype}, B of {b.weight.dtype} and the frozen layer of {dtype}{range_}"
+            range_ = ", whose range is too small to split a float32 matrix" if dtype == torch.float16 else ""
+            return f"A is {a.weight.dtype}, B {b.weight.dtype}, and the base layer computes in {dtype}{range_}"
         if split and not (layer.wide and getattr(layer, "cast_input_dtype_enabled", True)):
-            return "this torch or GPU has no float32 products of bfloat16 matrices, or PEFT is not to convert the input"
+            return (
+                "this torch or GPU cannot multiply bfloat16 matrices with a float32 result, or PEFT's conversion of "
+                "the input is disabled"
+            )
         needs = (a.weight.requires_grad, b.weight.requires_grad)
         adapters.append(Adapter(scaling / (1 - rate), rate, split, layer.wide, *needs))
         matrices += [a.weight, b.weight]
@@ -177,12 +193,12 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
 
 
 def _log_once(reason: str, layer: Any) -> None:
-    """Say why `layer`, and those like it, run PEFT's own forward; each reason once."""
+    """Log why `layer` runs PEFT's own forward, unless another layer has logged this reason. On rank 0 alone."""
     if reason not in _logged:
         _logged.add(reason)
         name = getattr(layer, "fused_name", "")  # set on rank 0
         if name:
-            _log.info("LoRA layers run PEFT's own forward, '%s' first: %s", name, reason)
+            _log.info("LoRA layers, the first of them '%s', run PEFT's own forward: %s", name, reason)
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -190,7 +206,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 
 
 def _rate(dropout: torch.nn.Module) -> float | None:
-    """Return the share of elements that `dropout` drops now, None if it does something else."""
+    """Return the probability with which `dropout` drops an element now; None if this file cannot compute it."""
     if type(dropout) is torch.nn.Dropout:
         rate = dropout.p if dropout.training else 0.0
         return rate if rate < 1 and not dropout.inplace else None
@@ -203,9 +219,9 @@ def _is_plain(module: torch.nn.Module) -> bool:
 
 
 def _is_supported(base: torch.nn.Module) -> bool:
-    """Return whether `base` computes what torch.nn.Linear or transformers' Conv1D does, in the weight's own dtype.
+    """Return whether `base` computes what torch.nn.Linear or transformers' Conv1D does.
 
-    bitsandbytes' layer, too, whose weight has been unpacked: see `_returns`.
+    bitsandbytes' Linear4bit counts while its weight is unpacked; it may convert its input, see `_returns`.
     """
     if _is_plain(base):
         return True
@@ -215,12 +231,12 @@ def _is_supported(base: torch.nn.Module) -> bool:
 
 
 def _is_four_bit(base: Any) -> bool:
-    """Return whether `base` is bitsandbytes' Linear4bit, whose weight is whole while it computes."""
+    """Return whether `base` is bitsandbytes' Linear4bit with a weight that is unpacked, as in a running block."""
     return type(base).__name__ == "Linear4bit" and hasattr(base, "compute_dtype") and base.weight.is_floating_point()
 
 
 def _returns(base: Any, given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether `base` computes in, and returns, `dtype` for an input of dtype `given`."""
+    """Return whether `base` computes in `dtype`, and returns it, for an input of dtype `given`."""
     return not _is_four_bit(base) or (given == dtype and base.compute_dtype in (None, dtype))
 
 
@@ -229,10 +245,10 @@ def _all_split(adapters: tuple[Adapter, ...]) -> bool:
 
 
 class LoraProduct(torch.autograd.Function):
-    """y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, of `dtype`. x: (rows, K). A: (r, K). B: (N, r). W and b are frozen.
+    """y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ, summed over the adapters and computed in `dtype`.
 
-    transposed: W is (K, N), as that of transformers' Conv1D, and not (N, K). matrices: A and B of each adapter.
-    needs_x: whether x needs a gradient.
+    x: (rows, K). W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D. b, frozen: (N,) or None.
+    matrices: A (r, K) and B (N, r) of each adapter. needs_x: whether x needs a gradient.
     """
 
     @staticmethod
@@ -252,7 +268,7 @@ class LoraProduct(torch.autograd.Function):
             u = enter(seen, of_a, adapter, a.shape[0], False)
             us.append(u)
             factors.append(of_b)
-            needs_u = needs_x or adapter.needs_a  # its gradient
+            needs_u = needs_x or adapter.needs_a  # whether backward computes du
             kept += [seen if adapter.needs_a else None, mask if needs_x else None]
             kept += [of_a if needs_x else None, of_b if needs_u else None, u if adapter.needs_b else None]
         y = add_products(y, us, factors, [each.scaling for each in adapters], _all_split(adapters))

@@ -18,7 +18,9 @@ from ...engine.blocks.block import weak_method
 def let_parametrize(model: torch.nn.Module) -> None:
     """Let PEFT's adapters on parameters (`target_parameters`) replace a parameter while their module's forward runs.
 
-    They register a torch parametrization, which sets the whole parameter to itself and puts back what it found.
+    For the duration of the forward, PEFT registers a torch parametrization, which writes the full parameter to itself
+    and sets the module's slot. Neither may count as a change of the weight: its version is preserved, and its slot is
+    restored.
     """
     for module in model.modules():
         activate = getattr(module, "_activate_lora", None)
@@ -30,12 +32,12 @@ def let_parametrize(model: torch.nn.Module) -> None:
 
 @contextmanager
 def _activate_uncounted(activate: Callable, reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Run `activate`, a context, without a write to the parameter on its way in, and with its slot as it was after."""
+    """Enter the context `activate` without changing the parameter's version, and restore its slot at the end."""
     wrapper: Any = reference()
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)
     with ExitStack() as stack:
-        if held is not None:  # else an enclosing adapter of the same parameter has replaced it
+        if held is not None:  # None if another adapter of the same parameter, around this one, has replaced it
             stack.callback(holder._parameters.__setitem__, name, held)
         with preserve_version(wrapper.get_param()):
             stack.enter_context(activate(*args, **kwargs))

@@ -1,1 +1,1 @@
-"""Cross-entropy losses: fused, and without storing the logits."""
+"""Cross-entropy losses: with fused kernels, and computed in chunks without storing the logits."""

@@ -1,4 +1,4 @@
-"""fuse_causal_loss: compute the loss of a Hugging Face language model without its logits."""
+"""fuse_causal_loss: compute the loss of a Hugging Face language model without storing its logits."""
 
 from __future__ import annotations
 
@@ -20,37 +20,43 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def fuse_causal_loss(model: torch.nn.Module) -> bool:
-    """Make `model(input_ids, labels=...)` compute its training loss without its logits, by `linear_cross_entropy`.
+    """Make `model(input_ids, labels=...)` compute its training loss with `linear_cross_entropy`, in chunks of logits.
 
-    The returned `loss` is the model's own, with its shift and `num_items_in_batch`, and `logits` is None. Nothing
-    changes in evaluation or without labels. The model's own forward runs; its head returns an object that records the
-    operations on it until the cross entropy. Scaling (Cohere, Granite), soft-capping (Gemma), casts, reshaping and
-    slicing of rows are recorded. Any other operation computes the logits, and one line of the log names it.
+    The returned `loss` equals the model's own, including its shift of the labels and its `num_items_in_batch`, and
+    `logits` is None. Nothing changes in evaluation or without labels. The model's own forward runs, but its head
+    returns an object that records what is done with the logits until the cross entropy is called. Scaling (Cohere,
+    Granite), soft-capping (Gemma), casts, reshaping and slicing of rows are recorded. Any other operation makes the
+    head compute the full logits, and one line of the log names the operation.
 
     Args:
         model: a model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`.
 
     Returns:
-        Whether the loss is fused. If it cannot be, the model is unchanged, and one line of the log gives the reason.
+        True if the loss is fused. If it cannot be, the model is unchanged, and one line of the log gives the reason.
     """
     expect_module("model", model)
     find_head = getattr(model, "get_output_embeddings", None)
     head: Any = find_head() if callable(find_head) else None
     reason = _why_not(model, head)
     if reason:
-        _log.warning("%s keeps its own loss, with whole logits: %s", type(model).__name__, reason)
+        _log.warning("fuse_causal_loss leaves %s as it is, with full logits: %s", type(model).__name__, reason)
         return False
     if not isinstance(head, ChunkedHead):
         head.__class__ = _chunked_class(type(head))
         head.armed = head.warned = False
         model.register_forward_pre_hook(_arm, with_kwargs=True)
         model.register_forward_hook(_disarm, with_kwargs=True, always_call=True)
-    _log.info("%s computes its training loss without whole logits", type(model).__name__)
+    _log.info("%s computes its training loss without storing full logits", type(model).__name__)
     return True
 
 
 class ChunkedHead:
-    """Extends the class of an output layer. armed: a training forward with labels is running. warned: about logits."""
+    """Extends the class of a model's output layer, in place.
+
+    Attributes:
+        armed: whether a training forward with labels is running, in which the layer returns UnbornLogits.
+        warned: whether the log has said that the full logits were computed.
+    """
 
     armed: bool
     warned: bool
@@ -58,6 +64,8 @@ class ChunkedHead:
 
 @functools.cache
 def _chunked_class(cls: Any) -> type:
+    """Return the subclass of `cls` that all extended output layers of `cls` share."""
+
     @functools.wraps(cls.forward)
     def forward(self, hidden):
         if self.armed and isinstance(hidden, torch.Tensor):
@@ -68,35 +76,36 @@ def _chunked_class(cls: Any) -> type:
 
 
 class UnbornLogits:
-    """Represents `logits = head(hidden) * scale`, with a cap `cap * tanh(logits)`, without computing them.
+    """Stands for logits that are not computed: `head(hidden) * scale`, or `cap * tanh(head(hidden) * scale)`.
 
-    It is not a tensor, but torch's functions accept it: those that it knows return a loss or another UnbornLogits, all
-    others receive the logits, computed on the spot.
+    It is not a tensor, but can be passed to torch's functions. Those that this class handles return a loss or another
+    UnbornLogits. For all others the full logits are computed and passed instead.
     """
 
     def __init__(self, head: Any, linear: Any, hidden: torch.Tensor, scale: float = 1.0, cap: float | None = None):
         self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
 
     def _but(self, **changes) -> UnbornLogits:
+        """Return a copy with another hidden, scale or cap."""
         values = {"hidden": self._hidden, "scale": self._scale, "cap": self._cap} | changes
         return UnbornLogits(self._head, self._linear, **values)
 
     def _born(self, asked: str) -> torch.Tensor:
-        """Compute the logits, and log once which operation `asked` for them."""
+        """Compute the full logits. asked: the operation that needs them, which is logged once per head."""
         if not self._head.warned:
             self._head.warned = True
-            _log.warning("whole logits are made after all: the model, or its loss, calls %s on them", asked)
+            _log.warning("full logits are computed after all, because the model or its loss applies %s to them", asked)
         logits = self._linear(self._hidden)
         logits = logits * self._scale if self._scale != 1 else logits
         return logits if self._cap is None else torch.tanh(logits) * self._cap
 
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
-        """Compute the loss that F.cross_entropy is called for. size_average, reduce: None, see `_is_usual_loss`."""
-        # cap * tanh(scale * x) is a soft cap of scale * cap * x
+        """Return what F.cross_entropy would. size_average, reduce: deprecated; None, see `_is_usual_loss`."""
+        # cap * tanh(scale * x) is linear_cross_entropy's softcap=cap applied to scale * cap * x.
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
             self._hidden if factor == 1 else self._hidden * factor,
-            self._head._parameters["weight"],  # of a sharded head the slice: gathered for the loss alone
+            self._head._parameters["weight"],  # a local parameter if the head is sharded: gathered for the loss alone
             target,
             self._head._parameters["bias"],
             class_weight=weight,
@@ -119,7 +128,7 @@ class UnbornLogits:
         return function(*args, **kwargs)
 
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether the loss takes rows and class indices, and no deprecated argument other than None."""
+        """Return whether F.cross_entropy gets logits (N, V), class indices (N,) and no deprecated arguments."""
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             return False
         target = args[1] if len(args) > 1 else kwargs.get("target")
@@ -222,11 +231,12 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
     if not isinstance(head, torch.nn.Linear) or changed:
         return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a plain torch.nn.Linear"
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
-        return "its head has hooks, which want the logits"
+        return "its head has hooks, which need the logits"
     return None
 
 
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
+    """Before a forward of `model`: arm its head if this is training and labels are given."""
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
@@ -234,9 +244,10 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+    """After a forward of `model`, also one that raised: disarm its head, and return the output without UnbornLogits."""
     model.get_output_embeddings().armed = False
     if isinstance(output, tuple):
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))
-    if isinstance(output, dict):  # a ModelOutput; a None in it cannot be set, only left out
+    if isinstance(output, dict):  # a ModelOutput, whose entries cannot be set to None, only left out
         return type(output)(**{key: value for key, value in output.items() if not isinstance(value, UnbornLogits)})
     return output

@@ -1,4 +1,4 @@
-"""The reduction of the losses of rows to one number: the targets that count, and the divisor of the sum."""
+"""Criterion: the loss of each row of logits, and the reduction of these losses to a mean or a sum."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ NumItems = Tensor | float | None
 class Criterion:
     """The loss of a row, and the reduction over rows.
 
-    num_items: the divisor of "mean" in place of the targets that count here, for example those of all micro-batches
-    and ranks. A number, or a tensor of one element on any device.
+    Attributes:
+        rows: computes the loss of each row.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
+        num_items: the divisor of the mean, for example the number of targets in all micro-batches and ranks: a number,
+            or a tensor of one element on any device. None to divide by the targets that are not ignored in this call.
     """
 
     rows: CrossEntropy
@@ -34,7 +37,8 @@ class Criterion:
             return
         if self.reduction != "mean":
             raise ValueError(
-                f"num_items_in_batch is what the mean divides by; with reduction={self.reduction!r} nothing is divided"
+                f"num_items_in_batch is what the mean divides by; with reduction={self.reduction!r} nothing is "
+                "divided. Leave it out, or use reduction='mean'."
             )
         if isinstance(self.num_items, Tensor):
             if self.num_items.numel() != 1:
@@ -46,8 +50,13 @@ class Criterion:
     def indices(self, targets: Tensor, classes: int) -> Tensor:
         """Return the targets as int64, since uint8 cannot hold -100.
 
-        Raises ValueError unless they are integers and the class weights fit `classes`; on CPU, where nothing waits for
-        a device, also for a target that is neither a class nor `ignore_index`.
+        Args:
+            targets: a tensor of class indices of any integer dtype.
+            classes: the number of classes.
+
+        Raises:
+            ValueError: targets are no integers, or there is not one class weight per class. On CPU, where the check
+                synchronizes with no device, also if a target is neither a class nor `ignore_index`.
         """
         if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
             raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")
@@ -60,14 +69,15 @@ class Criterion:
                 where = tuple(wrong.nonzero()[0].tolist())
                 raise ValueError(
                     f"target {targets[where].item()} at {list(where)} is neither a class in [0, {classes}) nor "
-                    f"ignore_index {ignored}; {int(wrong.sum())} of {targets.numel()} targets are so"
+                    f"ignore_index {ignored}; this is so for {int(wrong.sum())} of {targets.numel()} targets"
                 )
         return targets
 
     def factor(self, targets: Tensor) -> Tensor:
-        """Return the factor of each row's loss, (1,) float32 on the device of `targets`, without waiting for it.
+        """Return the factor of each row's loss in the reduction, (1,) float32, without synchronizing with the device.
 
-        If no target counts it is 1, so that the mean is 0 where torch's is NaN.
+        For a mean it is 1 / divisor. If the divisor is 0 (all targets are ignored) the factor is 1, so that the mean is
+        0, where torch returns NaN. Otherwise it is 1.
         """
         one = torch.ones(1, device=targets.device)
         if self.reduction != "mean":
@@ -82,7 +92,7 @@ class Criterion:
         return torch.where(total == 0, one, one / total)
 
     def reduce(self, losses: Tensor, factor: Tensor) -> Tensor:
-        """Return the losses (N,) as they are for reduction "none", otherwise their sum times `factor`, a scalar."""
+        """Return the sum of `losses` (N,) times `factor` (1,), a scalar, or for reduction "none" `losses` itself."""
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 
 
@@ -95,7 +105,7 @@ def criterion(
     softcap: float,
     num_items: NumItems,
 ) -> Criterion:
-    """Return a Criterion from the arguments of the public functions."""
+    """Return a Criterion for the arguments of a public loss function, which describes them."""
     if class_weight is not None:
         expect_tensor("the class weights (weight, class_weight)", class_weight)
     weight = None if class_weight is None else class_weight.detach().float().contiguous()
@@ -103,7 +113,7 @@ def criterion(
 
 
 def refuse_double_backward(function: str) -> None:
-    """Raise RuntimeError in a backward that autograd records."""
+    """Raise RuntimeError if autograd records the running backward. function: the loss function, for the message."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"A backward of a backward (create_graph=True) through {function} is not supported: its gradient is "

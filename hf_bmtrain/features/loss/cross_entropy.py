@@ -15,10 +15,10 @@ from torch import Tensor
 from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
-SCRATCH = 640  # bytes of shared memory in addition to the staged row, as in the source
-SHARE = 72 << 10  # bytes of a row per block: three such blocks fit on an SM of 227 KiB
-BYTES_A_THREAD = 256  # sixteen 16-byte vectors, all in flight at once
-PART_VECTORS = 2048  # 16-byte vectors of a row per block of the streaming kernels
+SCRATCH = 640  # bytes of shared memory in addition to the staged row: SCRATCH of kernels/cross_entropy.cu, in bytes
+SHARE = 72 << 10  # bytes of a row per thread block: three such blocks fit on an SM with 227 KiB of shared memory
+BYTES_A_THREAD = 256  # sixteen 16-byte vectors, which a thread loads concurrently
+PART_VECTORS = 2048  # 16-byte vectors of a row per thread block of the kernels that stage nothing (gradient, rescale)
 
 
 @cache
@@ -42,7 +42,13 @@ def variants(arch: int) -> list[Variant]:
 
 
 class Plan(NamedTuple):
-    """The division of a row: blocks per row, threads per block, and 16-byte vectors that a block keeps on chip."""
+    """How a launch divides the rows.
+
+    Attributes:
+        cluster: thread blocks per row.
+        threads: threads per block.
+        stage: 16-byte vectors of the row that a block keeps in shared memory.
+    """
 
     cluster: int
     threads: int
@@ -50,8 +56,16 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """Choose the fewest blocks per row such that three fit on an SM. Vectors beyond that are read twice."""
-    row_bytes += 16  # a row that is not aligned touches one vector more
+    """Return a Plan with the fewest thread blocks per row of which three fit on an SM, if possible.
+
+    Vectors that do not fit in shared memory are read twice from global memory.
+
+    Args:
+        row_bytes: bytes of a row.
+        clusters: whether the device has thread block clusters; without them a row has one block.
+        shared_limit: the most bytes of shared memory that a block may have.
+    """
+    row_bytes += 16  # a row that does not begin on 16 bytes touches one vector more
     cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1
     share = -(-row_bytes // (16 * cluster))  # vectors
     stage = min(share, (shared_limit - SCRATCH) // 16)
@@ -128,8 +142,10 @@ class CrossEntropy:
     def gradient_(
         self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor, out: Tensor | None = None
     ) -> None:
-        """Write the gradient of sum(scale * losses) over the logits, or into `out`, whose rows have equal strides and
-        alignment."""
+        """Write the gradient of sum(scale * losses) over the logits, or into `out`.
+
+        out: (N, V) of the logits' dtype, with the same row stride, and the same alignment to 16 bytes.
+        """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
         expect("lses", lses, (torch.float32,), (logits.shape[0],), logits.device)
@@ -146,7 +162,8 @@ class CrossEntropy:
 
     def gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
         """Return the gradient of `gradient_` as a new tensor; `logits` are not written."""
-        if logits.is_contiguous() and logits.data_ptr() % 16 == 0:  # a new tensor has equal strides and alignment
+        # `gradient_` needs an `out` with the stride and alignment of the logits; a new tensor is contiguous, aligned.
+        if logits.is_contiguous() and logits.data_ptr() % 16 == 0:
             gradient = torch.empty_like(logits)
             self.gradient_(logits, targets, lses, scale, gradient)
         else:
@@ -161,7 +178,7 @@ class CrossEntropy:
 
     @property
     def _kind(self) -> tuple[bool, bool]:
-        """`general` and `weighted` of the variants."""
+        """The arguments `general` and `weighted` of the kernels' variants."""
         weighted = self.class_weight is not None
         return bool(self.label_smoothing or self.softcap or weighted), weighted
 
@@ -172,7 +189,7 @@ class CrossEntropy:
         return (*rows, self.label_smoothing, self.z_loss, self.softcap, weight, total)
 
     def _launch_rows(self, name: str, logits: Tensor, targets: Tensor, *scale: object) -> tuple[Tensor, Tensor]:
-        """Launch a kernel that computes losses. Return (losses, lses)."""
+        """Launch a kernel that computes losses, and return (losses, lses). scale: its further arguments."""
         out = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
         if logits.shape[0] > 0:
             cluster, threads, stage = self.plan(logits)
@@ -216,7 +233,7 @@ class CrossEntropy:
         return gradient.mul_(scale[:, None]).masked_fill_(nothing[:, None], 0)
 
     def _prepare(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return z (N, V), targets (N, 1) that are classes, also where no class is meant, and class weights (V,)."""
+        """Return z (N, V), the targets clamped to [0, V), (N, 1), and the class weights (V,), 1 if there are none."""
         z = logits.detach().float()
         z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
         weight = z.new_ones(z.shape[1]) if self.class_weight is None else self.class_weight
@@ -224,11 +241,14 @@ class CrossEntropy:
 
 
 def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
-    """Multiply rows by wanted / used, in place. On CUDA rows with equal factors are neither read nor written.
+    """Multiply each row of `gradient` by wanted / used, in place.
 
-    gradient       (N, V)
-    wanted, used   (1,) or (N,) float32: the scale given to backward, and the scale with which the gradient was
-                   written. A row written with scale 0 stays as it is.
+    A row with used = 0 is not changed. On CUDA, rows with wanted = used are neither read nor written.
+
+    Args:
+        gradient: (N, V), written with the scale `used`.
+        wanted: (1,) or (N,) float32, the scale that the gradient should have.
+        used: (1,) or (N,) float32.
     """
     _check_logits(gradient)
     _check_scale("wanted", wanted, gradient)
@@ -251,10 +271,12 @@ def _empty_losses(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(logits: Tensor) -> int:
+    """Return the number of thread blocks per row of the kernels that stage nothing."""
     return -(-(logits.shape[1] * logits.element_size() // 16 + 2) // PART_VECTORS)
 
 
 def _stride(scale: Tensor) -> int:
+    """Return the distance between the scales of two rows: 0 if all rows share one."""
     return int(scale.numel() > 1)
 
 

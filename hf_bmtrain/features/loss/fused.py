@@ -17,18 +17,18 @@ __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 class FusedCrossEntropy(torch.nn.Module):
     """Cross entropy between logits and class indices, computed in float32 also for half-precision logits.
 
-    One kernel computes the losses, and a second one the gradient, a new tensor like the logits.
+    One kernel computes the losses in forward, and another one the gradient in backward, as a new tensor.
 
     Args:
         weight: one weight per class, shape (C,), any floating dtype; the mean divides by the sum of targets' weights.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
-        reduction: "mean" over the targets that count, "sum", or "none".
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: weight of the uniform distribution over all classes in each target, in [0, 1].
-        parallel: BMTrain's, for logits that are split over ranks; True raises NotImplementedError.
-        inplace: write the gradient over the logits, which saves their size in memory; for a mean or a sum of bfloat16
-            or float32 logits this happens in the forward, in one launch. The caller must not read the logits
-            afterwards (autograd raises if it needs them itself).
-        z_loss: add z_loss * logsumexp(logits)^2 to every row that counts.
+        parallel: BMTrain's keyword for logits that are split over ranks; True raises NotImplementedError.
+        inplace: write the gradient over the logits, instead of into a new tensor of their size. For a mean or a sum of
+            bfloat16 or float32 logits the forward does so, in the launch that computes the losses. The caller must not
+            read the logits afterwards (autograd raises if it needs them itself).
+        z_loss: add z_loss * logsumexp(logits)^2 to the loss of every row that is not ignored.
         softcap: replace the logits by softcap * tanh(logits / softcap); 0 for none.
 
     Raises:
@@ -66,8 +66,8 @@ class FusedCrossEntropy(torch.nn.Module):
         Args:
             input: float16, bfloat16 or float32; its gradient has the same dtype.
             target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-            num_items_in_batch: the divisor of the mean in place of the targets that count in this call; a number or a
-                tensor of one element.
+            num_items_in_batch: the divisor of the mean, a number or a tensor of one element; None to divide by the
+                targets that are not ignored in this call.
 
         Returns:
             float32: a scalar, or the targets' shape with reduction "none". The mean of no targets at all is 0 with
@@ -76,8 +76,8 @@ class FusedCrossEntropy(torch.nn.Module):
 
         Raises:
             ValueError: wrong shapes or dtypes; on CPU also a target out of range. On CUDA, to avoid a synchronization,
-                a target out of range makes its row's loss, and so a mean or a sum, NaN instead; its row's gradient is
-                zero, the others are unaffected.
+                a target out of range instead makes its row's loss NaN, and with it a mean or a sum; its row's gradient
+                is zero, and the other rows' gradients are unaffected.
             RuntimeError: in backward, for create_graph=True and, with `inplace`, for a second backward.
         """
         return cross_entropy(
@@ -103,21 +103,21 @@ def cross_entropy(
     softcap: float = 0.0,
     num_items_in_batch: NumItems = None,
 ) -> Tensor:
-    """Compute the cross entropy between logits and class indices, in float32. The function of `FusedCrossEntropy`.
+    """Compute the cross entropy between logits and class indices, in float32, as `FusedCrossEntropy` does.
 
     Args:
         logits: (N, C) or (N, C, d...) float16, bfloat16 or float32; the gradient has the same dtype.
         targets: (N,) or (N, d...) class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
         weight: (C,), one weight per class, any floating dtype; the mean divides by the sum of the targets' weights.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
-        reduction: "mean" over the targets that count, "sum", or "none".
+        reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: weight of the uniform distribution over all classes in each target, in [0, 1].
-        inplace: write the gradient over the logits, which saves their size in memory. The caller must not read the
-            logits afterwards.
-        z_loss: add z_loss * logsumexp(logits)^2 to every row that counts.
+        inplace: write the gradient over the logits, instead of into a new tensor of their size. The caller must not
+            read the logits afterwards.
+        z_loss: add z_loss * logsumexp(logits)^2 to the loss of every row that is not ignored.
         softcap: replace the logits by softcap * tanh(logits / softcap); 0 for none.
-        num_items_in_batch: the divisor of the mean in place of the targets that count in this call; a number or a
-            tensor of one element.
+        num_items_in_batch: the divisor of the mean, a number or a tensor of one element; None to divide by the targets
+            that are not ignored in this call.
 
     Returns:
         float32: a scalar, or the targets' shape with reduction "none". See `FusedCrossEntropy.forward` for special
@@ -145,8 +145,8 @@ def cross_entropy(
     wanted = torch.is_grad_enabled() and logits.requires_grad
     if inplace and wanted and logits.is_leaf:
         raise ValueError(
-            "inplace=True writes the gradient over the logits, and these are a leaf whose values would be lost: "
-            "use inplace=False, or pass the output of a layer"
+            "inplace=True writes the gradient over the logits, and these are a leaf whose values would be lost. "
+            "Use inplace=False, or pass the output of a layer."
         )
     losses = _CrossEntropy.apply(_rows(logits), targets.reshape(-1).contiguous(), how, inplace, wanted)
     return losses.view(targets.shape) if reduction == "none" else losses
@@ -158,7 +158,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):
         factor = how.factor(targets)
-        # A float16 gradient that does not include the loss scale yet would underflow: backward writes it.
+        # early: the forward writes the gradient. Not in float16, where it would underflow, since the loss scale is only
+        # known in backward.
         early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
         if early:
             losses, lses = how.rows.losses_and_gradient_(logits, targets, factor)
@@ -174,8 +175,8 @@ class _CrossEntropy(torch.autograd.Function):
         refuse_double_backward("cross_entropy")
         if ctx.spent:
             raise RuntimeError(
-                "A second backward through cross_entropy(…, inplace=True): the first one wrote its gradient over the "
-                "logits and handed it on. Use inplace=False where retain_graph=True is needed."
+                "A second backward through cross_entropy(…, inplace=True) is not possible: the first one wrote its "
+                "gradient over the logits. Use inplace=False where retain_graph=True is needed."
             )
         how, (logits, targets, lses, factor) = ctx.how, ctx.saved_tensors
         ctx.spent = ctx.inplace
@@ -190,7 +191,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """Return (N, C, d...) as contiguous rows (N * d..., C): a copy unless they are stored so."""
+    """Return logits (N, C, d...) as rows (N * d..., C), each contiguous: a view if possible, else a copy."""
     rows = logits if logits.dim() == 2 else logits.movedim(1, -1).reshape(-1, logits.shape[1])
     count, classes = rows.shape
     if rows.stride(1) == 1 and (count <= 1 or rows.stride(0) >= classes):

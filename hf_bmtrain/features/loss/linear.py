@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's output, computed by chunks of rows, so that the logits never exist as a whole."""
+"""Cross entropy of a linear layer's output, computed by chunks of rows, so that all logits never exist at once."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def linear_cross_entropy(
     """Compute `cross_entropy(hidden @ weight.T + bias, targets)` with at most `chunk_bytes` of logits in memory.
 
     The gradients are computed in the forward, by chunks, and multiplied by the incoming gradient in backward; the
-    weight's is summed in float32. With reduction "none", where the incoming gradient has a value per row, backward
-    computes the logits again. Only gradients that are needed are computed. Targets are not shifted: `targets[i]`
-    belongs to `hidden[i]`.
+    weight's gradient is summed over chunks in float32. With reduction "none", where the incoming gradient has a value
+    per row, backward computes the logits again. Only gradients that are needed are computed. Targets are not shifted:
+    `targets[i]` belongs to `hidden[i]`.
 
     `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside its forward.
-    They are all-gathered, freed before this function returns, and their gradient is reduced when backward reaches the
-    loss. Collective then.
+    Then every rank must call this function: it all-gathers them, frees the full parameters before it returns, and their
+    gradients are reduced when backward reaches the loss.
 
     Args:
         hidden: (..., H) float16, bfloat16 or float32.
-        weight: (V, H), of hidden's dtype; under autocast all three are cast to its dtype.
+        weight: (V, H), of hidden's dtype. Under autocast hidden, weight and bias are cast to the autocast dtype.
         targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
         bias: (V,), of hidden's dtype, or None.
         class_weight: (V,), one weight per class.
@@ -61,8 +61,8 @@ def linear_cross_entropy(
         z_loss: as in `FusedCrossEntropy`.
         softcap: as in `FusedCrossEntropy`.
         num_items_in_batch: as in `FusedCrossEntropy.forward`.
-        chunk_bytes: the most bytes of logits at a time. In addition, from forward to backward, the weight's gradient
-            takes 4 bytes per element, and hidden's gradient as much as hidden.
+        chunk_bytes: the most bytes of logits that exist at a time. In addition, between forward and backward, the
+            weight's gradient takes 4 bytes per element, and hidden's gradient as much as hidden.
 
     Returns:
         float32: a scalar, or the targets' shape with reduction "none". Targets out of range, no targets at all, and
@@ -70,7 +70,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: wrong shapes, dtypes or settings; on CPU also a target out of range.
-        RuntimeError: in backward, for create_graph=True or a second backward through the same mean or sum.
+        RuntimeError: in backward, for create_graph=True, or for a second backward through the same mean or sum.
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check(hidden, weight, targets, bias)
@@ -87,7 +87,14 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Work:
-    """The arguments of the computation. wants: for each of hidden, weight and bias, whether it needs a gradient."""
+    """What to compute.
+
+    Attributes:
+        how: the loss of each row, and the reduction.
+        wants: whether hidden, weight and bias need a gradient.
+        dtype: the dtype of the matrix products.
+        chunk_bytes: the most bytes of logits at a time.
+    """
 
     how: Criterion
     wants: tuple[bool, ...]
@@ -97,15 +104,17 @@ class _Work:
     def run(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None
     ) -> tuple[Tensor, Gradients]:
-        """Return the losses (N,) and the wanted gradients of sum(scale * losses), all None if scale is None.
+        """Return the losses (N,), and the gradients of sum(scale * losses) that `wants` names. None for all others.
 
-        The gradients of weight and bias are float32. Collective for sharded parameters.
+        scale: (1,) or (N,) float32, or None for no gradients. The gradients of weight and bias are float32. A
+        collective call if weight or bias are sharded.
         """
         with _full(weight) as full, _full(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
             shift = None if shift is None else shift.to(self.dtype)
             return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
+        """Do what `run` describes, with full parameters in `dtype`."""
         (count, _), classes = rows.shape, weight.shape[0]
         for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
         losses = rows.new_empty(count, dtype=torch.float32)
@@ -113,7 +122,8 @@ class _Work:
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
         space = rows.new_empty(size, -(-classes // 8) * 8)  # rows aligned to 16 bytes for cuBLAS
-        space[:, classes:].zero_()  # the product of torch 2.13 on CPUs with AMX multiplies what is there by 0
+        # On CPUs with AMX, torch 2.13 multiplies these columns by 0, which must not give NaN.
+        space[:, classes:].zero_()
         space = space[:, :classes]
         for start in range(0, count, size):
             chunk, part = rows[start : start + size], targets[start : start + size]
@@ -144,11 +154,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, work: _Work):
         factor = work.how.factor(targets)
-        # A float16 gradient that does not include the loss scale yet would underflow: it is written for scale 1.
+        # Float16 gradients of a mean would underflow, since the loss scale is only known in backward: they are computed
+        # for the factor 1, and backward multiplies them by the factor and the loss scale.
         written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
         at_once = any(work.wants) and work.how.reduction != "none"
         for parameter in (weight, bias):
-            if isinstance(parameter, DistributedParameter):  # gradients of a failed backward, or unused by now
+            if isinstance(parameter, DistributedParameter):
+                # Free gradients that a failed backward has left, and a shard of gradients that no .grad refers to.
                 current_world().schedule.discard_failed_backward()
                 parameter.buffer.gradient.free_if_unused()
         losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)
@@ -166,9 +178,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.at_once:
             if ctx.gradients is None:
                 raise RuntimeError(
-                    "A second backward through linear_cross_entropy: its gradients were made in the forward, and the "
-                    "first backward handed them on. Call it again, or use reduction='none' and reduce its result, "
-                    "which computes them in backward."
+                    "A second backward through linear_cross_entropy is not possible: the forward computed its "
+                    "gradients, and the first backward used them up. Call linear_cross_entropy again, or reduce the "
+                    "result of reduction='none', which computes its gradients in each backward."
                 )
             d_rows, d_weight, d_bias = ctx.gradients
             ctx.gradients = None
@@ -184,7 +196,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
-    """Return `ratio * gradient` for autograd, or pass it to the reduction, and return None, for a sharded parameter."""
+    """Return ratio * gradient in the parameter's dtype. If that is sharded, pass it to its buffer and return None."""
     if gradient is None:
         return None
     if parameter.dtype == torch.float32:
@@ -200,7 +212,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
 @contextmanager
 def _full(parameter: Tensor | None) -> Iterator[Any]:
-    """Yield the whole parameter. A slice is gathered, and released at the end unless it was whole before."""
+    """Yield the full parameter. A sharded one is all-gathered, and resharded at the end if it was sharded before."""
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():
             yield parameter.buffer.full_params[parameter.index].detach()
@@ -209,14 +221,20 @@ def _full(parameter: Tensor | None) -> Iterator[Any]:
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
-    """Return the number of rows per chunk: at most `budget` bytes, in chunks of about equal size."""
+    """Return the number of rows per chunk, such that a chunk has at most `budget` bytes and chunks are about equal.
+
+    Args:
+        rows: the number of all rows.
+        row_bytes: bytes of a row.
+        budget: the most bytes of a chunk; a chunk has one row at least.
+    """
     most = max(1, budget // row_bytes)
     even = -(-rows // max(1, -(-rows // most)))
     return min(most, max(1, -(-even // 128) * 128))
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless shapes, dtypes and devices are those that `linear_cross_entropy` names."""
+    """Raise ValueError unless shapes, dtypes and devices are as `linear_cross_entropy` documents."""
     for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets)):
         expect_tensor(name, tensor)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""Sums, in float32, of matrix products of half-precision factors."""
+"""Accumulation, in float32, of matrix products of half-precision matrices."""
 
 import logging
 from functools import cache
@@ -9,10 +9,12 @@ log = logging.getLogger(__name__)
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return total + a @ b in float32, written over `total`, or into a new tensor if it is None.
+    """Add a @ b to `total` in place and return it.
 
-    total          (M, N) float32 or None
-    a, b           (M, K), (K, N) of one dtype: float32, float16 or bfloat16; either may be transposed
+    Args:
+        total: (M, N) float32, or None to return the product as a new tensor.
+        a: (M, K) float32, float16 or bfloat16; may be a transposed view.
+        b: (K, N), of the dtype of `a`; may be a transposed view.
     """
     if a.dtype == torch.float32:
         return torch.mm(a, b) if total is None else total.addmm_(a, b)
@@ -20,7 +22,7 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
         return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32) if total is None else total
     if not a.is_cuda:
         return add_product(total, a.float(), b.float())
-    if _wide_output(a.device):  # tensor cores add in float32; the sum is not rounded
+    if _wide_output(a.device):  # tensor cores sum in float32, and the result is not rounded to 16 bits
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -30,13 +32,14 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 
 @cache
 def _wide_output(device: torch.device) -> bool:
-    """Return whether cuBLAS returns float32 products of half-precision factors on this device; log a warning if not."""
+    """Return whether a GPU can multiply half-precision matrices with a float32 result; log a warning if not."""
     offered = "dtype_out" in torch.ops.aten.addmm.overloads()
     if offered and torch.cuda.get_device_capability(device)[0] >= 8:
         return True
     log.warning(
-        "weight gradients of linear_cross_entropy are rounded once a chunk: torch %s on compute capability %s does "
-        "not give float32 products of half-precision matrices (torch 2.8 and capability 8.0 do)",
+        "linear_cross_entropy rounds the gradient of its weight once per chunk, because torch %s on a GPU of compute "
+        "capability %s cannot multiply half-precision matrices with a float32 result. torch 2.8 with capability 8.0 "
+        "or newer can.",
         torch.__version__,
         torch.cuda.get_device_capability(device),
     )

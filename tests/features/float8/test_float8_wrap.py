@@ -129,15 +129,18 @@ def test_layers_are_chosen_and_told(world):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"float8": True, "keep": ["w_proj"]}, r"keep names \['w_proj'\].*Layers are: down_proj, gate_proj"),
-        ({"float8": True, "odd": True}, "finds no layer.*multiples of 16"),
+        (
+            {"float8": True, "keep": ["w_proj"]},
+            r"keep names \['w_proj'\].*linear layers are named: down_proj, gate_proj",
+        ),
+        ({"float8": True, "odd": True}, "no linear layer.*multiples of 16"),
         *rows_in_full(
             [
                 ({"float8": "blocks"}, "'rows', got 'blocks'"),
                 ({"float8": None}, "got None"),
                 ({"float8": 1}, "got 1"),
                 ({"float8": True, "keep": "q_proj"}, "keep must be a list of names of modules"),
-                ({"keep": ["q_proj"]}, "pass float8=True"),
+                ({"keep": ["q_proj"]}, "Pass float8=True"),
             ]
         ),
     ],

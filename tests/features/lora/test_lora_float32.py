@@ -268,7 +268,7 @@ def test_compiled_blocks():
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"use_dora": True}, "Dora adapters are not a sum"), *rows_in_full([({"lora_bias": True}, "has a bias")])],
+    [({"use_dora": True}, "Dora adapters are not simply added"), *rows_in_full([({"lora_bias": True}, "has a bias")])],
 )
 @on_ranks(1)
 def test_what_runs_pefts_forward_is_logged_once(options, reason):

@@ -1,9 +1,9 @@
-"""What fits in device memory: which blocks are recomputed, and which frozen parameters stay unsharded.
+"""Plans of device memory: which blocks are recomputed, and which frozen parameters stay unsharded between steps.
 
-With "auto", which needs a GPU, passes are measured, and the ranks agree on a plan. `activations` plans
-`use_checkpoint="auto"`, `residents` plans `keep_frozen="auto"`; both measure with a `meter`, and a MemoryPlanner tells
-them what happens. `plan` chooses the blocks that are recomputed; `shortage` says what would take less when memory runs
-out.
+With "auto", which needs a GPU, training passes are measured, and the ranks agree on a plan. `activations` plans
+`use_checkpoint="auto"`, `residents` plans `keep_frozen="auto"`. Both measure with a `meter`, and a MemoryPlanner passes
+them the events of training. `plan` chooses the blocks that are recomputed. `shortage` adds to an out-of-memory error
+what would need less memory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 class MemoryPlanner(Observer):
-    """Plans what stays in the memory of a world's device between forward and backward, and between steps.
+    """Plans which activations stay in device memory until backward, and which frozen buffers between steps.
 
-    activations: the plan of blocks with use_checkpoint="auto". residents: the plans of wrapped models with
-    keep_frozen="auto". Each counts what the other has chosen. It takes part in measured backwards.
+    There is at most one per world. It is an observer of forwards, and takes part in the backwards that are measured.
+
+    Attributes:
+        activations: the plan for all blocks with use_checkpoint="auto". It subtracts the resident buffers.
+        residents: a plan for each wrapped model with keep_frozen="auto". They share what `activations` leaves.
     """
 
-    position = 10  # what is resident is resharded before anything that needs the memory
+    position = 10  # resident buffers are resharded before other observers may need the memory
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self.world, self.memory = world, memory
@@ -47,16 +50,16 @@ class MemoryPlanner(Observer):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all buffers that are resident by a plan."""
+        """Bytes of all buffers that are resident by a plan, whether they are gathered now or not."""
         return sum(plan.nbytes for plan in self.residents.values())
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of those that have been gathered."""
+        """Bytes of the buffers that are resident by a plan and are gathered now."""
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
-        """Return a policy for `block`, which becomes a part of the plan when it has been measured."""
+        """Return a policy for `block`. The block joins the plan once it has been measured."""
         if self.activations.outlived:
             self.activations = Activations(self)
         return AutoCheckpoint(self.activations, block)
@@ -71,7 +74,7 @@ class MemoryPlanner(Observer):
             plan.reshard()
 
     def finish_backward(self) -> None:
-        """Use the measurements of a backward, before its last gradients are received."""
+        """Use the measurements of a backward. Called before the last gradients of that backward are received."""
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -83,7 +86,7 @@ class MemoryPlanner(Observer):
 
 
 def planner_of(world: World) -> MemoryPlanner | None:
-    """Return the planner of `world`, None if nothing is known of its device's memory."""
+    """Return the planner of `world`, which is created if needed; None on the CPU, whose free memory is not known."""
     if world.device_memory is None:
         return None
     planner = world.schedule.observer(MemoryPlanner)
@@ -94,26 +97,35 @@ def planner_of(world: World) -> MemoryPlanner | None:
 
 
 def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompute:
-    """Return what `use_checkpoint` means for `block`: ALWAYS, NEVER, or an AutoCheckpoint.
+    """Return the policy that `use_checkpoint` means for `block`: ALWAYS, NEVER, or an AutoCheckpoint.
 
-    Raises RuntimeError for "auto" with torch 2.6.
+    Args:
+        use_checkpoint: whether the block is recomputed in backward: True, False, or "auto" for a plan.
+        block: the state of the block.
+        world: the world whose device runs the block.
+
+    Raises:
+        RuntimeError: "auto" with torch 2.6, which cannot count the bytes that autograd saves.
     """
     if use_checkpoint is True or use_checkpoint is False:
         return ALWAYS if use_checkpoint else NEVER
     planner = planner_of(world)
     if planner is None:
-        _log_once("use_checkpoint='auto' recomputes nothing on the CPU: the memory that is left is only known of GPUs")
+        _log_once(
+            "use_checkpoint='auto' recomputes nothing on the CPU, because free memory is only known on GPUs. Pass True "
+            "to recompute every block."
+        )
         return NEVER
     if top_saved_tensors_hooks is None:
         raise RuntimeError(
-            f"use_checkpoint='auto' counts what autograd saves, which torch {torch.__version__} does not allow: pass "
-            "True or False, or install a newer torch."
+            f"use_checkpoint='auto' counts the bytes that autograd saves, which torch {torch.__version__} does not "
+            "support. Pass True or False, or install a newer torch."
         )
     return planner.policy(block)
 
 
 class Memory(Extension):
-    """`auto_wrap(keep_frozen=)`, and the explanation of an error by which memory ran out."""
+    """`auto_wrap(keep_frozen=)`, and the explanation that is added to out-of-memory errors."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -127,7 +139,7 @@ class Memory(Extension):
 
 
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
-    """Make frozen buffers of `model`, which was just wrapped, resident. Collective."""
+    """Make frozen buffers of `model`, which has just been wrapped, resident: now (True) or by a plan. Collective."""
     if keep_frozen is False or world.size == 1:
         return
     if keep_frozen is True:
@@ -138,13 +150,13 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
         planner.residents[model] = Residents(model, planner)
     elif any(not buffer.gradient.trainable for buffer in buffers_of(model)):
         _log_once(
-            "keep_frozen='auto' keeps no frozen parameters whole on the CPU: the memory that is left is only known of "
-            "GPUs. True keeps all."
+            "keep_frozen='auto' keeps no frozen parameters unsharded on the CPU, because free memory is only known on "
+            "GPUs. Pass True to keep all of them unsharded between steps."
         )
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """Treat parameters that were added to `model`, and those frozen since, like those before. Collective."""
+    """Apply keep_frozen=True to parameters that were added to `model`, or frozen, since it was wrapped. Collective."""
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):
         if any(buffer.resident for buffer in buffers_of(model)):

@@ -1,4 +1,4 @@
-"""use_checkpoint="auto": keep activations, and keep blocks unsharded, within the memory of the device."""
+"""use_checkpoint="auto": keep as many activations, and as many blocks unsharded, as fit in the device's memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Block(Protocol):
-    """The attributes of a block's state that a plan reads and sets."""
+    """The attributes of a BlockState that a plan reads, and writes (`zero_level`)."""
 
     buffers: list[ShardedBuffer]
     zero_level: int
@@ -32,7 +32,13 @@ class Block(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A forward of one block: the shapes of its inputs, the bytes it saved, the number of forwards pending then."""
+    """What was measured in one forward of one block.
+
+    Attributes:
+        shapes: the shapes of its inputs.
+        nbytes: the bytes that autograd saved for backward.
+        calls: the number of the block's forwards, including this one, whose backward had not run.
+    """
 
     shapes: Shapes
     nbytes: int
@@ -42,10 +48,12 @@ class Measurement:
 class AutoCheckpoint(Recompute):
     """Recomputes a block or keeps its activations, according to the plan of `activations`.
 
-    kept: whether the plan keeps the block's activations. calls: the most forwards measured ahead of one backward.
+    A plan is valid for inputs that are in no dimension larger than those of a measured forward, since they need no more
+    memory. Larger inputs start a new measurement.
 
-    A plan is valid for inputs that are in no dimension larger than those of one measured forward, since they need no
-    more memory. Larger inputs start a measurement.
+    Attributes:
+        kept: whether the plan keeps the block's activations.
+        calls: the most forwards of the block that ran in one measured pass before its first backward.
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
@@ -61,9 +69,11 @@ class AutoCheckpoint(Recompute):
 
     @property
     def parameters(self) -> int:
-        """Bytes of the full parameters; 0 if they are not freed between forward and backward.
+        """Bytes that it takes to leave the block unsharded from its forward to its backward.
 
-        Also 0 if most of them are frozen and a later plan may keep them: that takes as much, and saves one more gather.
+        0 if the plan must not choose this, because the block's ZeRO level is 2 already, or because most of its
+        parameters are frozen and keep_frozen="auto" may make them resident, which takes the same memory and saves two
+        all-gathers per step instead of one.
         """
         if self.block.zero_level == 2:
             return 0
@@ -86,11 +96,14 @@ class AutoCheckpoint(Recompute):
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the training forward that is about to begin is recomputed in backward.
 
-        Call it before the block is gathered. Collective in the first forward of a pass, until there is a plan.
-        pending: the number of the block's forwards whose backward has not run.
+        Call it before the block is gathered. Until there is a plan, the first forward of a pass must be run by every
+        rank, because the ranks exchange measurements here. True also inside saved-tensor hooks, such as those of a
+        checkpoint or of offloading around the block: these decide themselves which tensors are kept.
 
-        It is also True under saved-tensor hooks (of a checkpoint or of offloading around the block), which determine
-        themselves which tensors are kept.
+        Args:
+            args: the positional arguments of the forward.
+            kwargs: the keyword arguments of the forward.
+            pending: the number of the block's forwards whose backward has not run.
         """
         self.activations.begin_forward()
         if self.activations.in_backward or top_saved_tensors_hooks(True) is not None:
@@ -101,7 +114,10 @@ class AutoCheckpoint(Recompute):
 
     @contextmanager
     def _count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
-        """Count, inside the context, the bytes that autograd saves in the block's first forward."""
+        """Under `with`, count the bytes that autograd saves in the block's forward, and add them as a Measurement.
+
+        A forward inside a backward is a recomputation by someone else and is not counted.
+        """
         if self.activations.in_backward:
             yield
             return
@@ -113,27 +129,32 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes_of(args, kwargs), saved.nbytes, pending + 1))
 
     def learn(self, measurement: Measurement) -> None:
-        """Add a measurement whose backward has ended."""
+        """Use a measurement of this block, once the backward of its pass has ended."""
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._inputs.add(measurement.shapes)
 
 
 class Activations:
-    """The plan of all blocks with use_checkpoint="auto" of a world. It is made repeatedly if needed.
+    """The plan for all blocks of a world that have use_checkpoint="auto". A new plan is made when needed.
 
-    A measured pass recomputes every block, counts the bytes autograd saves per block, and records two memory peaks (for
-    which it resets the allocator's): one while a block's recomputed activations are alive, from its recomputation to
-    the next block's backward, one for the rest of the pass, which ends with the backward. After the first step of an
-    optimizer the ranks agree on a plan, by the largest activations and the least memory of any rank.
+    A pass begins with the first training forward of a block after a backward, and ends with the next backward. In a
+    measured pass every block is recomputed, the bytes that autograd saves are counted per block, and two peaks of
+    memory are recorded (the allocator's peak is reset for that). The backward's peak is that of the times when a
+    block's recomputed activations are alive, each from its recomputation to the next block's backward; the forward's
+    peak is that of the rest of the pass. After the first step of an optimizer the ranks agree on a plan, for the
+    largest activations and the smallest free memory of any rank.
 
-    A forward on inputs larger than measured is recomputed, and measured with the rest of its pass. After that, and
-    when less memory is free at the beginning of a pass than the plan was made for, a rank plans again by itself: the
-    choice of blocks that are recomputed changes no collective. The choice of blocks that stay unsharded until their
-    backward does, and is made once.
+    A forward on inputs larger than measured is recomputed, and the rest of its pass is measured. After that, and when a
+    pass begins with less free memory than the plan was made for, a rank makes a new plan alone: which blocks it
+    recomputes changes no collective. Which blocks stay unsharded until their backward does, so that is decided once, by
+    all ranks.
 
-    left: the bytes that the last plan left to frozen buffers, those that are resident already included; None before a
-    plan, and while a measurement is not used yet. Recomputation comes first, because a block that is not recomputed
-    saves a forward's computation, while a frozen block that is resident saves two all-gathers, which run beside it.
+    Attributes:
+        measuring: whether this pass is measured from here on.
+        left: the bytes that the last plan leaves for resident frozen buffers, including those that are resident
+            already; None before the first plan, and while a measurement is not used yet. Activations have priority,
+            because keeping them saves the computation of a forward, while a resident frozen block saves two
+            all-gathers, which overlap with computation anyway.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:
@@ -142,10 +163,10 @@ class Activations:
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []
         self._free: int | None = None  # the least bytes free at the beginning of a planned pass; None before a plan
-        self._forward = self._backward = 0  # the two peaks
+        self._forward = self._backward = 0  # the two peaks, in bytes above what was allocated as the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
-        self._stale = True
+        self._stale = True  # measured since the last plan
         self._left = 0
         self.measuring = False
 
@@ -155,7 +176,7 @@ class Activations:
 
     @property
     def beside_residents(self) -> bool:
-        """True if frozen buffers may be chosen to be resident."""
+        """True if a wrapped model has keep_frozen="auto", so that a plan may make frozen buffers resident."""
         return bool(self._planner.residents)
 
     @property
@@ -168,7 +189,7 @@ class Activations:
         return bool(self._blocks) and not self._present()
 
     def _present(self) -> list[AutoCheckpoint]:
-        """Return the policies of the blocks that exist, in the order of their first forwards."""
+        """Return the policies of the measured blocks that still exist, in the order of their first forwards."""
         return [block for block in (reference() for reference in self._blocks) if block is not None]
 
     # -- a pass -------------------------------------------------------------------------------------------------
@@ -187,25 +208,29 @@ class Activations:
             return
         free = self._read_free()
         if self._stale or free < self._free:
-            self._free = min(self._free, free)  # memory that is free between two micro-batches may be needed later
+            self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
             self._plan_alone(blocks, self._free)
 
     def measure(self) -> None:
-        """Recompute and measure all blocks from here to the end of the pass."""
+        """Recompute and measure all blocks from now to the end of this pass."""
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
             self._meter.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Add the measurement of a forward, which is used after its backward has ended."""
+        """Add the measurement of a forward of `block`. It is used when the backward of this pass has ended."""
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Attribute the peak since the last mark. recomputed: True before a recomputation, False before a backward."""
+        """Record the peak since the last mark as the forward's or the backward's, and begin to measure the next one.
+
+        recomputed: True if the recomputation of a block begins now, False if the backward of a block does.
+        """
         self._take_peak(recomputed)
         self._schedule.join_backward(self._planner)
 
     def _take_peak(self, recomputed: bool) -> None:
+        """Record the peak since the last mark. recomputed: whether a block's recomputed activations are alive next."""
         taken = self._meter.taken()
         if self._recomputed:
             self._backward = max(self._backward, taken)
@@ -215,7 +240,7 @@ class Activations:
         self._meter.memory.reset_peak()
 
     def finish_backward(self) -> None:
-        """Use the measurements of the pass at the end of a measured backward."""
+        """Use the measurements of this pass, whose backward ends now."""
         self._take_peak(recomputed=False)
         known = self._present()
         for block, measurement in self._fresh:
@@ -232,18 +257,21 @@ class Activations:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _read_free(self) -> int:
-        """Return the bytes that were free as the pass began, with those of resident buffers."""
+        """Return the bytes that were free as the pass began. Resident buffers count as free."""
         return self._meter.memory.usable() - self._meter.began
 
     def _rooms(self, free: int) -> tuple[int, int]:
-        """Return what is left of `free` bytes at the two peaks, beside the resident buffers."""
+        """Return the bytes that kept activations may take at the forward's peak, and at the backward's.
+
+        This is `free`, less the resident buffers, less what a pass that recomputes every block takes at that peak.
+        """
         free -= self._planner.resident_bytes
         return free - self._forward, free - self._backward
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
-        """Make the first plan, the same on every rank. Collective.
+        """Make the first plan, the same on every rank, and return True. Collective.
 
-        Return False, without a plan, if no rank has stepped its optimizer, whose state is not allocated then.
+        Return False, without a plan, if no rank's optimizer has stepped: its state is not allocated yet.
         """
         world, free = self._planner.world, self._read_free()
         sizes = tuple(block.nbytes for block in blocks)
@@ -263,13 +291,13 @@ class Activations:
         return True
 
     def _plan_alone(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
-        """Make a new choice of the blocks that this rank recomputes."""
+        """Choose anew which blocks this rank recomputes. free: the bytes free as the pass began."""
         activations, no_parameters = [block.nbytes for block in blocks], [0] * len(blocks)
         rooms = self._rooms(free - self._unsharded)
         plan = make_plan(activations, no_parameters, *rooms)
         if [block.kept for block in blocks] != list(plan.kept):
             table = plan.table(activations, no_parameters, rooms[0])
-            _log.info("rank %d: use_checkpoint='auto', again: %s", self._planner.world.rank, table)
+            _log.info("rank %d: use_checkpoint='auto', new plan: %s", self._planner.world.rank, table)
         for block, kept in zip(blocks, plan.kept):
             block.kept = kept
         self._stale, self._left = False, plan.left + self._planner.resident_bytes

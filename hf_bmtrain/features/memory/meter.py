@@ -1,4 +1,4 @@
-"""What a pass takes in memory: the measurements that plans are made from."""
+"""Measurements of the memory that a training pass takes, from which plans are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Shapes = tuple[torch.Size, ...]
 class SavedBytes:
     """Counts the bytes of the storages that autograd saves inside `counting()`.
 
-    Each storage counts once; those of the tensors in `held` do not count, nor do tensors that are not strided.
+    Each storage counts once. The storages of the tensors in `held` do not count, because they exist anyway, nor do
+    tensors that are not strided.
     """
 
     def __init__(self, held: Iterable[torch.Tensor]) -> None:
@@ -30,7 +31,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count in this context. Saved-tensor hooks that are already active, such as a checkpoint's, stay active."""
+        """Under `with`, count. Saved-tensor hooks that are active already, such as a checkpoint's, stay active."""
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
         def count(tensor: torch.Tensor) -> Any:
@@ -51,7 +52,7 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of the tensors among the arguments or, if there are none, of those nested in them."""
+    """Return the shapes of the arguments that are tensors or, if none is, of the tensors nested in the arguments."""
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
         return shapes
@@ -59,28 +60,32 @@ def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
 
 
 def _is_within(shapes: Shapes, measured: Shapes) -> bool:
-    """Return whether no tensor is larger in any dimension than the measured one at its position."""
+    """Return whether each of `shapes` is in no dimension larger than the measured shape at the same position."""
     return [len(shape) for shape in shapes] == [len(shape) for shape in measured] and all(
         size <= most for shape, other in zip(shapes, measured) for size, most in zip(shape, other)
     )
 
 
 class MeasuredInputs:
-    """The shapes of the largest inputs that were measured, each with the number of its forward in the pass."""
+    """The shapes of the largest inputs that were measured, each with the number of its forward within its pass."""
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # the highest number that these shapes are known to be covered for
+        self._covered: dict[Shapes, int] = {}  # results of `cover`: up to which number it returned True for the shapes
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
-        """Add the inputs of forward `number` of a pass."""
+        """Add the shapes of the inputs of a measured forward. number: of the forward within its pass."""
         kept = [each for each in self._measured if each[0] > number or not _is_within(each[1], shapes)]
         self._measured = [*kept, (number, shapes)]
 
     def cover(self, shapes: Shapes, number: int = 0) -> bool:
-        """Return whether forward `number` of a pass takes no more memory than a measured one.
+        """Return whether a forward is known to need no more memory than a measured one.
 
-        That one has this number or a higher one, and its inputs are in no dimension smaller.
+        That is so if a measured forward with this number or a higher one had inputs that are in no dimension smaller.
+
+        Args:
+            shapes: the shapes of the forward's inputs.
+            number: of the forward within its pass.
         """
         if number <= self._covered.get(shapes, -1):
             return True
@@ -94,30 +99,36 @@ class MeasuredInputs:
 class Meter:
     """Measures passes for one plan. A pass begins with the first training forward after a backward.
 
-    Buffers that are resident by a plan can be resharded, so what they take counts as free. began: the bytes allocated
-    without them at `begin`.
+    Buffers that are resident by a plan can be resharded at any time, so their bytes count as free.
+
+    Attributes:
+        memory: the device's memory.
+        began: the bytes that were allocated when `begin` was called, without resident buffers.
     """
 
     def __init__(self, memory: DeviceMemory, resident_bytes: Callable[[], int]) -> None:
-        """resident_bytes: returns the bytes that are allocated for buffers which are resident by a plan."""
+        """resident_bytes: returns the bytes that are allocated now for buffers that are resident by a plan."""
         self.memory, self._resident_bytes = memory, resident_bytes
         self.began = 0
         self._backwards = -1
         self._versions: list[int] = []
 
     def enters_pass(self, backwards: int) -> bool:
-        """Return whether the training forward that begins is the first of a pass. backwards: their number so far."""
+        """Return whether the training forward that begins now is the first of a pass.
+
+        backwards: the number of backwards that have ended so far.
+        """
         if backwards == self._backwards:
             return False
         self._backwards = backwards
         return True
 
     def begin(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Note the bytes that are allocated now, without gradients of `buffers` that nobody needs."""
+        """Set `began` to the bytes allocated now, after freeing gradients of `buffers` that no `.grad` refers to."""
         self.began = self._allocated(buffers)
 
     def read_free(self, buffers: Iterable[ShardedBuffer]) -> int:
-        """Return the bytes that are free now, without gradients of `buffers` that nobody needs."""
+        """Return the bytes that are free now, after freeing gradients of `buffers` that no `.grad` refers to."""
         return self.memory.usable() - self._allocated(buffers)
 
     def _allocated(self, buffers: Iterable[ShardedBuffer]) -> int:
@@ -130,13 +141,13 @@ class Meter:
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Note the versions of the trained shards, for `has_stepped`."""
+        """Store the versions of the trainable shards of `buffers`, for `has_stepped`."""
         self._versions = _versions(buffers)
 
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
-        """Return whether an optimizer has stepped since `note_versions`: its state is allocated then.
+        """Return whether an optimizer has stepped since `note_versions`, so that its state is allocated.
 
-        Also True if nothing is trained.
+        Also True if no buffer is trainable.
         """
         versions = _versions(buffers)
         return not versions or versions != self._versions
@@ -149,10 +160,12 @@ def _versions(buffers: Iterable[ShardedBuffer]) -> list[int]:
 
 @dataclass(frozen=True)
 class Reading:
-    """One rank's measurements when a plan is made.
+    """One rank's measurements, from which the ranks make a plan.
 
-    stepped: whether its optimizer has its state. rooms: the bytes to give at each peak, None if that is not known.
-    activations: bytes per block.
+    Attributes:
+        stepped: whether the rank's optimizer has allocated its state.
+        rooms: the bytes that a plan may use at each peak; None if the rank does not know them yet.
+        activations: the bytes of each block's activations.
     """
 
     stepped: bool
@@ -161,9 +174,9 @@ class Reading:
 
 
 def agree(world: World, mine: Reading) -> tuple[list[int], list[int]] | None:
-    """Return the least rooms and the largest activations of all ranks. Collective.
+    """Return the smallest rooms, and each block's largest activations, of all ranks. Collective.
 
-    None while it is too early for a plan: no rank has stepped its optimizer, or one does not know its rooms.
+    Return None while it is too early for a plan: no rank's optimizer has stepped, or a rank does not know its rooms.
     """
     readings: list[Reading] = world.gather_objects(mine)
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]

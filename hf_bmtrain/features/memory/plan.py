@@ -1,4 +1,4 @@
-"""A plan: the blocks that keep their activations, and those that stay whole, within the free memory."""
+"""A plan: which blocks keep their activations, and which stay unsharded until backward, within the free memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _GIB = 2**30
 class Plan:
     """The choice per block, in execution order.
 
-    kept: whether the block keeps its activations. whole: whether it stays whole until its backward. left: the bytes
-    that the plan leaves free at both peaks; less than 0 if even recomputing every block takes too much.
+    Attributes:
+        kept: for each block, whether it keeps its activations.
+        full: for each block, whether it stays unsharded from its forward to its backward.
+        left: the bytes that the plan leaves free at both peaks; less than 0 if even a step that recomputes every block
+            takes too much.
     """
 
     kept: tuple[bool, ...]
@@ -25,27 +28,31 @@ class Plan:
         rows = [
             ("keep their activations", self.kept, activations),
             ("recompute", tuple(not kept for kept in self.kept), activations),
-            ("stay whole until backward", self.full, parameters),
+            ("stay unsharded until backward", self.full, parameters),
         ]
-        lines = [f"of {len(self.kept)} blocks, with {forward_room / _GIB:.2f} GiB to give:"]
+        lines = [f"of {len(self.kept)} blocks, with {forward_room / _GIB:.2f} GiB available:"]
         for name, chosen, sizes in rows:
             taken = sum(size for size, one in zip(sizes, chosen) if one)
-            lines.append(f"  {sum(chosen):4d} {name:26} {taken / _GIB:8.2f} GiB")
+            lines.append(f"  {sum(chosen):4d} {name:30} {taken / _GIB:8.2f} GiB")
         return "\n".join(lines)
 
 
 def make_plan(activations: Sequence[int], parameters: Sequence[int], forward_room: int, backward_room: int) -> Plan:
-    """Choose the blocks that keep their activations and, where all do, those that stay whole until their backward.
+    """Choose the blocks that keep their activations and, if all do, those that stay unsharded until their backward.
 
-    activations, parameters: bytes per block in execution order; 0 parameters for a block that is always whole or must
-    not stay whole. forward_room, backward_room: the bytes free at the peak of a step that recomputes every block;
-    backward_room while one block's recomputed activations are alive, forward_room at all other times (forward and
-    loss). They may be negative.
+    Blocks are chosen from the last one to the first, and a block that does not fit is skipped. All kept activations are
+    alive when backward begins, before any block is recomputed; those of the first blocks would still be alive while the
+    last blocks are recomputed, so later blocks come first. The last block's own activations do not count against
+    `backward_room`, because a step that recomputes it has them too at that peak.
 
-    Blocks are chosen from the last one back. All kept activations are alive when backward begins, before any block is
-    recomputed; those of the first blocks would still be alive while the last blocks are recomputed. The last block's
-    own activations do not count against backward_room, which already includes them. A block that does not fit is
-    skipped.
+    Args:
+        activations: bytes of each block's activations, in execution order.
+        parameters: bytes of each block's full parameters, in execution order; 0 for a block that is never resharded
+            between forward and backward, or must always be.
+        forward_room: the bytes that a step which recomputes every block leaves free at its peak in the forward and the
+            loss. May be negative, as may `backward_room`.
+        backward_room: the bytes that this step leaves free at its peak while a block's recomputed activations are
+            alive.
     """
     kept = [False] * len(activations)
     total, own = 0, 0

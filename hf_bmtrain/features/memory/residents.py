@@ -1,9 +1,9 @@
-"""keep_frozen: frozen parameters that are resident from step to step, all of them or as many as memory allows.
+"""keep_frozen: frozen parameters that stay unsharded from step to step, all of them or as many as memory allows.
 
-Frozen weights do not change, so a buffer that is gathered once may stay unsharded (`ShardedBuffer.resident`): nothing
-is gathered, waited for or launched for it afterwards. After a write to its shard it is gathered anew, and while one of
-its parameters is trainable it is resharded as others are. What is resident must be the same on every rank, because an
-all-gather may be a collective.
+Frozen weights do not change, so a buffer that was gathered once may stay unsharded (`ShardedBuffer.resident`), and
+needs no all-gather in later steps. After a write to its shard it is gathered again, and while one of its parameters is
+trainable it is resharded like any other. The same buffers must be resident on every rank, because an all-gather may be
+a collective.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hf_bmtrain")
 _LEAST_SHARE = 4
-"""At least 1 / _LEAST_SHARE of the parameters must be frozen."""
+"""A model is planned for if at least 1 / _LEAST_SHARE of its parameters is frozen."""
 _TOLERANCE = 64
-"""By 1 / _TOLERANCE of the usable memory less may be free than when a plan was made; the reserve is larger."""
+"""A plan stays valid while free memory decreases by at most 1 / _TOLERANCE of the usable memory: less than the reserve
+that `DeviceMemory.usable` leaves."""
 _GIB = 2**30
 
 
 def keep_all(model: torch.nn.Module, world: World) -> None:
-    """Gather every frozen buffer of `model`, to be resident. Collective.
+    """Make every buffer of `model` resident while it is frozen, and gather those that are frozen now. Collective.
 
-    Those that are frozen later are resident from their next all-gather on.
+    A buffer that is frozen later becomes resident with its next all-gather.
     """
     buffers = buffers_of(model)
     for buffer in buffers:
@@ -45,25 +46,26 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
             buffer.gather()
     for buffer in buffers:
         buffer.wait()
-    world.schedule.wait_for_readers()  # weights may be written before the first step
+    world.schedule.wait_for_readers()  # else a rank could write its shard before the first step while others read it
 
 
 class Residents:
     """Keeps as many frozen buffers of a wrapped model resident as memory allows.
 
-    A pass, from the first training forward after a backward to that of the next, is measured with nothing resident (for
-    which it resets the allocator's peak). After the first step of an optimizer the ranks agree on the buffers outside
-    blocks, then the blocks, that the rank with the least memory has room for: what a step leaves free of the usable
-    memory, which has the reserve of `DeviceMemory`. Where blocks have use_checkpoint="auto", that is what its plan
-    leaves (`Activations.left`).
+    A pass begins with the first training forward after a backward, and ends where the next pass begins. Passes are
+    measured while nothing is resident (the allocator's peak is reset for that). After the first step of an optimizer
+    the ranks agree on a plan: first the buffers of root parameters, then the blocks, as many as fit on the rank with
+    the least room. The room of a rank is what a measured step leaves of `DeviceMemory.usable` or, if blocks have
+    use_checkpoint="auto", what their plan leaves (`Activations.left`).
 
-    At each training forward the ranks tell each other, in one message, whether its inputs are within those measured
-    and as much memory is free. If not on one rank, all reshard what is resident before the forward, and measure and
-    plan again. Other forwards, of evaluation and generation, may take anything: all is resharded before them, which
-    needs no exchange, and resident again from the next training forward on. So a step that fits without this fits with
-    it.
+    At each training forward the ranks exchange one message: whether its inputs are no larger than measured, and as much
+    memory is free as the plan was made for. If this is not so on a rank, all ranks reshard the resident buffers before
+    the forward, measure, and plan again. Forwards without gradients (evaluation, generation) may need any amount of
+    memory: the buffers are resharded before them, which needs no message, and become resident again with the next
+    training forward. So a step that fits in memory without resident buffers also fits with this class.
 
-    Nothing is resident, or said, where less than a quarter of the parameters is frozen, or a plan has found no room.
+    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or after a plan that
+    has found no room.
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:
@@ -71,18 +73,19 @@ class Residents:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         modules: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
         inside = {buffer for block in modules for buffer in block._bmt.buffers}
-        # Weak, so that a part of the model that is dropped is freed. A block's list of buffers may grow.
+        # Weak references, so that a deleted part of the model is freed. To the states of blocks and not to their
+        # buffers, because a later auto_wrap may add buffers to a block.
         self._root = [weakref.ref(buffer) for buffer in buffers_of(model) if buffer not in inside]
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
-        self._forwards = 0  # of this pass
-        self._seen: list[tuple[int, Shapes]] = []  # in this pass: a forward's number in it, and its inputs
+        self._forwards = 0  # the number of training forwards in this pass
+        self._seen: list[tuple[int, Shapes]] = []  # of each measured forward of this pass: its number, its inputs
         self._inputs = MeasuredInputs()
-        self._peak: int | None = None  # the most bytes taken since a measurement began, None if none has
-        self._free = 0  # the least bytes free at the beginning of a pass since
-        self._spare = 0  # bytes by which less may be free
-        self._policies: list[Any] = []
+        self._peak: int | None = None  # the most bytes taken since a measurement began; None if none is running
+        self._free = 0  # the least bytes free at the beginning of a pass, since a measurement began
+        self._spare = 0  # bytes by which free memory may fall below `_free` before a new plan is made
+        self._policies: list[Any] = []  # the blocks' recompute policies when the measurement began
 
     @property
     def nbytes(self) -> int:
@@ -91,16 +94,20 @@ class Residents:
 
     @property
     def gathered(self) -> int:
-        """Bytes of those that have been gathered."""
+        """Bytes of the buffers that are resident by the plan and are gathered now."""
         return sum(buffer.full_nbytes for buffer in self._kept() if buffer.is_unsharded)
 
     def _kept(self) -> list[ShardedBuffer]:
+        """Return the chosen buffers that still exist; none while they are not resident (see `reshard`)."""
         if not self._keeping:
             return []
         return [buffer for buffer in (reference() for reference in self._chosen) if buffer is not None]
 
     def _units(self) -> list[list[ShardedBuffer]]:
-        """Return the buffers that are decided on together: one outside blocks, or a block's; none of what is gone."""
+        """Return groups of buffers that become resident together: each root buffer alone, and all buffers of a block.
+
+        The group of a root buffer or block that has been freed is empty.
+        """
         outside = [[] if buffer is None else [buffer] for buffer in (reference() for reference in self._root)]
         return outside + [[] if state is None else state.buffers for state in (each() for each in self._blocks)]
 
@@ -110,7 +117,10 @@ class Residents:
     # -- a forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self, shapes: Shapes) -> None:
-        """Decide, as a training forward on inputs of these shapes begins, what is resident in it. Collective."""
+        """Decide which buffers are resident in the training forward that begins now. Collective.
+
+        shapes: the shapes of its inputs.
+        """
         begins = self._meter.enters_pass(self._schedule.backwards)
         if begins:
             self._begin_pass()
@@ -132,7 +142,7 @@ class Residents:
 
     def _begin_pass(self) -> None:
         self._forwards = 0
-        for number, shapes in self._seen:  # in the pass that ended
+        for number, shapes in self._seen:  # the pass in which they were seen has ended
             self._inputs.add(shapes, number)
         self._seen = []
         if self._planned:
@@ -141,17 +151,17 @@ class Residents:
         units = self._units()
         self._idle = _LEAST_SHARE * _nbytes(_frozen(units)) < _nbytes(units)
         if self._planner.activations.measuring:
-            self._peak = None  # it has reset the allocator's
+            self._peak = None  # `activations` has reset the allocator's peak
 
     def _is_short(self) -> bool:
-        """Return whether less memory is free than the plan was made for, or blocks are recomputed otherwise."""
+        """Return whether less memory is free than the plan was made for, or blocks have other recompute policies."""
         if self._present_policies() != self._policies:
             self._peak = None
             return True
         return self._planned and self._read_free() < self._free - self._spare
 
     def _read_free(self) -> int:
-        """Return the bytes free now, with what is resident of this model, and without what is of others."""
+        """Return the bytes free now. Resident buffers of this model count as free, those of other models do not."""
         others = self._planner.gathered_bytes - self.gathered
         return self._meter.read_free(self._buffers()) - others
 
@@ -161,7 +171,7 @@ class Residents:
     # -- a measurement ------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Begin to measure, with nothing resident."""
+        """Begin a measurement. No buffer of this model is resident."""
         self._policies = self._present_policies()
         self._meter.note_versions(self._buffers())
         if self._planner.activations.measuring:
@@ -177,13 +187,13 @@ class Residents:
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """Note the peak, which users may reset between two steps."""
+        """Record the allocator's peak now, because the user may reset it between two steps."""
         if self._peak is not None:
             self._peak = max(self._peak, self._meter.taken())
 
     def _room(self) -> int | None:
-        """Return the bytes that a step leaves free; None while that is not known."""
-        free, others = self._read_free(), self._planner.resident_bytes  # of other models: of this one none is
+        """Return the bytes that resident buffers of this model may take; None while that is not known."""
+        free, others = self._read_free(), self._planner.resident_bytes  # of other models: this one has none resident
         self._free = free if self._peak is None else min(self._free, free)
         if self._is_planned:
             left = self._planner.activations.left
@@ -192,7 +202,7 @@ class Residents:
         return None if self._peak is None else free + self._planner.gathered_bytes - others - self._peak
 
     def _agree(self) -> None:
-        """Make a plan, the same on every rank, if an optimizer has stepped: its state is allocated then. Collective."""
+        """Make a plan, the same on every rank, if an optimizer has stepped and so allocated its state. Collective."""
         buffers, room = self._buffers(), self._room()
         reading = Reading(self._meter.has_stepped(buffers), None if room is None else (room,))
         self._meter.note_versions(buffers)
@@ -204,13 +214,17 @@ class Residents:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _plan(self, units: Sequence[Sequence[ShardedBuffer]], room: int) -> None:
-        """Choose the resident buffers, the first ones first: their all-gathers have least to run beside. Collective."""
+        """Choose the resident buffers, from the first to the last group that fits. Collective.
+
+        The first groups matter most: at the begin of a forward there is least computation to overlap an all-gather.
+        units: the groups of frozen buffers. room: the bytes that they may take.
+        """
         numbers, left = [], room
         for number, unit in enumerate(units):
             if 0 < _nbytes([unit]) <= left:
                 numbers.append(number)
                 left -= _nbytes([unit])
-        # A part of the model that was dropped may be gone on one rank and not yet on another.
+        # Rank 0 decides for all: a deleted part of the model may be freed on one rank and not yet on another.
         chosen = [units[number] for number in self._world.control.broadcast_object(numbers)]
         units = [unit for unit in units if unit]
         self._chosen = [weakref.ref(buffer) for unit in chosen for buffer in unit]
@@ -218,21 +232,22 @@ class Residents:
         self._spare = max(0, left) + self._meter.memory.usable() // _TOLERANCE
         if self._world.rank == 0:
             rows = [
-                (len(chosen), "stay whole", _nbytes(chosen)),
+                (len(chosen), "stay unsharded between steps", _nbytes(chosen)),
                 (len(units) - len(chosen), "are gathered at each use", _nbytes(units) - _nbytes(chosen)),
             ]
-            lines = [f"of {len(units)} blocks and buffers outside, with {room / _GIB:.2f} GiB to give:"]
-            lines += [f"  {count:4d} {what:26} {nbytes / _GIB:8.2f} GiB" for count, what, nbytes in rows]
+            lines = [f"of {len(units)} blocks and root buffers, with {room / _GIB:.2f} GiB available:"]
+            lines += [f"  {count:4d} {what:30} {nbytes / _GIB:8.2f} GiB" for count, what, nbytes in rows]
             _log.info("keep_frozen='auto': %s", "\n".join(lines))
 
     def _keep(self) -> None:
+        """Make the chosen buffers resident from their next all-gather on."""
         if not self._keeping:
             self._keeping = True
             for buffer in self._kept():
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard what is resident. Inside another model's forward, which may be reading it, leave that to its end."""
+        """Reshard the resident buffers. Inside another model's forward, which may read them, leave that to its end."""
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:
@@ -241,7 +256,7 @@ class Residents:
 
 
 def _frozen(units: Sequence[Sequence[ShardedBuffer]]) -> list[list[ShardedBuffer]]:
-    """Return what is frozen of each unit."""
+    """Return the frozen buffers of each group."""
     return [[buffer for buffer in unit if not buffer.gradient.trainable] for unit in units]
 
 

@@ -1,4 +1,4 @@
-"""What is said when the memory of the device runs out: what takes it, and what would take less."""
+"""The explanation that is added to an out-of-memory error: what takes the memory, and what would need less."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...engine.sharding.slots import buffers_of
 
 
 def follow_shortage(model: torch.nn.Module, world: World) -> None:
-    """Describe the memory of `model`, and no longer that of models before, when memory runs out."""
+    """Add a description of the memory of `model` to out-of-memory errors, in place of an earlier model's."""
     shortage = world.schedule.observer(Shortage)
     if shortage is None:
         world.schedule.observe(Shortage(model, world))
@@ -24,7 +24,7 @@ def follow_shortage(model: torch.nn.Module, world: World) -> None:
 
 
 class Shortage(Observer):
-    """Describes the memory that a wrapped model takes now, for an error by which memory ran out."""
+    """Describes the memory that a wrapped model takes now, for an out-of-memory error."""
 
     position = 10
 
@@ -39,17 +39,18 @@ class Shortage(Observer):
     def out_of_memory(self) -> str:
         model = self._model()
         if model is None:
-            return "The model that auto_wrap has sharded was dropped."
+            return "The model that auto_wrap sharded has been deleted."
         lines = [f"Memory on rank {self._world.rank}, in GiB:", *self._table(model)]
-        return "\n".join([*lines, "What takes less, the first thing first:", *self._advice(model)])
+        return "\n".join([*lines, "What needs less memory; try it in this order:", *self._advice(model)])
 
     def _table(self, model: torch.nn.Module) -> list[str]:
+        """Return lines with the GiB that each kind of tensor takes."""
         buffers = buffers_of(model)
         full = [b for b in buffers if b.sharded and b.is_unsharded]
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
         rows = {
             "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.storage.memory().stored),
-            f"whole parameters ({len(full)} buffers)": sum(b.full_nbytes for b in full),
+            f"unsharded parameters ({len(full)} buffers)": sum(b.full_nbytes for b in full),
             "shards of the gradients": sum(shard.nbytes for shard in gradients),
         }
         taken = self._world.schedule.mapped_bytes
@@ -60,18 +61,19 @@ class Shortage(Observer):
         return [f"  {nbytes / 2**30:8.2f}  {what}" for what, nbytes in rows.items()]
 
     def _advice(self, model: torch.nn.Module) -> list[str]:
+        """Return numbered lines with the changes that save memory, the cheapest first."""
         states: list[Any] = [block._bmt for block in model.modules() if isinstance(block, CheckpointBlock)]
         advice = []
         if any(buffer.is_resident for buffer in buffers_of(model)):
-            advice.append("auto_wrap(model, keep_frozen=False) gathers frozen parameters at each use, and keeps none")
+            advice.append("auto_wrap(model, keep_frozen=False) keeps no frozen parameters unsharded between steps")
         if any(state.recompute is not ALWAYS for state in states):
-            advice.append("auto_wrap(model, use_checkpoint=True) keeps the inputs of each block alone")
+            advice.append("auto_wrap(model, use_checkpoint=True) saves only the inputs of each block for backward")
         if self._world.size > 1 and any(state.zero_level == 2 for state in states):
             advice.append("zero_level=3 frees a block's parameters between its forward and its backward")
         advice += [
             "bmt.optim.AdamOffloadOptimizer keeps the optimizer's state in host memory",
-            "bmt.hf.fuse_causal_loss(model) never makes the logits of a language model",
-            "fewer rows in a batch, and several backwards a step, take less for activations",
-            "more ranks: each keeps 1/N of parameters, gradients and optimizer state",
+            "bmt.hf.fuse_causal_loss(model) computes the loss of a language model without storing its logits",
+            "smaller batches, with several backwards per step, need less memory for activations",
+            "with more ranks, each one stores a smaller part of parameters, gradients and optimizer state",
         ]
         return [f"  {number}. {line}." for number, line in enumerate(advice, 1)]

@@ -1,10 +1,12 @@
-"""Frozen parameters that are stored and gathered in 4 or 8 bits, and unpacked where a layer computes.
+"""Frozen parameters that are stored and all-gathered in 4 or 8 bits, and unpacked after each all-gather.
 
-`quantize_frozen=` packs the frozen matrices of blocks to nf4 or fp8; a base that transformers has loaded in
-bitsandbytes' nf4 is sharded as it is. It pays where the weights of a frozen base do not fit, at the price of unpacking
-each layer at each use. Packed weights cannot be trained or written; bitsandbytes' fp4 and 8 bits are refused.
+`quantize_frozen=` packs the frozen matrices of blocks to nf4 or fp8. A model that transformers has loaded in
+bitsandbytes' nf4 is sharded without quantizing it again. Use it if the weights of a frozen base do not fit in memory;
+the price is that each block is unpacked at each use. Packed weights cannot be trained or written. bitsandbytes' fp4 and
+8-bit weights are refused.
 
-`arithmetic` has the formats; `choose` says which parameters; `storage` keeps and sends them; `bitsandbytes` converts.
+`arithmetic` packs and unpacks; `choose` selects the parameters; `storage` stores and sends them; `bitsandbytes`
+converts weights that bitsandbytes has quantized.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Packed(Extension):
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         if self._form is not None:
-            refuse_quantized(model, f"leave out quantize_frozen={self._form!r}, and it is sharded as it is.")
+            refuse_quantized(model, f"leave out quantize_frozen={self._form!r}; auto_wrap shards it as it is.")
         admit_quantized(model)
         if late:
             refuse_quantized(model, "add it before the first auto_wrap.")

@@ -2,16 +2,18 @@
 
 A tensor is packed in cells of CELL elements that do not depend on each other. A cell of `nf4` is, in bytes:
 
-    8192 codes       two elements a byte, the first in its upper half: numbers of the 16 in `Format.values`
-    256 scales       of 64 elements each: numbers of the 256 in `dynamic_values`
-    4 + 4 + 8        float32: the factor of this cell's scales, and the tensor's mean scale; padding
+    8192 codes       indices into the 16 `Format.values`, two per byte, the first one in the upper half
+    256 scales       one per 64 elements: indices into the 256 `dynamic_values`
+    4 + 4 + 8        float32 factor of this cell's scales; float32 mean of the tensor's scales; padding
 
-An element is value x scale, in float32, rounded once; its scale is number x factor, rounded, plus mean, rounded. The
-bits are those that bitsandbytes makes of a tensor with `quant_type="nf4"`, `blocksize=64` and compressed statistics.
-A cell of `nf4_float32` is the same codes, then 256 scales in float32: what bitsandbytes makes without compressing them.
-A cell of `fp8` is 16,384 elements in float8_e4m3fn, then 256 scales in float32 (the largest magnitude / 448): rounding
-costs 2^-4 of an element at most whatever the scale is, so there is nothing to win by compressing 0.5 bits in 8.5. A
-scale for 64 elements, not for 128 x 128, lets any shape be cut in cells, and serves both formats with one kernel.
+An element is value x scale, computed in float32 and rounded once. Its scale is dynamic value x factor, rounded, plus
+mean, rounded. The bits equal those of bitsandbytes with `quant_type="nf4"`, `blocksize=64` and compressed statistics.
+
+A cell of `nf4_float32` has the same codes, then 256 scales in float32, as bitsandbytes without compressed statistics.
+
+A cell of `fp8` is 16,384 elements in float8_e4m3fn, then 256 scales in float32 (the largest magnitude / 448). The
+scales are not compressed, because they take only 0.5 of the 8.5 bits per element. With one scale per 64 elements,
+instead of 128 x 128, a tensor of any shape can be divided into cells, and one kernel unpacks all formats.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ CELL = 16384
 BLOCK = 64
 THREADS = 256
 _BLOCKS = CELL // BLOCK
-_CHUNK = 256  # cells that are converted at a time, 16 MiB in float32
+_CHUNK = 256  # the number of cells that are packed at a time: 16 MiB in float32
 _FP8_MOST = 448.0
 
 _NF4 = (
@@ -44,12 +46,12 @@ class Format:
     """A packed format.
 
     Attributes:
-        name: by which FORMATS has it.
-        bits: of a code, 4 or 8.
-        scale_bits: of a scale: 32, or 8 if scales are compressed.
-        values: the values of the 16 codes of 4 bits, ascending; 0 is one of them, and 1 is the largest magnitude. Empty
-            for 8 bits, whose codes are numbers of float8_e4m3fn.
-        by_name: whether `auto_wrap(quantize_frozen=)` takes the name.
+        name: its key in `FORMATS`.
+        bits: bits of an element's code, 4 or 8.
+        scale_bits: bits of a scale: 32, or 8 if the scales are compressed.
+        values: the values of the 16 codes of 4 bits, ascending; one is 0, and the largest magnitude is 1. Empty for 8
+            bits, where the codes are float8_e4m3fn numbers.
+        by_name: whether `auto_wrap(quantize_frozen=)` accepts the name.
     """
 
     name: str
@@ -65,18 +67,19 @@ class Format:
 
     @property
     def _codes(self) -> int:
+        """Bytes of a cell's codes."""
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes of `numel` packed elements, with those that fill the last cell."""
+        """Return the bytes of `numel` packed elements, including what fills the last cell."""
         return -(-numel // CELL) * self.cell_bytes
 
     @torch.no_grad()
     def pack(self, values: Tensor) -> Tensor:
-        """Return a packed tensor: (cells * cell_bytes,) uint8 on the device of `values`, a floating tensor.
+        """Return `values`, a floating-point tensor, packed: (cells * cell_bytes,) uint8 on the same device.
 
-        Elements that fill the last cell count as zero. Raises ValueError for inf or NaN, and if what is unpacked to the
-        dtype of `values` would overflow.
+        The last cell is filled with zeros. Raises ValueError for inf or NaN, and if elements would overflow the dtype
+        of `values` when they are unpacked.
         """
         flat = values.detach().reshape(-1)
         packed = torch.zeros(-(-len(flat) // CELL), self.cell_bytes, dtype=torch.uint8, device=flat.device)
@@ -97,9 +100,13 @@ class Format:
         return packed.view(-1)
 
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
-        """Store the scales, of which the first `count` belong to elements, and return them as they are read."""
+        """Write the scales into `tails`, the bytes of each cell after its codes, and return them as unpacked.
+
+        absmax: the largest magnitude of each 64 elements, (cells, 256) float32. count: how many of these belong to
+        elements; the others fill the last cell. Returns (cells, 256) float32.
+        """
         if self.scale_bits == 32:
-            most = torch.full_like(absmax, _FP8_MOST)  # a GPU would multiply by the rounded inverse of a number
+            most = torch.full_like(absmax, _FP8_MOST)  # by a Python number a GPU divides with its rounded inverse
             tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)
         mean = absmax.view(-1)[:count].mean()
@@ -113,14 +120,14 @@ class Format:
         return self._scales(tails)
 
     def _scales(self, tails: Tensor) -> Tensor:
-        """Return the scales (cells, 256) in the bytes of cells behind their codes."""
+        """Return the scales (cells, 256) float32 that `tails` has, the bytes of each cell after its codes."""
         if self.scale_bits == 32:
             return tails.contiguous().view(torch.float32)
         floats = tails[:, _BLOCKS : _BLOCKS + 8].contiguous().view(torch.float32)
         return dynamic_values(tails.device)[tails[:, :_BLOCKS].int()] * floats[:, :1] + floats[:, 1:]
 
     def _encode(self, blocks: Tensor, divisors: Tensor) -> Tensor:
-        """Return the codes (cells, bytes) of elements (cells, 256, 64)."""
+        """Return the codes (cells, bytes) uint8 of elements (cells, 256, 64). divisors: (cells, 256)."""
         if not self.values:
             scaled = torch.where(divisors[..., None] > 0, blocks / divisors[..., None], 0.0)
             return scaled.clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
@@ -132,10 +139,17 @@ class Format:
     def assemble(
         self, numel: int, codes: Tensor, scales: Tensor, factors: Tensor | None = None, mean: Tensor | None = None
     ) -> Tensor:
-        """Return packed, as `pack` does, the `numel` elements that have these 4-bit codes and scales already.
+        """Return elements whose 4-bit codes and scales are known, packed in cells as by `pack`.
 
-        codes: two elements a byte, uint8. scales: of 64 elements each, float32, or 8-bit numbers, of which 256 at a
-        time have one of the float32 `factors`, and all the `mean`.
+        Args:
+            numel: the number of elements.
+            codes: uint8, two elements per byte, the first one in the upper half.
+            scales: one per 64 elements: float32, or uint8 indices into `dynamic_values` if scales are compressed.
+            factors: of compressed scales, float32, one per 256 scales.
+            mean: of compressed scales, one float32 for the tensor.
+
+        Returns:
+            (cells * cell_bytes,) uint8, in new memory.
         """
         assert self.values
         cells = -(-numel // CELL)
@@ -159,9 +173,9 @@ class Format:
 
     @torch.no_grad()
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Fill `out` (cells * CELL,) float32, float16 or bfloat16 from `packed` (cells * cell_bytes,) uint8.
+        """Unpack `packed` (cells * cell_bytes,) uint8 into `out` (cells * CELL,) float32, float16 or bfloat16.
 
-        Both are contiguous and begin on 16 bytes. On a GPU the current stream does it, in one launch.
+        Both are contiguous and aligned to 16 bytes. On a GPU this is one launch on the current stream.
         """
         cells = packed.numel() // self.cell_bytes
         expect("packed", packed, (torch.uint8,), (cells * self.cell_bytes,), out.device)
@@ -177,6 +191,7 @@ class Format:
         )
 
     def _reference(self, packed: Tensor, out: Tensor) -> None:
+        """Unpack in torch, on any device."""
         rows = packed.view(-1, self.cell_bytes)
         for cells, target in zip(rows.split(_CHUNK), out.view(-1, _BLOCKS, BLOCK).split(_CHUNK)):
             codes = cells[:, : self._codes]
@@ -187,7 +202,7 @@ class Format:
             target.copy_(values.view(-1, _BLOCKS, BLOCK) * self._scales(cells[:, self._codes :])[..., None])
 
     def code_values(self, device: torch.device) -> Tensor:
-        """Return the values of the 16 codes of 4 bits, (16,) float32."""
+        """Return the values of the 16 codes of this 4-bit format, (16,) float32."""
         return _tables(self.values, device)[:16]
 
 
@@ -195,7 +210,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("nf4", 4, 8, _NF4),
-        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # as bitsandbytes makes it without compressing scales
+        Format("nf4_float32", 4, 32, _NF4, by_name=False),  # what bitsandbytes makes without compressed statistics
         Format("fp8", 8, 32),
     )
 }
@@ -203,16 +218,17 @@ QUANTIZE_FROZEN = tuple(name for name, form in FORMATS.items() if form.by_name)
 
 
 def dynamic_values(device: torch.device) -> Tensor:
-    """Return the 256 numbers of scales, float32, ascending: 0, 1, and the middles of 2^k equal parts of each decade.
+    """Return the values of the 256 codes of a compressed scale, before factor and mean: (256,) float32, ascending.
 
-    The decade down from 1 has 64 parts, the next 32, and so on to the seventh, on both sides of 0.
+    They are 0, 1, and for each of the seven decades below 1 the midpoints of equal parts, and their negatives. The
+    decade from 0.1 to 1 has 64 parts, the next one below has 32, and so on.
     """
     return _tables(_NF4, device)[16:]
 
 
 @cache
 def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return the values of 16 codes and the 256 numbers of `dynamic_values`, (272,) float32: what the kernel reads."""
+    """Return `values` and `dynamic_values` in one tensor, (272,) float32, which the kernel reads."""
     numbers = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
@@ -222,12 +238,12 @@ def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
-    """Return the index, uint8, of the nearest of the ascending `numbers` for each value; of two, the first."""
+    """Return for each value the index, uint8, of the nearest of the ascending `numbers`; of two as near, the lower."""
     return torch.bucketize(values, (numbers[:-1] + numbers[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _blocks(flat: Tensor) -> Tensor:
-    """Return elements as float32 (cells, 256, 64), with zeros at the end."""
+    """Return flat elements as float32 blocks (cells, 256, 64), with zeros to fill the last cell."""
     return torch.nn.functional.pad(flat.float(), (0, -len(flat) % CELL)).view(-1, _BLOCKS, BLOCK)
 
 

@@ -1,6 +1,6 @@
-"""Weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`), which are sharded as it has packed them.
+"""Weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`): they are sharded with the same codes.
 
-bitsandbytes is not imported: its classes are recognised by name, as in transformers and PEFT.
+bitsandbytes is not imported: its classes are recognized by name, as in transformers and PEFT.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LOAD = (
 
 
 class Linear4bit(torch.nn.Linear):
-    """A linear layer of bitsandbytes whose weight is sharded, and whole in `compute_dtype` where it computes.
+    """A linear layer of bitsandbytes whose weight is sharded. It computes with the full, unpacked weight.
 
-    compute_dtype: None for that of the input.
+    compute_dtype: the dtype to compute in; None for the input's.
     """
 
     compute_dtype: torch.dtype | None
@@ -42,12 +42,12 @@ class Linear4bit(torch.nn.Linear):
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Return whether bitsandbytes has made `parameter` to be quantized, to 4 or 8 bits."""
+    """Return whether `parameter` is bitsandbytes' class for weights in 4 or 8 bits."""
     return type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
 def admit_quantized(model: torch.nn.Module) -> None:
-    """Raise ValueError for the first weight of bitsandbytes that cannot be sharded as it is."""
+    """Raise ValueError if a weight that bitsandbytes has quantized cannot be sharded as it is."""
     for name, place in _find(model).items():
         reason = _refusal(*place)
         if reason is not None:
@@ -55,13 +55,13 @@ def admit_quantized(model: torch.nn.Module) -> None:
 
 
 def refuse_quantized(model: torch.nn.Module, why: str) -> None:
-    """Raise ValueError, with the reason `why`, if bitsandbytes has quantized a weight of `model`."""
+    """Raise ValueError if bitsandbytes has quantized a weight of `model`. why: the end of the message, the way out."""
     for name in _find(model):
         raise ValueError(f"auto_wrap: '{name}' is quantized by bitsandbytes already: {why}")
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return how each weight is quantized, by name, for `World.agree`. The weights are admitted."""
+    """Return how each weight is quantized, by name, to compare over ranks. Call `admit_quantized` first."""
     return {
         f"quantized '{name}'": f"{_form(_state(module, parameter)).name} {_dtype(module, parameter)}"
         for name, (module, _, parameter) in _find(model).items()
@@ -69,11 +69,17 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 
 
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
-    """Make ordinary layers of bitsandbytes' in `model`, with weights that `shard_places` stores as they are packed.
+    """Replace bitsandbytes' quantized weights by PackedParameters, which `shard_places` shards without unpacking them.
 
-    Weights that are stored outside blocks are unpacked on `device`. Afterwards nothing says that the model is quantized
-    (to Trainer, or to a file of its configuration), since all that reads it gets unpacked values. The weights are
-    admitted.
+    Their layers become the Linear4bit of this file. Weights outside blocks, or shared by several, are unpacked instead.
+    The marks of a quantized model are removed, so that Trainer and saved configurations treat the model as an ordinary
+    one, because whoever reads its weights gets unpacked values. Call `admit_quantized` first.
+
+    Args:
+        model: the model that is about to be sharded.
+        blocks: its blocks.
+        outside: the modules outside blocks.
+        device: where weights are unpacked.
     """
     found = _find(model)
     apart = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
@@ -90,15 +96,16 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
         module.__class__ = Linear4bit
     if unpacked:
         _log.warning(
-            "%d weights that bitsandbytes has quantized lie outside blocks and are unpacked, '%s' first: list their "
-            "modules in llm_int8_skip_modules, or in blocks=.", len(unpacked), unpacked[0],
+            "%d weights that bitsandbytes has quantized lie outside blocks and are unpacked, '%s' first. List their "
+            "modules in llm_int8_skip_modules to load them unquantized, or in blocks= to shard them packed.",
+            len(unpacked), unpacked[0],
         )  # fmt: skip
     if found:
         _forget(model)
 
 
 def _find(model: torch.nn.Module) -> dict[str, Place]:
-    """Return the places of bitsandbytes' weights, by name."""
+    """Return the places of the weights that bitsandbytes has quantized, by name."""
     return {
         f"{path}.{key}".lstrip("."): (module, key, parameter)
         for path, module in model.named_modules()
@@ -108,44 +115,44 @@ def _find(model: torch.nn.Module) -> dict[str, Place]:
 
 
 def _refusal(module: Any, key: str, parameter: Any) -> str | None:
-    """Return why a weight of bitsandbytes cannot be sharded, and the way out, or None."""
+    """Return why a weight that bitsandbytes has quantized cannot be sharded, and the way out; None if it can."""
     computes = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
     if type(parameter).__name__ == "Int8Params":
         return f"is quantized to 8 bits (load_in_8bit=True), which cannot be sharded. {_LOAD}"
     if computes != "Linear4bit" or key != "weight" or "forward" in vars(module):
         return (
-            f"is the {key} of a {type(module).__name__} with a forward of {computes}'s or its own, and auto_wrap knows "
-            f"Linear4bit's alone (models that are dispatched to several devices have others). {_LOAD}"
+            f"is the {key} of a {type(module).__name__} with a forward of {computes}'s or its own. auto_wrap supports "
+            f"only Linear4bit's (a model that is dispatched to several devices has another one). {_LOAD}"
         )
     state, wanted = _state(module, parameter), (module.out_features, module.in_features)
     if state is None:
-        return "is not quantized yet: call model.to(device) before auto_wrap, which quantizes it."
+        return "is not quantized yet: call model.to(device) before auto_wrap, which makes bitsandbytes quantize it."
     if state.quant_type != "nf4" or state.blocksize != BLOCK:
         return f"is quantized to {state.quant_type} in blocks of {state.blocksize} elements, not nf4 in 64. {_LOAD}"
     if getattr(state, "packing_format_for_cpu", False):
         return (
-            "was packed in another way when the model was evaluated on the CPU, which auto_wrap does not know: load "
-            "the model again, and call auto_wrap before that."
+            "was packed anew when the model was evaluated on the CPU, in a format that auto_wrap does not support: "
+            "load the model again, and call auto_wrap before any evaluation."
         )
     if parameter.requires_grad:
         return "requires a gradient, which packed weights cannot have: call requires_grad_(False) on it."
     nbytes = parameter.numel() * parameter.element_size()
     if tuple(state.shape) != wanted or nbytes != -(-math.prod(state.shape) // 2):
-        return f"has {nbytes} bytes for shape {tuple(state.shape)}, and the layer's is {wanted}. {_LOAD}"
+        return f"has {nbytes} bytes for shape {tuple(state.shape)}, and the layer's is {wanted}, in 4 bits. {_LOAD}"
     tables = [(state.code, FORMATS["nf4"].code_values)]
     if state.nested:
         if state.state2.blocksize != 256:
             return f"has scales that are quantized in blocks of {state.state2.blocksize}, not 256. {_LOAD}"
         tables.append((state.state2.code, dynamic_values))
     if any(not torch.equal(table.float().cpu(), values(torch.device("cpu"))) for table, values in tables):
-        return f"is quantized to a table of values of its own. {_LOAD}"
+        return f"is quantized to a table of values of its own, not to that of nf4. {_LOAD}"
     if _dtype(module, parameter) not in _DTYPES:
-        return f"is computed with in {_dtype(module, parameter)}, not in float32, float16 or bfloat16. {_LOAD}"
+        return f"is used in {_dtype(module, parameter)}, not in float32, float16 or bfloat16. {_LOAD}"
     return None
 
 
 def _state(module: Any, parameter: Any) -> Any:
-    """Return bitsandbytes' statistics of a weight; some that make a new Parameter of it leave them on the layer."""
+    """Return the weight's `quant_state`, from the layer if code that re-created the Parameter has left it there."""
     return getattr(parameter, "quant_state", None) or getattr(module, "quant_state", None)
 
 
@@ -154,12 +161,15 @@ def _form(state: Any) -> Format:
 
 
 def _dtype(module: Any, parameter: Any) -> torch.dtype:
-    """Return the dtype to which forward dequantizes, that of the whole."""
+    """Return the dtype of the unpacked weight: the layer's `compute_dtype` or, if that is None, the original dtype."""
     return module.compute_dtype or _state(module, parameter).dtype
 
 
 def _packed(module: Any, parameter: Any) -> PackedParameter:
-    """Return the weight as cells, which are put together when they are stored; until then the old memory is used."""
+    """Return a PackedParameter with the weight's codes and scales.
+
+    Its cells are assembled only when its `pack` is called; until then it refers to bitsandbytes' tensors.
+    """
     state = _state(module, parameter)
     codes = parameter.data.contiguous().view(-1).view(torch.uint8)
     scales = (state.absmax.view(-1),)
@@ -171,6 +181,7 @@ def _packed(module: Any, parameter: Any) -> PackedParameter:
 
 
 def _unpack(packed: PackedParameter, device: torch.device) -> torch.nn.Parameter:
+    """Return a frozen parameter on `device` with the unpacked values."""
     cells = packed.pack().to(device)
     values = torch.empty(len(cells) // packed.form.cell_bytes * CELL, dtype=packed.dtype, device=device)
     packed.form.unpack(cells, values)
@@ -178,7 +189,7 @@ def _unpack(packed: PackedParameter, device: torch.device) -> torch.nn.Parameter
 
 
 def _forget(model: torch.nn.Module) -> None:
-    """Remove what transformers noted on the modules and configuration of a quantized model."""
+    """Remove the marks of a quantized model that transformers has set on its modules and configuration."""
     for module in model.modules():
         noted = vars(module)
         if noted.pop("hf_quantizer", None) is not None:

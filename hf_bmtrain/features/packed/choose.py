@@ -1,4 +1,4 @@
-"""The frozen weights that `auto_wrap(quantize_frozen=...)` stores packed."""
+"""Selects the frozen weights that `auto_wrap(quantize_frozen=...)` packs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ _NO_MATRICES = (
 
 
 def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], name: str | None) -> PackedKind | None:
-    """Return which parameters in `blocks` are packed in format `name`; None if that is None.
+    """Return the parameters in `blocks` to pack, as a PackedKind; None if `name` is None.
 
-    They are the frozen matrices of CELL elements or more (a smaller one would fill a cell) in a dtype of 16 or 32 bits:
-    each `weight` of two dimensions, and each parameter of three, under any name, that stacks two or more matrices of
-    BLOCK rows and columns or more (fused experts), except in embeddings, convolutions and parametrizations. A stack of
-    narrower ones is no weight to multiply by, but a kernel, a table or the decay of a state space.
+    They are frozen matrices in a dtype of 16 or 32 bits with at least CELL elements (a smaller one would still take a
+    whole cell): each `weight` with two dimensions; and each parameter with three dimensions, under any name, that
+    stacks two or more matrices with at least BLOCK rows and columns (fused experts). Embeddings, convolutions and
+    parametrizations are left out. Stacks of narrower matrices are left out too: they are not weights of matrix
+    products, but convolution kernels, tables, or the decay of a state space.
 
-    without: ids of those that are left out: of adapters, which may be trained later, and those that are stored outside
-    blocks. Raises ValueError if there are none.
+    Args:
+        model: the model that is about to be sharded.
+        blocks: its blocks.
+        without: the ids of parameters to leave out: adapters, which may be trained later, and root parameters.
+        name: the name of the format, or None.
+
+    Raises:
+        ValueError: there is no such parameter.
     """
     if name is None:
         return None

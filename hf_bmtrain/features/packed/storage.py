@@ -1,4 +1,4 @@
-"""Frozen parameters that are stored and gathered packed, and unpacked where they are computed with."""
+"""Frozen parameters that are stored and all-gathered packed, and unpacked into the full buffer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """Parameters that are packed in `form`. names: of the parameters to pack, by their ids, for messages."""
+    """Parameters that are packed in `form`.
+
+    Attributes:
+        form: the packed format.
+        names: {id(parameter): name} of the parameters to pack, for messages.
+    """
 
     form: Format
     names: dict[int, str] = field(default_factory=dict, compare=False)
@@ -36,11 +41,14 @@ class PackedKind(StorageKind):
 
 
 class PackedParameter(torch.nn.Parameter):
-    """A frozen whole parameter on the meta device, which is packed already and is never unpacked to be sharded.
+    """A frozen full parameter, on the meta device, whose values are packed already.
 
-    It stands for a parameter in a model that auto_wrap is about to shard.
+    It stands in a model that auto_wrap is about to shard, so that its values are sharded without being unpacked.
 
-    form: of the packed cells. pack: returns all of them, in new memory. storage_kind: of its buffer.
+    Attributes:
+        form: the packed format.
+        pack: returns all packed cells, uint8, in new memory.
+        storage_kind: the kind of storage that its buffer will have.
     """
 
     form: Format
@@ -49,21 +57,21 @@ class PackedParameter(torch.nn.Parameter):
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, form: Format, pack: Callable[[], torch.Tensor]) -> Any:
-        """Return a parameter of this shape and dtype."""
+        """Return a parameter with this shape and, once unpacked, this dtype. form, pack: see the class."""
         made: Any = make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"), False)
         made.form, made.pack, made.storage_kind = form, pack, PackedKind(form)
         return made
 
 
 class PackedStorage(Storage):
-    """Frozen parameters of which this rank stores 1/N packed, in whole cells.
+    """Stores this rank's 1/N of frozen parameters packed. No cell is divided between ranks.
 
     An all-gather sends packed bytes, and `after_gather` unpacks them into the full buffer, in one launch on the current
-    stream; so a block that is prefetched takes packed memory alone. With one rank, too, the full buffer is memory of
-    its own. The values never change. The buffer's `shard` has no memory, and NaN in every element; only its length,
-    dtype and device are used.
+    stream; so a prefetched block takes only packed memory. The full buffer is separate memory even with one rank. The
+    values never change. The buffer's `shard` has no memory, and reads as NaN in every element; only its length, dtype
+    and device are used.
 
-    stored: the packed cells.
+    stored: this rank's packed cells, uint8.
     """
 
     unpacks = True
@@ -72,7 +80,7 @@ class PackedStorage(Storage):
     stored: torch.Tensor
 
     def __init__(self, form: Format, names: Sequence[str | None]) -> None:
-        """names: of the parameters that are to be packed; None for a PackedParameter, which is stored as it is."""
+        """names: the names of the parameters to pack; None for a PackedParameter, which is packed already."""
         self.form, self._names = form, names
 
     def layout(self, numels: Sequence[int], world_size: int, dtype: torch.dtype) -> Layout:
@@ -92,9 +100,12 @@ class PackedStorage(Storage):
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Pack rank 0's values, one parameter after the other. Every rank has one whole at a time, and packs it.
+        """Set `stored` to this rank's cells of rank 0's values. Collective.
 
-        Of packed ones every rank has the cells of one at a time. Raises ValueError for values that `form` cannot hold.
+        Parameters are broadcast one at a time. Every rank receives one full parameter, packs it, and copies its own
+        cells; of a PackedParameter it receives all cells. So the peak is one full parameter.
+
+        Raises ValueError for values that `form` cannot represent.
         """
         self.reshard()
         nbytes = self.form.cell_bytes
@@ -114,7 +125,7 @@ class PackedStorage(Storage):
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return rank 0's cells on this device. Collective."""
+        """Return all packed cells of rank 0's values of `parameter`, on this device. Collective."""
         if not isinstance(parameter, PackedParameter):
             return self.form.pack(self._values(parameter))
         packed = parameter.pack().to(self.stored.device)
@@ -122,7 +133,7 @@ class PackedStorage(Storage):
         return packed
 
     def _values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return rank 0's values on this device. Collective."""
+        """Return rank 0's values of `parameter`, flat and in new memory, on this device. Collective."""
         device = self.stored.device
         if isinstance(parameter, SourcedParameter):
             values = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)
@@ -147,7 +158,7 @@ class PackedStorage(Storage):
         return super().memory()._replace(stored=[self.stored])
 
     def unpacked(self, index: int) -> torch.Tensor:
-        """Return this rank's elements of parameter `index`, (n,) in new memory."""
+        """Return this rank's elements of the parameter with this index, unpacked: (n,) in new memory."""
         local_range, nbytes, shard = self.buffer.local_ranges[index], self.form.cell_bytes, self.buffer.shard
         begin, count = local_range.shard_start // CELL, -(-local_range.length // CELL)
         values = torch.empty(count * CELL, dtype=shard.dtype, device=shard.device)
@@ -156,10 +167,10 @@ class PackedStorage(Storage):
 
 
 class QuantizedParameter(DistributedParameter):
-    """This rank's slice of a frozen parameter that is stored packed.
+    """The local parameter of a frozen parameter that is stored packed.
 
-    Functions of torch read it like another slice, unpacked into new memory for each of them. It cannot be written or
-    trained: both raise RuntimeError.
+    torch's functions can read it; each call unpacks this rank's elements into new memory. Writing it, and setting
+    `requires_grad`, raise RuntimeError.
     """
 
     in_memory = False
@@ -173,7 +184,7 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's elements, (n,): an ordinary tensor in new memory."""
+        """This rank's elements, unpacked: (n,), an ordinary tensor in new memory at each access."""
         storage: Any = self.buffer.storage
         return storage.unpacked(self.index)
 
@@ -196,19 +207,22 @@ class QuantizedParameter(DistributedParameter):
     def requires_grad(self, required: bool) -> None:
         if required:
             raise RuntimeError(
-                f"A quantized parameter of shape {tuple(self.full_shape)} cannot be trained: it stays as it was "
-                "rounded. Require its gradient before auto_wrap(quantize_frozen=...), or load it without "
-                "load_in_4bit=True."
+                f"A quantized parameter of shape {tuple(self.full_shape)} cannot be trained, because its packed values "
+                "cannot change. Set requires_grad before auto_wrap(quantize_frozen=...), which packs only frozen "
+                "parameters, or load the model without load_in_4bit=True."
             )
 
     @property
     def quant_state(self) -> NoReturn:
-        """bitsandbytes' statistics, of which only PEFT's merging of adapters asks: refused as a write is."""
+        """Raises RuntimeError: only PEFT reads bitsandbytes' statistics of a weight, to merge an adapter into it."""
         raise written(self)
 
 
 class UnpackedSlice(ShardTensor):
-    """This rank's elements of a quantized parameter in new memory, or a view of them. A write raises RuntimeError."""
+    """This rank's elements of a quantized parameter, unpacked into new memory, or a view of them.
+
+    Writing it raises RuntimeError, because the parameter would not change.
+    """
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -225,17 +239,19 @@ class UnpackedSlice(ShardTensor):
 
 
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
-    """Return the error of a write to a quantized parameter."""
+    """Return the error to raise for a write to a quantized parameter."""
     return RuntimeError(
-        f"A quantized parameter of shape {tuple(parameter.full_shape)} was written, which would be lost: it is stored "
-        "packed, as it was rounded. Load or change weights before auto_wrap; to merge adapters, load the model without "
-        "quantize_frozen or load_in_4bit."
+        f"A quantized parameter of shape {tuple(parameter.full_shape)} was written. The write would be lost, because "
+        "its packed values cannot change. Load or change weights before auto_wrap; to merge adapters, load the model "
+        "without quantize_frozen or load_in_4bit."
     )
 
 
 def _unpack(parameter: QuantizedParameter) -> ShardTensor:
+    """Return this rank's elements of `parameter` in new memory."""
     return UnpackedSlice.of(parameter.part, parameter.placement)
 
 
 def _unpacked(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, unpacked if it is a quantized parameter."""
     return _unpack(value) if isinstance(value, QuantizedParameter) else value

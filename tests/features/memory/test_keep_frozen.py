@@ -336,8 +336,8 @@ def test_as_many_as_fit(use_checkpoint):
         told = [line for line in lines if "keep_frozen='auto'" in line]
         assert len(told) == (bmt.rank() == 0), "told more than once"
         if told:
-            assert "of 4 blocks and buffers outside" in told[0]
-            assert f"{expected.count('1')} stay whole" in told[0]
+            assert "of 4 blocks and root buffers" in told[0]
+            assert f"{expected.count('1')} stay unsharded between steps" in told[0]
 
 
 def auto_twins(wrap):
@@ -490,7 +490,7 @@ def told_on_the_cpu():
     with log_lines(logging.INFO) as lines:
         model = check_twins(adapted, loss)
     assert not any(buffer.resident for buffer in buffers_in(model))
-    assert sum("keeps no frozen parameters whole on the CPU" in line for line in lines) <= 1
+    assert sum("keeps no frozen parameters unsharded on the CPU" in line for line in lines) <= 1
 
 
 DECISIONS = [

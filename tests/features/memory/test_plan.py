@@ -117,8 +117,8 @@ def test_the_table():
     gib = 2**30
     plan = Plan((False, True, True), (False, False, True))
     assert plan.table([gib, 2 * gib, 3 * gib], [gib] * 3, 5 * gib).splitlines() == [
-        "of 3 blocks, with 5.00 GiB to give:",
-        "     2 keep their activations         5.00 GiB",
-        "     1 recompute                      1.00 GiB",
-        "     1 stay whole until backward      1.00 GiB",
+        "of 3 blocks, with 5.00 GiB available:",
+        "     2 keep their activations             5.00 GiB",
+        "     1 recompute                          1.00 GiB",
+        "     1 stay unsharded until backward      1.00 GiB",
     ]

@@ -1,1 +1,1 @@
-"""Comparisons of a sharded model with plain torch."""
+"""check_parity: a comparison of one training step of a sharded model with the same step in plain torch."""

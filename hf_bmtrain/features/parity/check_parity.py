@@ -35,34 +35,38 @@ def check_parity(
 ) -> Parity:
     """Compare one training step of a wrapped model with the same step in plain torch, and print a table. Collective.
 
-    Both run on this rank's `batch`, in the model's present mode (dropout included), from the same states of all random
-    generators. The plain step runs the model's own code on full copies of the weights, without all-gathers, reductions,
-    recomputation or compiled blocks. Compared are the outputs of every block and of every module with parameters
-    outside blocks, the loss, the gradient of every parameter with the mean of the ranks' plain gradients, and the
-    weights after one step of a new optimizer, both from the sharded gradients.
+    Both steps run on this rank's `batch`, in the model's current mode (dropout included), from the same states of all
+    random generators. The plain step runs the model's own code on full copies of the weights, without all-gathers,
+    reductions, recomputation or compiled blocks.
 
-    Weights, gradients, buffers, attributes and generators are as before afterwards, also if this raises; tensors that
-    the model keeps elsewhere than in buffers and writes in place are not. Meanwhile every rank holds two full copies of
-    the weights, their gradients and the optimizer's state.
+    It compares: the outputs of every block and of every module with parameters outside blocks; the loss; each
+    parameter's gradient, against the mean over ranks of the plain gradients; and the weight update of one optimizer
+    step. For the last, one new optimizer steps the shards and another the full copies, both with the sharded gradients.
+
+    Afterwards weights, gradients, buffers, attributes and generators are as before, also if this function raises. Only
+    tensors that the model stores outside parameters and buffers, and modifies in place, are not restored. During the
+    comparison every rank needs memory for two full copies of the weights, their gradients and the optimizer's state.
 
     Args:
         model: the wrapped model.
-        batch: keywords of the model as a dict, its arguments as a tuple or list, or its only argument; each rank has
-            its own.
-        loss: makes the scalar loss of what the model returns; None takes its `loss`, or the result itself.
-        optimizer: makes an optimizer of a list of parameters; None for SGD with lr=0.1.
-        bound: how far an output or gradient may be off, in units of the tensor's largest element (gradients also by a
-            fifth of that in units of the model's largest); None for 1e-5 in float32, and 2e-2 if weights or autocast
-            are in 16 bits.
+        batch: the model's keyword arguments as a dict, its positional arguments as a tuple or list, or its only
+            argument. Each rank passes its own batch.
+        loss: a function of the model's output that returns the scalar loss; None for the output's `loss` or, if the
+            output is a tensor, the output itself.
+        optimizer: a function that returns an optimizer for a list of parameters; None for SGD with lr=0.1.
+        bound: the allowed difference of an output or gradient, relative to the largest element of that tensor. For a
+            gradient, a fifth of the largest element of all gradients is added to that element. None for 1e-5 in
+            float32, and 2e-2 if weights or autocast are in 16 bits.
         verbose: whether to print the table on rank 0.
 
     Returns:
         A `Parity`, with all differences and the loss.
 
     Raises:
-        RuntimeError: a rank has too little memory; the message has the numbers.
-        ValueError: the model is not wrapped, or there is no scalar loss.
-        TypeError: `model` or `optimizer` is of another type.
+        RuntimeError: a rank has too little memory for the full copies (the message gives the bytes), or the ranks
+            called different modules.
+        ValueError: the model is not wrapped, no scalar loss was found, or `bound` is negative.
+        TypeError: `model` is not a module, or `optimizer` is not a function.
     """
     world = current_world()
     _check_arguments(model, optimizer, bound)
@@ -70,7 +74,7 @@ def check_parity(
     sharded_params = [p for p in dict.fromkeys(model.parameters()) if isinstance(p, DistributedParameter)]
     if not sharded_params:
         raise ValueError(f"check_parity takes a wrapped model: call bmt.auto_wrap on {type(model).__name__} first.")
-    world.raise_everywhere("check_parity holds the whole model on every rank", _shortage(sharded_params, world))
+    world.raise_everywhere("check_parity needs the full model on every rank", _shortage(sharded_params, world))
     comparison = _Comparison(model, world, bound)
     state, stepped = TrainingState(model, world), False
     try:
@@ -99,15 +103,16 @@ def _check_arguments(model: Any, optimizer: Any, bound: Any) -> None:
         raise TypeError(f"check_parity(model, batch): model must be a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
         raise TypeError(
-            "optimizer must make an optimizer of a list of parameters, as functools.partial(torch.optim.SGD, lr=0.1) "
-            f"does, not be a {type(optimizer).__name__}: one is made for slices and one for whole weights."
+            "optimizer must be a function that returns an optimizer for a list of parameters, such as "
+            f"functools.partial(torch.optim.SGD, lr=0.1), not a {type(optimizer).__name__}: it is called once for the "
+            "shards and once for the full weights."
         )
     if bound is not None and not bound >= 0:
         raise ValueError(f"bound must be 0 or more, or None, not {bound}")
 
 
 def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """Run forward and backward of one batch. Returns the loss."""
+    """Run the forward and backward of one batch, and return the loss."""
     with torch.enable_grad():
         if isinstance(batch, dict):
             outputs = model(**batch)
@@ -126,7 +131,7 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
 
 
 def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> str | None:
-    """Return how much memory this rank lacks for whole weights and gradients, or None."""
+    """Return a message if this rank has too little memory for full weights and gradients, else None."""
     needed = 3 * sum(sharded.numel() * sharded.element_size() for sharded in sharded_params)
     memory = world.device_memory
     if memory is None:
@@ -136,13 +141,16 @@ def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> s
     if needed <= free:
         return None
     return (
-        f"{needed / 2**30:.3g} GiB are needed for weights and gradients, {free / 2**30:.3g} GiB {where} are left. Use "
-        "a model of the same class with fewer layers, or a machine with more memory"
+        f"{needed / 2**30:.3g} GiB are needed for weights and gradients, and {free / 2**30:.3g} GiB {where} are left. "
+        "Use a model of the same class with fewer layers, or a machine with more memory"
     )
 
 
 class _Comparison:
-    """Adds up what differs on this rank. Its methods are collective and called in this order."""
+    """Collects the differences on this rank. All ranks call `of_outputs`, `of_gradients`, `of_update` in this order.
+
+    differences: what was compared so far.
+    """
 
     def __init__(self, model: torch.nn.Module, world: World, bound: float | None) -> None:
         self._model, self._world, self._bound = model, world, bound
@@ -150,7 +158,7 @@ class _Comparison:
         self._names = {p: name for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
 
     def _allowed(self, tensor: torch.Tensor) -> float:
-        """Return the bound for a tensor of this dtype."""
+        """Return the relative difference that is allowed in `tensor`: the user's bound, or by dtype."""
         if self._bound is not None:
             return self._bound
         device = self._world.device.type
@@ -164,28 +172,32 @@ class _Comparison:
         return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
 
     def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
+        """Add the Difference of two tensors."""
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 
     def of_outputs(self, sharded: Outputs, plain: Outputs, mine: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare what the modules returned, and the losses."""
+        """Compare the outputs of all watched modules, and the losses. mine: of the sharded step."""
         for block, name in dict.fromkeys([*plain, *sharded]):
             got, wanted = sharded.get((block, name), []), plain.get((block, name), [])
             allowed = max((self._allowed(tensor) * largest_of(tensor) for tensor in wanted), default=0.0)
             apart = [largest_difference(a, b) for a, b in zip(got, wanted)]
             if len(got) != len(wanted) or ((block, name) in sharded) != ((block, name) in plain):
-                apart = [float("inf")]  # one of the two did not run, or returned fewer
+                apart = [float("inf")]  # the module ran in one step only, or returned fewer tensors in one of them
             self.differences.append(Difference("output", block, name, max(apart, default=0.0), allowed))
         self._add("output", "", "", mine, expected, self._allowed(expected) * largest_of(expected))
 
     @torch.no_grad()
     def of_gradients(self, full_params: Wholes) -> None:
-        """Compare the averaged gradients, and leave the sharded ones in `.grad` of the wholes."""
+        """Compare each sharded gradient with the mean over ranks of the plain ones. Collective.
+
+        Afterwards `.grad` of every full parameter is the full sharded gradient, for `of_update`.
+        """
         found = []
         for sharded, full in reversed(full_params.items()):
             got, wanted = sharded.gather_gradient(), self._mean(full)
             full.grad = got
             if wanted is not None or got is not None:
-                nothing = full.detach().new_zeros(1).expand_as(full)  # no gradient is one of zeros
+                nothing = full.detach().new_zeros(1).expand_as(full)  # no gradient counts as a gradient of zeros
                 got, wanted = nothing if got is None else got, nothing if wanted is None else wanted
                 found.append((sharded, largest_difference(got, wanted), largest_of(wanted), self._allowed(wanted)))
         floor = _OF_MODEL * max((largest for _, _, largest, _ in found), default=0.0)
@@ -196,7 +208,7 @@ class _Comparison:
             )
 
     def _mean(self, full: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the mean of the ranks' gradients, in float32 or wider; None if no rank has one."""
+        """Return the mean over ranks of `full.grad`, in float32 or wider; None if no rank has one. Collective."""
         present = torch.tensor([float(full.grad is not None)], device=self._world.device)
         self._world.reduce.all_reduce(present, maximum=True).wait()
         if not present.item():
@@ -209,7 +221,10 @@ class _Comparison:
         return total / self._world.size
 
     def of_update(self, full_params: Wholes, make: MakeOptimizer) -> None:
-        """Compare the weights after one step of an optimizer over slices and of one over wholes."""
+        """Compare the updates by one step of an optimizer over shards and of one over full parameters. Collective.
+
+        make: returns an optimizer for a list of parameters.
+        """
         trained = [sharded for sharded in full_params if sharded.requires_grad]
         before = {sharded: full_params[sharded].detach().clone() for sharded in trained}
         if not trained:
@@ -225,5 +240,6 @@ class _Comparison:
                 self._add("update", self._block(sharded), self._names[sharded], got, wanted, allowed)
 
     def _block(self, sharded: DistributedParameter) -> str:
+        """Return the name of the parameter's block, or its own name if it is outside blocks."""
         name, origin = self._names[sharded], sharded.origin
         return name if origin is None or not origin.block else origin.block

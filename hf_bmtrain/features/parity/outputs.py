@@ -1,4 +1,4 @@
-"""The outputs of blocks, and of modules with parameters outside blocks, in the order of a forward."""
+"""Records the outputs of blocks, and of modules with parameters outside blocks, in the order of a forward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.schedule import Schedule
 
 Outputs = dict[tuple[str, str], list[torch.Tensor]]
-"""By (name of the module, name of its call): copies in host memory of the floating-point tensors that it returned."""
+"""{(name of the module, name of its call): copies in host memory of the floating-point tensors that it returned}."""
 
 
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the outermost blocks of `model`, and outside them the modules with parameters of their own, by name."""
+    """Return, by name, the outermost blocks of `model`, and the modules outside blocks that have own parameters."""
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
@@ -32,7 +32,15 @@ def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterator[Outputs]:
-    """Record, under `with`, what the modules return in forwards; not in those that repeat one (a recomputation)."""
+    """Under `with`, record the outputs of `modules` in forwards, but not in recomputations of forwards.
+
+    Args:
+        modules: the modules to record, by name.
+        schedule: knows whether a running forward is a recomputation.
+
+    Yields:
+        The outputs, which are added as the modules return them.
+    """
     outputs: Outputs = {}
     calls = dict.fromkeys(modules, 0)
 

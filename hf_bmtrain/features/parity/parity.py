@@ -1,4 +1,4 @@
-"""The result of `check_parity`: what was compared, how far it differs, and the first block that differs."""
+"""The result of `check_parity`: the difference of each tensor that was compared, and the first too large one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _COLUMNS = ("what", "block", "worst in it", "difference", "allowed", "rank")
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor of the sharded step is from the plain step's.
+    """The difference of one tensor between the sharded step and the plain step.
 
     Attributes:
-        kind: "output" of a module, "gradient" of a parameter, averaged over the ranks, or "update" of a parameter by
+        kind: "output" of a module; "gradient" of a parameter, averaged over the ranks; or "update" of a parameter by
             one optimizer step.
-        block: the block, or the module or parameter outside blocks.
-        name: of the module or parameter.
-        largest: the largest absolute difference of an element, inf if one of the two is not finite there.
-        allowed: the largest difference that is no error.
+        block: the name of the block, or of the module or parameter if it is outside blocks.
+        name: the name of the module or parameter.
+        largest: the largest absolute difference of an element; inf if an element is finite in one step only.
+        allowed: the largest absolute difference that is allowed.
         rank: the rank where the difference is the largest.
     """
 
@@ -34,19 +34,19 @@ class Difference:
 
     @property
     def differs(self) -> bool:
-        """True if the difference is larger than what is allowed."""
+        """True if the difference is larger than allowed."""
         return not self.largest <= self.allowed
 
     @property
     def error(self) -> float:
-        """The difference in units of what is allowed."""
+        """The difference divided by the allowed difference."""
         if self.largest == 0:
             return 0.0
         return self.largest / self.allowed if self.allowed else float("inf")
 
     def __str__(self) -> str:
         return (
-            f"{self.kind} of {self.name or 'the model'} on rank {self.rank}: {self.largest:.3g} where "
+            f"{self.kind} of {self.name or 'the model'} on rank {self.rank}, by {self.largest:.3g}, where "
             f"{self.allowed:.3g} is allowed"
         )
 
@@ -56,9 +56,9 @@ class Parity:
     """The result of `check_parity`, the same on every rank. Its `str` is a table with a line per kind and block.
 
     Attributes:
-        differences: of all that was compared: outputs in the order of the forward, gradients in that of the backward,
-            then updates.
-        loss: the loss of this batch, the mean over the ranks.
+        differences: one per tensor: outputs in the order of the forward, gradients in the order of the backward, then
+            updates.
+        loss: the loss of the plain step, averaged over the ranks.
     """
 
     differences: tuple[Difference, ...]
@@ -66,12 +66,12 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """The first difference beyond what is allowed, None if there is none."""
+        """The first difference that is larger than allowed; None if there is none."""
         return next((each for each in self.differences if each.differs), None)
 
     @property
     def ok(self) -> bool:
-        """True if nothing differs."""
+        """True if no difference is larger than allowed."""
         return self.first is None
 
     def __str__(self) -> str:
@@ -84,11 +84,12 @@ class Parity:
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         first = self.first
-        end = "sharded and plain agree" if first is None else f"the first that differs: {first}"
+        end = "the sharded and the plain step agree" if first is None else f"the first that differs: {first}"
         return "\n".join([*lines, f"loss {self.loss:.6g}: {end}"])
 
 
 def _cells(each: Difference) -> tuple[str, ...]:
+    """Return a row of the table."""
     mark = "  <- differs" if each.differs else ""
     inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
     numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"
@@ -96,13 +97,16 @@ def _cells(each: Difference) -> tuple[str, ...]:
 
 
 def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
-    """Return the largest of all ranks' differences, one for each tensor. Raises RuntimeError if the lists differ."""
+    """Return, for each tensor, the difference of the rank where it is largest relative to what is allowed.
+
+    ranks: the differences of each rank. Raises RuntimeError if the ranks compared different tensors.
+    """
     names = [[(each.kind, each.name) for each in own] for own in ranks]
     for rank, own in enumerate(names):
         if own != names[0]:
             mine, theirs = next(
                 (a, b) for a, b in zip([*names[0], "nothing"], [*own, "nothing"]) if a != b
-            )  # one of the two is longer at most
+            )  # each list ends with "nothing", so that a shorter one differs where it ends
             raise RuntimeError(
                 f"check_parity: the ranks called different modules: rank 0 {mine}, rank {rank} {theirs}. Every rank "
                 "must call the same modules in the same order."
@@ -115,7 +119,7 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
 
 
 def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return max|got − wanted|; equal infinities and two nan are no difference, and one nan is an infinite one."""
+    """Return max|got − wanted|. Equal infinities and two NaNs count as 0, a single NaN or another shape as inf."""
     if got.shape != wanted.shape:
         return float("inf")
     if not got.numel():
@@ -128,7 +132,7 @@ def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def largest_of(tensor: torch.Tensor) -> float:
-    """Return the largest finite magnitude in `tensor`, 0 if there is none."""
+    """Return the largest finite magnitude in `tensor`; 0 if it has no finite element."""
     if not tensor.numel():
         return 0.0
     return tensor.detach().abs().nan_to_num_(0, 0, 0).max().item()

@@ -1,4 +1,4 @@
-"""A wrapped model as plain torch sees it: whole weights in its slots, and its modules' own classes."""
+"""Runs a wrapped model as plain torch would: with full weights in its slots, and its modules' original classes."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.slots import find_slots
 
 Wholes = dict[DistributedParameter, torch.nn.Parameter]
+"""{local parameter: full parameter}."""
 
 
 @torch.no_grad()
 def gather_full_params(model: torch.nn.Module) -> Wholes:
-    """Return a whole Parameter in memory of its own for each slice of `model`. Collective.
+    """Return a full copy of each sharded parameter of `model`. Collective.
 
-    They are assembled from the slices, by other means than those of a forward, which are to be checked.
+    The copies are assembled from the local parameters, not by the all-gathers of a forward, which are to be checked.
     """
     full_params: Wholes = {}
     for sharded in model.parameters():
         if isinstance(sharded, DistributedParameter):
             full: Any = torch.nn.Parameter(sharded.placement.gather(sharded.part), sharded.requires_grad)
-            full.is_unsharded = True  # or the guard of the model would refuse it
+            full.is_unsharded = True  # else the model's forward would refuse it as a parameter that is not sharded
             full_params[sharded] = full
     return full_params
 
 
 @contextmanager
 def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
-    """Under `with`, calling `model` runs its own code on `full_params`, without gathers, reductions or recomputation.
+    """Under `with`, let `model` run its own code on `full_params`, without all-gathers, reductions or recomputation.
 
-    Compiled blocks run their own forward, not compiled.
+    Compiled blocks run their layer's forward without compilation.
+
+    Args:
+        model: the wrapped model.
+        full_params: a full parameter for each of its local parameters.
     """
     slots = find_slots(model.modules())
     extended = [(module, type(module)) for module in model.modules() if _own_class(module) is not type(module)]
@@ -60,7 +65,8 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
 
 
 def _own_class(module: torch.nn.Module) -> Any:
+    """Return the class that `module` had before it was sharded."""
     cls: Any = type(module)
-    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # a Float8Linear is none, and stays
+    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # a feature's layers keep their class
         cls = cls._extends
     return cls

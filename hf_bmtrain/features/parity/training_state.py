@@ -1,4 +1,4 @@
-"""All that a training step changes, put back afterwards."""
+"""Saves everything that a training step changes, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ..replay.snapshot import Snapshot
 
 
 class TrainingState:
-    """The weights, gradients, buffers and attributes of `model`, and the random generators, when this object was made.
+    """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
-    The slices have no gradients and no hooks until `restore`. Values are copied: 1/N of the weights, and the buffers.
-    Blocks with use_checkpoint="auto" recompute until then, so that their plan does not measure what is not training.
+    It copies this rank's 1/N of the weights, and the buffers. Until `restore`, local parameters have no gradients and
+    no gradient hooks; and blocks with use_checkpoint="auto" recompute, so that their plan does not measure steps that
+    are not training.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
@@ -33,12 +34,12 @@ class TrainingState:
         self._gradients = [b.gradient.set_aside() for b in dict.fromkeys(sharded.buffer for sharded in sharded_params)]
 
     def rewind(self) -> None:
-        """Put buffers, attributes and generators back, so that another forward begins as the first one did."""
+        """Restore buffers, attributes and generators, so that the next forward begins like the first one."""
         self._forward.restore()
 
     @torch.no_grad()
     def restore(self, weights: bool) -> None:
-        """Put everything back. weights: they may have been written."""
+        """Restore everything. weights: whether to restore the weights too, because they may have been written."""
         self._world.schedule.discard_failed_backward()
         self.rewind()
         if weights:

@@ -1,4 +1,5 @@
-"""What a training step takes in memory, predicted from a configuration: no weights, no GPU, no process group.
+"""Predicts the memory of a training step from a model's configuration: without weights, GPUs or process groups.
 
-The engine itself runs on the meta device in a world whose communicators move nothing, and the storages are followed.
+It runs the engine itself on the meta device, in a world whose communicators move no data, and counts the bytes of all
+storages that the step allocates and frees.
 """

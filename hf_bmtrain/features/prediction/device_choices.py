@@ -1,4 +1,4 @@
-"""What a CUDA device does otherwise than the meta device: dropout and attention in one kernel each, and autocast."""
+"""Makes the meta device allocate what a CUDA device would, in dropout, softmax, attention and autocast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _FLASH_WIDTH = 256
 def cuda_choices() -> Iterator[None]:
     """Under `with`, dropout, softmax and scaled_dot_product_attention of meta tensors allocate what they do on CUDA.
 
-    And autocast can be turned off for the meta device, as PEFT does around adapters on fused experts: torch has none.
+    In addition torch.autocast("meta", enabled=False) does nothing, while torch raises an error, because it has no
+    autocast for this device. PEFT turns autocast off like that around adapters on fused experts.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradMeta")
@@ -37,6 +38,7 @@ def cuda_choices() -> Iterator[None]:
 
 
 def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Emulate `aten::dropout`, which on CUDA is one kernel that also saves a mask."""
     if p == 0 or not train or values.numel() == 0:
         return values
     return _aten.native_dropout(values, p, True)[0] if p < 1 else values * 0
@@ -45,7 +47,7 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _attend(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Choose the kernel as torch does on GPUs of compute capability 8.0 and above."""
+    """Emulate `aten::scaled_dot_product_attention`, which chooses a kernel: as on compute capability 8.0 and above."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
     alike = query.dim() == 4 and width == key.shape[-1] == value.shape[-1] and width % 8 == 0
@@ -58,7 +60,7 @@ def _attend(
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Softmax as attention without a kernel of its own calls it: besides the result it marks scores of -inf."""
+    """Emulate `aten::_safe_softmax`, which on CUDA also allocates the mask of -inf scores."""
     result = torch.softmax(scores, dim, dtype)
     marks = scores.detach().eq(float("-inf"))
     del marks
@@ -66,7 +68,7 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 
 def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate what CUDA's kernel does: the product of its inputs, and the gradient of the scores."""
+    """Emulate `aten::_softmax_backward_data`, which on CUDA also allocates the product of its inputs."""
     product = torch.empty_like(gradient)
     scores = torch.empty_like(gradient, dtype=dtype)
     del product
@@ -74,6 +76,7 @@ def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dt
 
 
 def _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale) -> torch.Tensor:
+    """Call the memory-efficient kernel, with the mask as an additive bias, as torch does on CUDA."""
     bias = attn_mask
     if bias is not None:
         if bias.dtype is torch.bool:

@@ -1,4 +1,4 @@
-"""LiveBytes: the bytes of all storages on the meta device that are alive, as the caching allocator would count them."""
+"""LiveBytes: counts the bytes of live storages on the meta device, as the caching allocator would on a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ _ROUND = 512
 
 
 class Change(NamedTuple):
-    """One storage allocated (nbytes > 0) or freed (nbytes < 0).
+    """A storage was allocated or grew (nbytes > 0), or was freed or shrank (nbytes < 0).
 
-    number: of the storage. label: what allocated it. shape: of the first tensor in it, () if that is not known.
+    Attributes:
+        number: identifies the storage.
+        nbytes: the change of its size in bytes.
+        label: the part of the step in which it was allocated; "" if it was freed.
+        shape: the shape of the first tensor in it; () if that is not known.
     """
 
     number: int
@@ -30,15 +34,21 @@ class Change(NamedTuple):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Under `with`, follows the storages of tensors on the meta device, which stands for a GPU.
+    """Under `with`, counts the storages of tensors on the meta device, which stands for a GPU.
 
-    Storages count from the operation that makes them until the last reference is gone, or `resize_` empties them.
-    Page-locked tensors (`pin_memory=True`) count as `host`. Operations that read a value on the host get 0 or False,
-    while `torch.equal` and `all` are True, as they are where a model asks whether a usual case is there: values are not
-    known.
+    A storage counts from the operation that creates it until it is freed or `resize_` empties it. Page-locked tensors
+    (`pin_memory=True`) count as host memory. Values do not exist on the meta device, so operations that read one on the
+    host return 0 or False; but `torch.equal` and `all` return True, because models use them to test for the usual case
+    (such as a mask without padding).
 
-    live, host: the bytes now. peak: the most bytes live at once since `reset_peak`. changes: everything that happened.
-    label: returns a name for what allocates now.
+    Args:
+        label: returns the name of the part of the step that runs now, for `Change.label`.
+
+    Attributes:
+        live: the bytes of all live storages.
+        host: the bytes of all page-locked tensors so far.
+        peak: the largest `live` since `reset_peak`, or since the beginning.
+        changes: every change so far, in order.
     """
 
     def __init__(self, label: Callable[[], str]) -> None:
@@ -47,9 +57,9 @@ class LiveBytes(TorchDispatchMode):
         self.changes: list[Change] = []
         self._label = label
         self._known: dict[int, tuple[Any, int, int]] = {}  # by storage: weak reference, bytes, number
-        self._hosted: dict[int, Any] = {}
-        self._all: set[int | None] = set()  # results of `all`, by number
-        self._count = 0
+        self._hosted: dict[int, Any] = {}  # page-locked ones, by storage: weak reference
+        self._all: set[int | None] = set()  # the numbers of storages that have a result of `all`
+        self._count = 0  # the last number
 
     def reset_peak(self) -> None:
         self.peak = self.live
@@ -63,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
                 self._follow(storage)
             return result
 
-        # A resize of a storage, by which the engine frees and allocates full buffers, is no operation that dispatches.
+        # The engine frees and allocates full buffers by resizing their storage, which does not go through dispatch.
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         return super().__enter__()
 
@@ -100,6 +110,7 @@ class LiveBytes(TorchDispatchMode):
         return outputs
 
     def _see(self, tensor: torch.Tensor, hosted: bool) -> None:
+        """Count the storage of an operation's output, if it is a new one. hosted: whether it is page-locked."""
         if not tensor.is_meta:
             return
         storage = tensor.untyped_storage()
@@ -111,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
             self._follow(storage, tuple(tensor.shape))
 
     def _follow(self, storage: torch.UntypedStorage, shape: tuple[int, ...] = ()) -> None:
-        """Note the present size of a storage."""
+        """Record the current size of a storage, as a new one or as a change of its last size."""
         key, nbytes = storage._cdata, -(-storage.nbytes() // _ROUND) * _ROUND
         known = self._known.get(key)
         if known is None:
@@ -133,13 +144,18 @@ class LiveBytes(TorchDispatchMode):
             self.changes.append(Change(number, nbytes, self._label() if nbytes > 0 else "", shape))
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage, None if it is not followed."""
+        """Return the number of a tensor's storage in `changes`; None if it is not counted."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[2]
 
 
 def workspace(function: Any, args: tuple) -> int:
-    """Return the bytes that a CUDA operation allocates for itself and frees before it returns."""
+    """Return the bytes of workspace that an operation allocates on CUDA and frees before it returns.
+
+    Args:
+        function: the operator.
+        args: its positional arguments.
+    """
     if function is _aten._scaled_dot_product_flash_attention_backward.default:
         query, key = args[1], args[2]
         batch, heads, length, width = query.shape

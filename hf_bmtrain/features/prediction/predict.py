@@ -1,4 +1,4 @@
-"""predict_memory: a prediction for a model of the running world, which is compared with what the model then takes."""
+"""predict_memory: predicts the memory of a model in this world, and later compares it with the measured memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .simulation import on_meta
 
 _log = logging.getLogger("hf_bmtrain")
 TOLERANCE = 0.05
-"""The relative difference of predicted and measured peak from which a warning is logged."""
+"""A larger relative difference between predicted and measured peak is logged as a warning."""
 
 
 def predict_memory(
@@ -33,16 +33,16 @@ def predict_memory(
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
 ) -> Prediction:
-    """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`. Not collective.
+    """Predict the memory that a training step takes on each rank. Call it before `auto_wrap`. It is not collective.
 
-    On GPUs one line of the log compares the prediction, after the second step, with what was measured; a difference of
-    more than 5 % is a warning with the table.
+    On GPUs the prediction is compared with the memory that was measured in the second step, in one line of the log. If
+    they differ by more than 5 %, the line is a warning and includes the table.
 
     Args:
         model: the model before it is wrapped, on any device. It is not changed.
         batch: the keyword arguments of the model's forward, whose output has a `loss`. Only their shapes and dtypes
-            count.
-        make_optimizer: makes the optimizer of a list of parameters.
+            are used.
+        make_optimizer: a function that returns the optimizer for a list of parameters.
         zero_level: as for `auto_wrap`.
         use_checkpoint: as for `auto_wrap`.
         micro_batches: the number of backwards per step.
@@ -55,7 +55,7 @@ def predict_memory(
 
     Raises:
         ValueError: a setting is out of range, or the model is wrapped already.
-        RuntimeError: the forward depends on the values of its inputs.
+        RuntimeError: the forward depends on the values of its inputs, which the meta device does not have.
     """
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
@@ -78,7 +78,7 @@ def predict_memory(
 
 
 class Comparison(Observer):
-    """Compares a prediction with the second step of `model`, whose peak it has to itself."""
+    """Compares a prediction with the measured peak of the second step of `model`, for which it resets the peak."""
 
     position = 20
 
@@ -101,10 +101,10 @@ class Comparison(Observer):
             self.report(memory.peak() + world.schedule.mapped_bytes)
 
     def out_of_memory(self) -> str | None:
-        return f"It was predicted as:\n{self._prediction}" if self._forwards else None
+        return f"predict_memory predicted for a step:\n{self._prediction}" if self._forwards else None
 
     def report(self, measured: int) -> None:
-        """Log the predicted and the `measured` bytes."""
+        """Log the predicted peak and the `measured` one, in bytes."""
         predicted = self._prediction.peak
         apart = predicted / measured - 1
         line = "memory of a step, at its peak: %.2f GiB predicted, %.2f GiB measured (%+.1f %%)"

@@ -1,4 +1,4 @@
-"""Prediction: the bytes that a training step takes on one rank, by what they are for."""
+"""Prediction: the memory that a training step takes on one rank, by purpose."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from ..options import KeepFrozen, UseCheckpoint, UseFloat8
 from .simulation import Phase, Simulated, simulate
 
 CUBLAS_BYTES = 64 << 20
-"""Workspaces of cuBLAS in torch's allocator: one for the thread of forwards and one for that of backwards."""
+"""Workspaces of cuBLAS in torch's allocator: one for the thread that runs forwards, one for autograd's thread."""
 CONTEXT_BYTES = 800 << 20
-"""What the CUDA driver keeps on the device for a process: context, modules, stacks."""
+"""What the CUDA driver allocates on the device for a process: context, modules, stacks."""
 NCCL_BYTES = 400 << 20
 """What NCCL allocates for the two communicators of a world with several ranks."""
 _SMALLEST_RESERVE = 2 << 30
 _PARTS = 10_000
-"""Less than this part of the peak has no line in the table."""
+"""The table leaves out entries smaller than 1 / _PARTS of the peak."""
 
 ROWS = (
     ("shard", "parameters, this rank's shards"),
-    ("whole", "whole parameters of gathered blocks and modules"),
+    ("whole", "full parameters of gathered blocks and modules"),
     ("gradient", "gradient shards"),
-    ("sum", "running sums, and gradients in flight or being packed"),
+    ("sum", "sums of gradients, gradients being packed or reduced"),
     ("optimizer", "optimizer state"),
     ("block", "activations saved by blocks"),
     ("outside", "activations outside blocks"),
     ("logits", "logits and loss"),
-    ("recomputation", "activations of the block that is recomputed"),
+    ("recomputation", "activations of the block that is being recomputed"),
     ("backward", "temporary tensors of the backward"),
-    ("workspace", "workspace of the operation"),
+    ("workspace", "workspace of the operation at the peak"),
     ("cublas", "workspaces of cuBLAS"),
 )
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory that one rank needs for a step, with the optimizer's state allocated. Its `str` is a table.
+    """The memory that one rank needs for a step, including the optimizer's state. Its `str` is a table.
 
     Attributes:
-        table: bytes at the peak, by the keys of ROWS.
-        mapped: of these, bytes outside torch's allocator (shards and mailboxes that the ranks of a host share).
-        context: bytes of the device that belong to no tensor.
+        table: bytes at the peak, by purpose: {key in ROWS: bytes}.
+        mapped: the part of these bytes that is outside torch's allocator (shards and mailboxes that other ranks of the
+            host read).
+        context: bytes on the device for the CUDA context and libraries, which belong to no tensor.
         host: bytes of page-locked host memory.
-        phases: the phases of the step.
+        phases: the phases of the step, each with its name, the live bytes at its end, and its peak.
         kept: for each block, whether it keeps its activations.
     """
 
@@ -59,17 +60,17 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """The most bytes of tensors, those outside torch's allocator included."""
+        """The most bytes that tensors take at a time, including those outside torch's allocator."""
         return sum(self.table.values())
 
     @property
     def allocated(self) -> int:
-        """The prediction of torch.cuda.max_memory_allocated()."""
+        """The predicted value of torch.cuda.max_memory_allocated()."""
         return self.peak - self.mapped
 
     @property
     def device(self) -> int:
-        """Bytes of the device, without what the allocator loses to fragmentation."""
+        """Bytes that are taken on the device, not counting what the allocator loses to fragmentation."""
         return self.peak + self.context
 
     def __str__(self) -> str:
@@ -81,11 +82,20 @@ class Prediction:
 
 
 def usable_bytes(total: int, ranks: int) -> int:
-    """Return the bytes of a device with `total` that tensors can have, as use_checkpoint="auto" counts them."""
+    """Return the bytes that tensors may take on a device: its memory less the CUDA context, NCCL and a reserve.
+
+    The reserve is 5 % of the device, at least 2 GiB. `DeviceMemory.usable` leaves the same reserve, so plans for
+    use_checkpoint="auto" have the same bytes.
+
+    Args:
+        total: bytes of the device.
+        ranks: the number of ranks; NCCL takes memory if there are several.
+    """
     return total - _context(ranks) - max(_SMALLEST_RESERVE, total // 20)
 
 
 def _context(ranks: int) -> int:
+    """Return the bytes on the device that belong to no tensor."""
     return CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
 
 
@@ -103,9 +113,20 @@ def predict(
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
 ) -> Prediction:
-    """Predict a step of `model`, which is on the meta device, not wrapped, and not usable afterwards.
+    """Predict the memory of a training step of `model`.
 
-    total: bytes of the device. The other arguments are those of `simulate`.
+    Args:
+        model: a model on the meta device that is not wrapped. It cannot be used afterwards.
+        batch: the keyword arguments of its forward, on any device.
+        make_optimizer: a function that returns the optimizer for a list of parameters.
+        ranks: the number of ranks.
+        zero_level: as for `auto_wrap`.
+        use_checkpoint: as for `auto_wrap`.
+        total: bytes of the device.
+        micro_batches: the number of backwards per step.
+        keep_frozen: as for `auto_wrap`.
+        quantize_frozen: as for `auto_wrap`.
+        float8: as for `auto_wrap`.
     """
     usable = usable_bytes(total, ranks)
     done = simulate(
@@ -140,6 +161,10 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
 
 def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
+    """Return the key in ROWS for a storage that the engine does not know: a guess by label and shape.
+
+    vocabulary: the size of the vocabulary, or None. shapes: the shapes of all parameters.
+    """
     if label in ("backward", "recomputation", "outside"):
         if tuple(shape) in shapes or (label == "backward" and not shape):
             return "sum" if label != "outside" else label

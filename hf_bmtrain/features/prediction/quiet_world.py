@@ -1,4 +1,4 @@
-"""A world of any size in one process, on the meta device: its communicators move nothing."""
+"""A world of any size in one process, on the meta device: its communicators transfer no data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 
 class _Quiet(SingleProcess):
-    """The communicator of rank 0 of `size` ranks, of which the others do not exist."""
+    """The communicator of rank 0 in a world of `size` ranks. The others do not exist, so it transfers nothing."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Quiet(SingleProcess):
 
 
 class _Echo(ObjectComm):
-    """Returns this rank's own values for all ranks."""
+    """An ObjectComm whose other ranks all send what this rank sends."""
 
     def __init__(self, size: int) -> None:
         super().__init__(1, timedelta(0))
@@ -49,7 +49,10 @@ class _Echo(ObjectComm):
 
 
 class _MetaPeers:
-    """Memory outside torch's allocator, of which only sizes are known: see `PeerMemory`."""
+    """Stands for `PeerMemory`: allocates meta tensors for memory outside torch's allocator, and copies nothing.
+
+    mapped: what was allocated.
+    """
 
     def __init__(self) -> None:
         self.mapped: list[torch.Tensor] = []
@@ -82,9 +85,13 @@ class _MetaPeers:
 
 
 def quiet_world(size: int, zero_level: int, copies: bool, memory: Any) -> World:
-    """Make rank 0 of a world of `size` ranks, whose devices have a `memory` like `DeviceMemory`.
+    """Return the World of rank 0 of `size` ranks, on the meta device, without making it the current one.
 
-    copies: large shards are gathered and reduced by copies (one host).
+    Args:
+        size: the number of ranks.
+        zero_level: the level that blocks get by default.
+        copies: whether large shards are gathered and reduced by peer copies, as on one host.
+        memory: the device's memory, with the methods of `DeviceMemory`.
     """
     communicator, control = _Quiet(size), _Echo(size)
     shards: Gather = CollectiveGather(communicator)

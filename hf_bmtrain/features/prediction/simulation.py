@@ -1,4 +1,4 @@
-"""A training step on the meta device: the engine runs on tensors without values, and its storages are followed."""
+"""Simulates training steps on the meta device: the engine runs on tensors without values, and bytes are counted."""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ from .live_bytes import Change, LiveBytes
 from .quiet_world import META, quiet_world
 
 _STEPS = 2
-"""The optimizer's state exists from the second step on."""
+"""Two steps are simulated, because the optimizer's state exists only from the second step on."""
 Phase = tuple[str, int, int]
-"""A part of a step, the bytes that were live at its end, and the peak inside."""
+"""(name, bytes live at its end, peak of live bytes in it) of the forward, the backward or the optimizer's step."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The last step of a simulation.
+    """The result of a simulation, of which the last step counts.
 
-    changes: of all storages, from the first one. begin: the index of the first change of the last step. kinds: what the
-    storages of the engine are, by number. host: bytes of page-locked host memory. mapped: bytes outside torch's
-    allocator, which `changes` contain. phases: of the last step. activations: bytes that autograd saves per block, in
-    execution order; empty unless use_checkpoint is "auto".
+    Attributes:
+        changes: all changes of storages, from the beginning of the simulation.
+        begin: the index in `changes` where the last step begins.
+        kinds: {number of a storage: key in ROWS} for storages that the engine or the optimizer owns.
+        host: bytes of page-locked host memory.
+        mapped: bytes outside torch's allocator, which `changes` include.
+        phases: the phases of the last step.
+        kept: for each block, whether it keeps its activations.
     """
 
     changes: Sequence[Change]
@@ -48,7 +52,7 @@ class Simulated:
 
 
 class _Memory:
-    """The memory of a device that is not there: see `DeviceMemory`."""
+    """Stands for `DeviceMemory`: the memory of a simulated device. usable: its constant usable bytes."""
 
     def __init__(self, live: LiveBytes, usable: int) -> None:
         self._live, self._usable = live, usable
@@ -59,7 +63,7 @@ class _Memory:
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of `model` on the meta device. Its values are not copied."""
+    """Return a copy of `model` whose parameters and buffers are on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device=META), parameter.requires_grad)
@@ -82,12 +86,21 @@ def simulate(
     quantize_frozen: str | None = None,
     float8: UseFloat8 = False,
 ) -> Simulated:
-    """Train `model`, which is on the meta device and not wrapped, for a few steps as rank 0 of `ranks`.
+    """Train `model` on the meta device for a few steps, as rank 0 of `ranks`.
 
-    batch: keyword arguments of its forward, of any device; the loss is the output's `loss`. usable: bytes that
-    use_checkpoint="auto" and keep_frozen="auto" plan for. copies: the ranks are on one host whose GPUs reach
-    each other's memory.
-    quantize_frozen, float8: of `auto_wrap`.
+    Args:
+        model: a model on the meta device that is not wrapped. It cannot be used afterwards.
+        batch: the keyword arguments of its forward, on any device; the loss is the output's `loss`.
+        make_optimizer: a function that returns the optimizer for a list of parameters.
+        ranks: the number of ranks.
+        zero_level: as for `auto_wrap`.
+        use_checkpoint: as for `auto_wrap`.
+        usable: the bytes that use_checkpoint="auto" and keep_frozen="auto" may plan with.
+        micro_batches: the number of backwards per step.
+        copies: whether the ranks are on one host whose GPUs can access each other's memory.
+        keep_frozen: as for `auto_wrap`.
+        quantize_frozen: as for `auto_wrap`.
+        float8: as for `auto_wrap`.
     """
     stage = ["wrap"]
     live = LiveBytes(lambda: _label(world, stage[0]))
@@ -115,7 +128,7 @@ def simulate(
 
 @contextmanager
 def _checked_optimizers() -> Iterator[None]:
-    """Check optimizers before their steps, as `init_distributed` makes it so."""
+    """Under `with`, check torch optimizers before their steps, as after `init_distributed`."""
     undo = install()
     try:
         yield
@@ -124,6 +137,8 @@ def _checked_optimizers() -> Iterator[None]:
 
 
 def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str], phases: list[Phase], count) -> None:
+    """Run one training step with `count` backwards. stage: gets the running phase. phases: gets all phases."""
+
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         stage[0] = name
@@ -146,7 +161,7 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
 
 
 def _peak(live: LiveBytes, first: int) -> int:
-    """Return the most bytes live since change `first`; the planner resets the peak of `live`."""
+    """Return the most bytes live since change `first`. `live.peak` cannot tell: a MemoryPlanner may have reset it."""
     now = live.live
     most = now
     for change in reversed(live.changes[first:]):
@@ -156,6 +171,7 @@ def _peak(live: LiveBytes, first: int) -> int:
 
 
 def _label(world: World, stage: str) -> str:
+    """Return the part of the step that runs now. stage: the running phase."""
     depth = world.inside.depth
     if world.schedule.in_backward:
         return "recomputation" if depth else "backward"
@@ -169,7 +185,7 @@ def _keeps(block: Any) -> bool:
 
 
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:
-    """Return what the storages of the engine are, by number."""
+    """Return {number of a storage: key in ROWS} for the storages that the engine or the optimizer owns."""
     kinds: dict[int | None, str] = {}
     for state in optimizer.state.values():
         for value in state.values():

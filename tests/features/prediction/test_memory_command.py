@@ -48,8 +48,8 @@ def test_a_quantized_base_takes_less(config, capsys):
     for options in ([], ["--quantize", "nf4"]):
         run(f"{config}/wide", "--length", "128", "--lora", "4", "--gpus", "2", "--memory", "4", *options)
         printed = capsys.readouterr().out.splitlines()
-        rows[bool(options)] = {line[:40].strip(): float(line.split()[-2]) for line in printed if line.endswith(" GiB")}
-    shards, whole = "parameters, this rank's shards", "whole parameters of gathered blocks and"
+        rows[bool(options)] = {line[:54].strip(): float(line.split()[-2]) for line in printed if line.endswith(" GiB")}
+    shards, whole = "parameters, this rank's shards", "full parameters of gathered blocks and modules"
     assert rows[True][shards] < 0.4 * rows[False][shards]
     assert rows[True][whole] <= rows[False][whole]
     with pytest.raises(SystemExit):

@@ -69,7 +69,7 @@ def optimizers_that_take_turns():
 def replaced_parameter():
     model = bmt.auto_wrap(Tower())
     model.layers[1].linear.weight = torch.nn.Parameter(torch.zeros(6, 6))
-    with pytest.raises(RuntimeError, match=r"'layers.1.linear.weight' is a Parameter of shape \(6, 6\) that came"):
+    with pytest.raises(RuntimeError, match=r"'layers.1.linear.weight' is a Parameter of shape \(6, 6\) that was added"):
         model(ids(0, 0))
     with torch.no_grad():
         model.head = torch.nn.Linear(6, 2)
@@ -135,7 +135,7 @@ def fsdp2():
 
     model = bmt.auto_wrap(Whole())
     fully_shard(model, mesh=init_device_mesh("cpu", (bmt.world_size(),)))
-    with pytest.raises(RuntimeError, match="leave out FSDP, which replaces them all"):
+    with pytest.raises(RuntimeError, match="do not apply FSDP, which replaces all parameters"):
         model(ids(0, 0))
 
 
@@ -207,7 +207,7 @@ def accelerate_that_sees_other_ranks_or_shards_itself():
     try:
         for name, value, message in [
             ("num_processes", 7, "sees 7 process"),
-            *[("distributed_type", kind, f"started with {kind.value} beside hf_bmtrain") for kind in kinds],
+            *[("distributed_type", kind, f"configured to use {kind.value}, but hf_bmtrain") for kind in kinds],
         ]:
             for shared in (PartialState._shared_state, AcceleratorState._shared_state):
                 shared.update({**kept, name: value})

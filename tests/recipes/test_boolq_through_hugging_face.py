@@ -105,4 +105,4 @@ def test_an_accelerator_that_does_not_see_the_other_ranks(tmp_path):
     script.write_text(UNAWARE)
     done = run(TWO_RANKS, script, ACCELERATE_USE_CPU="false")
     assert done.returncode != 0
-    assert "Accelerate sees 1 process(es), hf_bmtrain 2" in done.stderr
+    assert "Accelerate sees 1 process(es), but hf_bmtrain has 2 ranks" in done.stderr

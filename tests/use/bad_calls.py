@@ -105,16 +105,16 @@ def models() -> Iterator[Row]:
     yield wrap("an empty list", nn.ModuleList, "ModuleList has no parameters")
     yield wrap("zero_level 2.0", Tower, "zero_level must be 2", zero_level=2.0)
     yield wrap("no such backend", Tower, "backend: 'nothing', see .*list_backends", compile="nothing")
-    yield wrap("blocks of another", Tower, "blocks=.*no part of this Tower", lambda m: Tower().layers)
+    yield wrap("blocks of another", Tower, "blocks=.*not part of this Tower", lambda m: Tower().layers)
     yield wrap("names as blocks", Tower, "blocks= names a str", lambda m: ["layers.0"])
     yield wrap("a name as blocks", Tower, "blocks= names a str", lambda m: "layers")
     yield wrap("None among blocks", Tower, "blocks= names a NoneType", lambda m: [None])
-    yield wrap("itself as a block", Tower, "blocks= names a Tower that is no part", lambda m: [m])
-    yield wrap("a block in a block", Tower, "Name one of the two", lambda m: [m.layers[0], m.layers[0].linear])
-    yield wrap("one layer as blocks", Tower, "blocks= takes modules", lambda m: m.layers[0])
+    yield wrap("itself as a block", Tower, "blocks= names a Tower that is not part", lambda m: [m])
+    yield wrap("a block in a block", Tower, "Pass one of the two", lambda m: [m.layers[0], m.layers[0].linear])
+    yield wrap("one layer as blocks", Tower, "blocks= must be a list of modules", lambda m: m.layers[0])
     yield wrap("no weights there", Tower, "a folder without weights", weights=scratch())
     yield wrap("another's weights", Tower, "missing .*unexpected", weights=stored("a.pt", nn.Linear(2, 2).state_dict()))
-    yield wrap("DataParallel", lambda: nn.DataParallel(Tower()), r"pass `\.module`")
+    yield wrap("DataParallel", lambda: nn.DataParallel(Tower()), r"pass its `\.module`")
     yield wrap("a lazy layer", lambda: nn.Sequential(nn.LazyLinear(2)), "run one forward before wrapping")
     yield wrap("sparse gradients", lambda: nn.Embedding(3, 2, sparse=True), "its attribute `sparse` to False")
     yield wrap("no values", lambda: nn.Linear(2, 2, device="meta"), "weights=FOLDER")
@@ -123,7 +123,7 @@ def models() -> Iterator[Row]:
     yield "forward", "in gathered", called_in_gathered, "after the `with`"
     yield "gathered", "an exception", raised_in_gathered, "must reach the user"
     ordinary, unsharded = torch.ones(2), list(Tower().parameters())
-    yield "gathered", "an ordinary tensor", lambda: gather(ordinary), "what must be .*: an ordinary tensor is whole"
+    yield "gathered", "an ordinary tensor", lambda: gather(ordinary), "what must be .*an ordinary tensor is full"
     yield "gathered", "an unsharded model's", lambda: gather(unsharded), "what must be .* sharded"
     for name, message, options in (
         ("tp_size 2", "tp_size=2 is not offered", {"tp_size": 2}),

@@ -14,7 +14,7 @@ from sides import Side, expect, language_loss, sgd, squares, train, train_step
 from small import WIDTH, Encoder, Layer, bert, decoder, ids
 from tiny_models import VOCABULARY
 
-LATE = "came into the model after auto_wrap"
+LATE = "was added to the model after auto_wrap"
 
 
 def gradual_unfreezing(side: Side) -> None:

@@ -187,7 +187,7 @@ def test_switching(after):
     for each in (model, twin):
         torch.manual_seed(7)
         each.add_adapter("second", lora(["q_proj", "o_proj"], r=2))
-    with pytest.raises(RuntimeError, match="came into the model after auto_wrap"):
+    with pytest.raises(RuntimeError, match="was added to the model after auto_wrap"):
         compute_loss(FAMILIES["llama"], model, 0)
     bmt.auto_wrap(model)
     for name in ("second", "default", "second"):

@@ -14,7 +14,7 @@ from sides import Side, expect, language_loss, train
 from small import MLP, WIDTH, Encoder, Layer, decoder, ids, vectors
 
 AGAIN = "what the layer draws or counts itself is drawn or counted again in the recomputation"
-LATE = "came into the model after auto_wrap"
+LATE = "was added to the model after auto_wrap"
 TWICE = "backward of a backward"
 
 
@@ -221,7 +221,7 @@ def functional_call_of_its_own(side: Side) -> None:
     side.see("output", torch.func.functional_call(model, moved, (ids(0, side.rank),)))
 
 
-@expect(refused="transform of torch.func")
+@expect(refused="inside a torch.func transform")
 def functional_gradient(side: Side) -> None:
     """torch.func.grad over functional_call."""
     model = side.wrap(Encoder())
@@ -241,7 +241,7 @@ def vmapped(side: Side) -> None:
         side.see("output", torch.func.vmap(lambda x: model(x[None])[0])(vectors(0, side.rank)))
 
 
-@expect(refused="transform of torch.func")
+@expect(refused="inside a torch.func transform")
 def vmapped_training(side: Side) -> None:
     """The same with a backward of the outputs."""
     model = side.wrap(MLP())
@@ -249,7 +249,7 @@ def vmapped_training(side: Side) -> None:
     side.gradients(model)
 
 
-@expect(refused="transform of torch.func")
+@expect(refused="inside a torch.func transform")
 def forward_mode(side: Side) -> None:
     """torch.func.jvp of the model's input."""
     model = side.wrap(MLP())

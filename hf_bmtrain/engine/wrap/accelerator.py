@@ -1,6 +1,6 @@
-"""What a wrapped model follows of the process's Accelerator: its mixed precision, and the number of its ranks.
+"""Make a wrapped model follow this process's Accelerator, if there is one: mixed precision and number of ranks.
 
-Accelerate is not imported: its state is looked up where the program has imported it. Trainer makes an Accelerator too.
+Accelerate is not imported here. Its state is read from `sys.modules`, if the program has imported it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def accelerator_is_running() -> bool:
-    """Return whether an Accelerator exists in this process. Trainer creates one as well."""
+    """Return whether an Accelerator exists in this process; libraries that build on Accelerate create one, too."""
     return _state() is not None
 
 
@@ -33,20 +33,20 @@ def mixed_precision() -> str:
 
 
 def check_accelerator(size: int) -> None:
-    """Raise RuntimeError if the Accelerator shards models itself, or does not see the `size` ranks of the world."""
+    """Raise RuntimeError if the Accelerator shards models itself, or has another number of ranks than `size`."""
     state = _state()
     if state is None:
         return
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
     if kind in _OWN_SHARDING:
         raise RuntimeError(
-            f"Accelerate was started with {kind} beside hf_bmtrain: two libraries would shard one model. Leave out "
-            "the FSDP, DeepSpeed or Megatron options (arguments, plugin, config file, ACCELERATE_USE_* variables)."
+            f"Accelerate is configured to use {kind}, but hf_bmtrain shards the model already. Remove the FSDP, "
+            "DeepSpeed or Megatron options (arguments, plugin, config file, ACCELERATE_USE_* variables)."
         )
     if state.num_processes != size:
         raise RuntimeError(
-            f"Accelerate sees {state.num_processes} process(es), hf_bmtrain {size}: every rank would train on the "
-            "same rows. Start the script with torchrun or accelerate launch; on CPU also set "
+            f"Accelerate sees {state.num_processes} process(es), but hf_bmtrain has {size} ranks: every rank would "
+            "train on the same rows. Start the script with torchrun or accelerate launch; on CPU also set "
             "ACCELERATE_USE_CPU=true (or TrainingArguments(use_cpu=True), Accelerator(cpu=True))."
         )
 
@@ -57,11 +57,11 @@ def _state() -> Any:
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
-    """Run `model`'s forward in the mixed precision of the process's Accelerator (Trainer makes one), if there is one.
+    """Make `model`'s forward use the mixed precision of this process's Accelerator, if there is one when it is called.
 
-    Accelerate does this for the models it prepares, but regards a sharded one as prepared. As in Accelerate,
-    half-precision outputs are converted to float32, and fp16 on the CPU, where it has no loss scale, becomes float32,
-    with a warning.
+    Accelerate itself does this only for models that it prepares, and a sharded model is marked as prepared. As in
+    Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale, fp16
+    is replaced by float32, with a warning.
     """
     forward = weak_method(model.forward)
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -72,7 +72,8 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
         if precision == "fp16" and device.type == "cpu":
             _log_once(
                 logging.WARNING,
-                "mixed_precision='fp16' is left out on the CPU, as Accelerate does: computing in float32. Use 'bf16'.",
+                "mixed_precision='fp16' is ignored on the CPU, as in Accelerate: the model computes in float32. Use "
+                "'bf16' instead.",
             )
             precision = "no"
         if precision == "no":
@@ -84,9 +85,9 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
         if weights == {_HALF[precision]}:
             _log_once(
                 logging.INFO,
-                "mixed_precision='%s' around weights that are %s already: autocast computes norms and losses in "
-                "float32, which takes time and memory. Leave it out (bf16=False in TrainingArguments) for what FSDP2 "
-                "does; our optimizers keep float32 masters either way.", precision, precision,
+                "mixed_precision='%s', but all weights are %s already: autocast only makes norms and losses compute in "
+                "float32, which takes time and memory. Turn it off (bf16=False in TrainingArguments) to compute as "
+                "FSDP2 does. hf_bmtrain's optimizers keep float32 masters in both cases.", precision, precision,
             )  # fmt: skip
         with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
             outputs = forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The door by which a feature enters the wrapping of a model."""
+"""Extensions: they take part in wrapping a model, at fixed points."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from .find import Chain
 class WrapPlan(NamedTuple):
     """A model that is being wrapped.
 
-    layers: the modules that become blocks. root: the modules outside them. shared: ids of parameters that several
-    blocks use, or a block and the root: they are sharded with the root. compiled: whether the blocks are compiled.
-    late: the model was wrapped before, and parameters were added since.
+    Attributes:
+        model: the outermost module.
+        world: the ranks that share it.
+        layers: the modules that become blocks.
+        root: all modules outside `layers`.
+        shared: ids of parameters that are used by several of `layers`, or by one of them and by `root`. They are root
+            parameters.
+        compiled: whether the blocks are compiled.
+        late: whether the model was wrapped before, so that only parameters that were added since are sharded.
     """
 
     model: torch.nn.Module
@@ -29,41 +35,42 @@ class WrapPlan(NamedTuple):
 
 
 class Extension:
-    """One feature of a wrapped model. Every method does nothing by default.
+    """Base class of extensions, whose methods do nothing by default.
 
-    They are called in the order in which they stand here, each for all extensions before the next.
+    `wrap` calls the methods in the order of their definitions here, each of them for all extensions before the next.
+    For parameters that are added to a wrapped model, it leaves out `choose`, `prepare`, `separate` and `kind`.
     """
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         """Raise ValueError, with the reason, if the model cannot be wrapped. late: see `WrapPlan`."""
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether this feature shards a parameter of a foreign class."""
+        """Return whether this extension can shard `parameter`, which is not of torch's own Parameter class."""
         return False
 
     def facts(self, model: torch.nn.Module) -> dict[str, str]:
-        """Return what must be equal on all ranks."""
+        """Return facts about the model, by name, that must be equal on all ranks."""
         return {}
 
     def choose(self, plan: WrapPlan) -> None:
-        """Decide what this feature does with the model, and change nothing. Raise ValueError if it cannot."""
+        """Decide how to treat the model, without changing it. Raise ValueError if this extension cannot be used."""
 
     def prepare(self, plan: WrapPlan) -> None:
         """Change modules and parameters before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return the ids of parameters that share no buffer with others."""
+        """Return the ids of parameters of blocks that may share buffers only with each other."""
         return set()
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
-        """Return the storage of a parameter of a block, None for plain elements."""
+        """Return the storage kind of a block's parameter, None for plain elements."""
 
     def connect(self, plan: WrapPlan) -> None:
-        """Finish, after everything is sharded."""
+        """Finish, when everything is sharded; for example, add observers."""
 
 
 def kind_of(extensions: list[Extension]) -> Any:
-    """Return the function that asks the extensions, in their order, for the storage of a parameter."""
+    """Return a function that returns the first storage kind that an extension gives for a parameter, or None."""
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:
         return next((kind for each in extensions if (kind := each.kind(parameter)) is not None), None)

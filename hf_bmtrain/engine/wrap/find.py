@@ -1,4 +1,4 @@
-"""Choose the modules of a model that become blocks, and their expected execution order."""
+"""Choose the modules of a model that become blocks, and the order in which they are expected to run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """Return the outermost ModuleLists whose items hold parameters, searching inside lists of lists.
+    """Return the outermost ModuleLists of modules with parameters. A list of ModuleLists is searched for inner ones.
 
-    A list that holds None (modules between layers, some of them left out) is none of blocks, nor one of embeddings:
-    models read the weights of those without calling them (SAM's points, tied heads).
+    Lists that contain None (optional modules between layers) or embeddings are skipped. Models read the weights of
+    such embeddings without calling the module (SAM's points, tied heads), so that no block would all-gather them.
     """
     if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]
@@ -31,17 +31,21 @@ def _may_be_block(item: torch.nn.Module | None) -> bool:
 def choose_chains(
     model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Return the blocks, in chains that run one after another, and the ModuleLists among them.
+    """Return the blocks, as chains in execution order, and the ModuleLists among `blocks`.
 
-    blocks: the modules that the user named, or None to use `find_block_lists`. A ModuleList or Sequential stands for
-    its items, which form a chain; all other modules form one more. Raises ValueError if one is not part of the model
-    or is inside another.
+    Args:
+        model: the model.
+        blocks: the modules that the user passed, or None for the result of `find_block_lists`. The items of a
+            ModuleList or Sequential form a chain; all other modules together form one more chain.
+
+    Raises:
+        ValueError: one of `blocks` is not part of the model, or is inside another one.
     """
     if blocks is None:
         lists = find_block_lists(model)
         return [list(dict.fromkeys(found)) for found in lists], lists
     if isinstance(blocks, torch.nn.Module) and not isinstance(blocks, _LISTS):
-        raise ValueError(f"blocks= takes modules of the model in a list, not one {type(blocks).__name__}.")
+        raise ValueError(f"blocks= must be a list of modules of the model, got one {type(blocks).__name__}.")
     asked = [blocks] if isinstance(blocks, torch.nn.Module) else list(blocks)
     lists = [item for item in asked if isinstance(item, torch.nn.ModuleList)]
     chains = [list(dict.fromkeys(item)) for item in asked if isinstance(item, _LISTS)]
@@ -56,19 +60,22 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
     for block in blocks:
         if not isinstance(block, torch.nn.Module) or not names.get(block):
             raise ValueError(
-                f"blocks= names a {type(block).__name__} that is no part of this {type(model).__name__}: pass modules "
-                "of the model itself, such as model.encoder.layers (a ModuleList stands for its items)."
+                f"blocks= names a {type(block).__name__} that is not part of this {type(model).__name__}: pass "
+                "modules of the model itself, such as model.encoder.layers (a ModuleList stands for its items)."
             )
         for inner in block.modules():
             if inner is not block and inner in blocks:
                 raise ValueError(
-                    f"blocks= names '{names[inner]}' and also '{names[block]}', which holds it: a parameter belongs to "
-                    "one block. Name one of the two."
+                    f"blocks= names '{names[inner]}' and also '{names[block]}', which contains it, but a parameter "
+                    "can belong to one block only. Pass one of the two."
                 )
 
 
 def adapter_parameters(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters of adapters, trained or not. PEFT's layers name the modules that hold them."""
+    """Return the ids of the parameters of adapters, frozen or not: those in modules named by `adapter_layer_names`.
+
+    PEFT's layers have this attribute.
+    """
     held = [
         getattr(module, name, None) for module in model.modules() for name in getattr(module, "adapter_layer_names", ())
     ]

@@ -1,4 +1,4 @@
-"""ModelHook: what runs before each forward of a wrapped model."""
+"""ModelHook: the checks that run before each forward of a wrapped model."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ from .accelerator import check_accelerator
 
 
 def install_hook(model: torch.nn.Module) -> None:
-    """Register a ModelHook on `model`, unless it has one."""
+    """Register a ModelHook on `model`, unless it has one already."""
     if not any(isinstance(hook, ModelHook) for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(ModelHook(), with_kwargs=True)
 
 
-@disable_compiler  # the model around the blocks may be compiled
+@disable_compiler  # for users who compile the whole model
 def _tell_observers(world: World, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     world.schedule.before_forward(model, args, kwargs)
 
 
 class ModelHook:
-    """The forward pre-hook of a wrapped model: checks it, and then tells the observers that its forward begins.
+    """The forward pre-hook of a wrapped model: checks the model, then calls the observers' `before_forward`.
 
-    It runs behind hooks that were registered before the model was wrapped, which may change the arguments, and refuses
-    a model before an observer exchanges anything with other ranks.
+    It runs after hooks that were registered before the model was wrapped, which may change the arguments. The checks
+    come before the observers, which may communicate with other ranks.
 
-    The check of a training forward raises RuntimeError if the model is exported or called in a transform of torch.func,
-    if it was wrapped in DistributedDataParallel, if Accelerate shards it or sees another number of ranks, if it holds a
-    parameter that is not sharded, or if one of a block was renamed. Parameters and modules can be replaced without any
-    call (FSDP writes into the dicts of a module), so every training forward checks all of them: module by module in the
-    first one and after the tree of modules or a name has changed, otherwise in the dicts that were found then.
+    The hook raises RuntimeError if the model is traced or exported and, in a training forward, if the model is called
+    inside a torch.func transform or DistributedDataParallel, if Accelerate shards it or sees another number of ranks,
+    if it has a parameter that is not sharded, or if a block's parameter was renamed. Parameters and modules can be
+    replaced without a call that could be intercepted (FSDP writes into the dicts of modules), so every training
+    forward checks all of them. `_walk` visits every module, in the first forward and whenever modules or names of
+    parameters have changed; the other forwards only look into the dicts that the last walk found.
     """
 
     def __init__(self) -> None:
-        self._parameters: list[dict[str, Any]] = []  # of every module
-        self._modules: list[dict[str, Any]] = []
-        self._tree: list[torch.nn.Module | None] | None = None  # their values at the last walk
-        self._names: list[str] = []  # of the parameters then
-        self._kinds: set[type] = set()  # their classes, of sharded ones
+        self._parameters: list[dict[str, Any]] = []  # every module's `_parameters`
+        self._modules: list[dict[str, Any]] = []  # every module's `_modules`
+        self._tree: list[torch.nn.Module | None] | None = None  # all modules' children at the last walk
+        self._names: list[str] = []  # parameter names at the last walk
+        self._kinds: set[type] = set()  # classes of the sharded parameters (and None) at the last walk
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
-        if world.device.type != "meta":  # a simulation has another number of ranks than Accelerate
+        if world.device.type != "meta":  # a simulated world may have another number of ranks than Accelerate
             self._check(model, world.size)
         if world.schedule.observers.before_forward:
             _tell_observers(world, model, args, kwargs)
@@ -65,16 +66,18 @@ class ModelHook:
     def _check(self, model: torch.nn.Module, ranks: int) -> None:
         if torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(
-                f"A sharded {type(model).__name__} cannot be traced or exported, because its weights come and go: load "
-                "its state dict (bmt.save, model.state_dict()) into a model that is not wrapped, and export that."
+                f"A sharded {type(model).__name__} cannot be traced or exported, because its full parameters exist "
+                "only while they are used. Load its state dict (bmt.save, model.state_dict()) into a model that is not "
+                "wrapped, and export that."
             )
         if not torch.is_grad_enabled():
             return
         if functorch_transforms_active():
             raise RuntimeError(
-                f"A transform of torch.func around a sharded {type(model).__name__}: its blocks are gathered and "
-                "released by autograd's own backward. Use loss.backward(), torch.autograd.grad with respect to "
-                "inputs, or a model that is not wrapped; vmap without gradients under torch.no_grad()."
+                f"A sharded {type(model).__name__} cannot be called inside a torch.func transform, because its blocks "
+                "are all-gathered and resharded during autograd's own backward. Use loss.backward(), "
+                "torch.autograd.grad with respect to inputs, or a model that is not wrapped. vmap works under "
+                "torch.no_grad()."
             )
         if DistributedDataParallel._active_ddp_module is not None:
             iter(RefuseDataParallel())
@@ -90,14 +93,15 @@ class ModelHook:
     def _walk(self, model: torch.nn.Module) -> None:
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
-                # A wrapped model that became a part of a block is shown with wholes in the block's forward.
+                # If a wrapped model is itself inside a block, its modules hold full parameters (marked `is_unsharded`)
+                # while that block's forward runs.
                 known = _is_sharded(type(parameter)) or hasattr(parameter, "is_unsharded")
                 if parameter is not None and not known:
                     raise RuntimeError(
-                        f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that came "
-                        "into the model after auto_wrap: it is not sharded, and nobody averages its gradient over the "
-                        "ranks. Do what adds or replaces parameters (LoRA, resize_token_embeddings, a new head) before "
-                        "auto_wrap, and leave out FSDP, which replaces them all."
+                        f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that was "
+                        "added to the model after auto_wrap: it is not sharded, and its gradient is not averaged over "
+                        "the ranks. Add or replace parameters (adapters, resized embeddings, a new head) before "
+                        "auto_wrap, and do not apply FSDP, which replaces all parameters."
                     )
         for module in model.modules():
             if isinstance(module, CheckpointBlock):
@@ -110,12 +114,12 @@ class ModelHook:
 
 
 def _is_sharded(kind: type) -> bool:
-    """Whether values of class `kind` may be among the parameters of a module: sharded ones and None."""
+    """Return whether the `_parameters` of a wrapped module may contain values of class `kind`."""
     return issubclass(kind, (DistributedParameter, type(None)))
 
 
 def _check_places(block: CheckpointBlock) -> None:
-    """Raise RuntimeError if a parameter of `block` has another name than when it was sharded."""
+    """Raise RuntimeError if a parameter of `block` was registered under another name after it was sharded."""
     known = {(id(slot.parameters), slot.name) for slot in block._slots()}
     for name, module in block.named_modules():
         for key, parameter in module._parameters.items():
@@ -129,9 +133,10 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
-    """Turn `use_cache` off in training forwards.
+    """Make training forwards of `modules` run with use_cache=False.
 
-    A recomputed forward would append to the key-value cache twice, and a compiled layer would have its own graph.
+    A recomputed forward would append to the key-value cache twice, and a compiled layer would need another graph for
+    it. Modules without a `use_cache` argument are left alone.
     """
     states = weakref.WeakSet(block._bmt for block in blocks)
 

@@ -1,4 +1,4 @@
-"""Methods of wrapped models that are replaced: gradient checkpointing, layer-drop, generation and resizing."""
+"""Replaced methods and attributes of wrapped models: gradient checkpointing, layer-drop, generation, resizing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
-    """Turn off Hugging Face's gradient checkpointing.
+    """Turn off the model's own gradient checkpointing; the blocks recompute instead.
 
-    Later calls to `gradient_checkpointing_enable()` (Trainer makes one) and `_disable()` switch the blocks' instead.
+    Later calls of `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the blocks'
+    recomputation on and off.
     """
-    states = weakref.WeakSet(block._bmt for block in blocks)  # weak: a patched module may be inside a block
+    # Weak references, because a block may contain a patched module, which would be a reference cycle.
+    states = weakref.WeakSet(block._bmt for block in blocks)
     for module in model.modules():
-        for word in ("activation", "gradient"):  # the second is the older name
+        for word in ("activation", "gradient"):  # the new and the old name in transformers
             disable = getattr(module, f"{word}_checkpointing_disable", None)
             if callable(disable):
                 if word == "activation" or not hasattr(module, "activation_checkpointing_disable"):
@@ -35,7 +37,7 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
 
 
 def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
-    """Call `disable`. transformers raises where the class claims the support and none of its modules has the switch."""
+    """Call `disable`, and ignore the ValueError that transformers raises if no module can checkpoint."""
     try:
         disable()
     except ValueError:
@@ -44,18 +46,18 @@ def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
 
 
 def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwargs) -> None:
-    """Switch the blocks' recomputation on or off. The options, which are torch.utils.checkpoint's, are ignored."""
-    _log.info("recompute %s in %d sharded blocks (asked for through the model)", on, len(states))
+    """Switch the blocks' recomputation on or off. args, kwargs: options of torch.utils.checkpoint, ignored."""
+    _log.info("recompute=%s in %d sharded blocks, as the model's gradient_checkpointing method asks", on, len(states))
     for state in states:
         state.recompute = ALWAYS if on else NEVER
 
 
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-    """Make all ranks call the same blocks, because a collective runs in every block.
+    """Make all ranks call the same blocks, since the collectives of every block need all ranks.
 
-    Turns off layer-drop, which skips random layers, different ones on each rank: for modules marked as FSDP's
-    transformers uses every layer where the rate is read from the configuration. Makes generation continue until every
-    rank is done: transformers does that for marked modules too, and `generate` if `synced_gpus` is set.
+    Turns off layer-drop, which skips random layers, different ones on each rank. If a model reads the rate from its
+    configuration, the mark `_is_fsdp_managed_module` makes transformers call every layer. Also makes generation go on
+    until every rank has finished, by that mark and by synced_gpus=True in `generate`.
     """
     dropping = [module for module in model.modules() if _drops_layers(module)]
     for module in dropping:
@@ -63,8 +65,13 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
             module.layerdrop = 0.0  # pyright: ignore
     if dropping:
         names = ", ".join(sorted({type(module).__name__ for module in dropping}))
-        _log.warning("layer-drop is off in %s: each rank would skip other blocks, whose gathers then hang", names)
-    inside = {module for block in blocks for module in block.modules()}  # torch.compile gives the mark a meaning
+        _log.warning(
+            "hf_bmtrain turned off layer-drop in %s: every rank would skip different blocks at random, and the "
+            "all-gathers of the others would hang. Set layerdrop to 0 in the configuration to make this explicit.",
+            names,
+        )
+    # Modules inside blocks are not marked, because torch.compile treats marked modules differently.
+    inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         if module not in inside:
             module._is_fsdp_managed_module = True  # pyright: ignore[reportArgumentType]
@@ -76,7 +83,10 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
 
 
 def _drops_layers(module: torch.nn.Module) -> bool:
-    """Return whether the forward of `module` skips random layers, at a rate of its own or of its configuration."""
+    """Return whether `module` drops layers at random.
+
+    It does if its attribute `layerdrop`, or the rate that its forward reads from its configuration, is not 0.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []
     config = getattr(module, "config", None)
@@ -84,7 +94,7 @@ def _drops_layers(module: torch.nn.Module) -> bool:
 
 
 def refuse_resizing(model: torch.nn.Module) -> None:
-    """Refuse to resize the embeddings of `model`."""
+    """Make the methods of `model` that resize embeddings raise RuntimeError."""
     for module in model.modules():
         for name in ("resize_token_embeddings", "resize_position_embeddings"):
             if hasattr(module, name):
@@ -93,5 +103,5 @@ def refuse_resizing(model: torch.nn.Module) -> None:
 
 def _refuse_resizing(name: str, *args, **kwargs) -> NoReturn:
     raise RuntimeError(
-        f"{name} changes the shape of sharded weights, whose slices would be lost: call it before auto_wrap."
+        f"{name} cannot change the shape of sharded weights, which are views of flat buffers: call it before auto_wrap."
     )

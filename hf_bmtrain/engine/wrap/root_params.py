@@ -1,4 +1,4 @@
-"""Shard the parameters and place the buffers of a model outside its blocks."""
+"""Shard a model's root parameters, and move its module buffers to the rank's device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from ..sharding.parameter import DistributedParameter, Origin
 from ..sharding.slots import Place, find_places, shard_places
 
 OWN_BUFFER_NUMEL = 1 << 20
-"""Parameters outside blocks with at least this many elements get a flat buffer of their own, to be gathered alone."""
+"""Root parameters with at least this many elements each get their own flat buffer, so that each is gathered alone."""
 
 
 def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module]) -> set[int]:
-    """Return the ids of parameters used by two blocks, or by a block and the rest: they are sharded outside blocks."""
+    """Return the ids of parameters used by several `blocks`, or by a block and a module `outside`.
+
+    They are sharded as root parameters.
+    """
     owners: dict[int, set[int]] = {}
     for number, block in enumerate(blocks):
         for _, _, parameter in find_places(block.modules()):
@@ -28,14 +31,24 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 
 
 def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]) -> list[Place]:
-    """Return the places of the modules `outside`, and those in `blocks` that hold `shared` parameters."""
+    """Return a (module, name, parameter) for every root parameter.
+
+    These are every parameter directly in the modules `outside`, then every one inside `blocks` whose id is in `shared`.
+    """
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
 
 
 def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
-    """Shard the parameters of `places`; make their modules, and those `outside`, DistributedModules. Collective."""
-    groups: dict[int, list[Place]] = {0: []}  # 0: the small parameters, which come first
+    """Shard the root parameters. Collective.
+
+    Args:
+        world: the ranks that share them.
+        places: a (module, name, parameter) for each slot of a root parameter.
+        outside: the modules outside blocks. They and the modules of `places` become DistributedModules, except
+            ModuleLists without parameters of their own.
+    """
+    groups: dict[int, list[Place]] = {0: []}  # key 0: all small parameters, which share buffers and come first
     for place in places:
         large = place[2].numel() >= OWN_BUFFER_NUMEL
         groups.setdefault(id(place[2]) if large else 0, []).append(place)
@@ -47,7 +60,7 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
 
 
 def name_buffers(model: torch.nn.Module, world: World) -> None:
-    """Name the flat buffers by their parameters, and tell these where they are, for messages."""
+    """Set the names of the flat buffers, for messages, and the `origin` of every sharded parameter."""
     names: dict[int, list[str]] = {}
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]
     holders = {key: block for block in blocks for key in _keys(model.get_submodule(block[:-1]))}
@@ -70,9 +83,9 @@ def _keys(block: torch.nn.Module) -> list[int]:
 
 @torch.no_grad()
 def place_buffers(model: torch.nn.Module, world: World) -> None:
-    """Move the module buffers (running means, masks, rotary tables) to the rank's device, with rank 0's values.
+    """Move the module buffers (running means, masks, rotary tables) to this rank's device. Collective.
 
-    Collective.
+    All ranks get rank 0's values.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""Shard a model in place, in named phases: what a reader follows from top to bottom."""
+"""Shard a model in place, in named phases."""
 
 from __future__ import annotations
 
@@ -34,10 +34,20 @@ def wrap(
     blocks: Iterable[torch.nn.Module] | None,
     extensions: Sequence[Extension],
 ) -> None:
-    """Shard `model`, or what was added to it since it was wrapped. Collective. The arguments are `auto_wrap`'s.
+    """Shard `model` or, if it is wrapped already, the parameters that were added to it since. Collective.
 
-    Raises ValueError, on every rank, if the model cannot be sharded, and RuntimeError unless all ranks have the same
-    model.
+    Args:
+        model: the model.
+        world: the ranks that share it.
+        zero_level: as in `auto_wrap`.
+        use_checkpoint: as in `auto_wrap`.
+        compile: as in `auto_wrap`; a string names the backend.
+        blocks: as in `auto_wrap`.
+        extensions: called at each phase.
+
+    Raises:
+        ValueError: on every rank, if the model cannot be sharded.
+        RuntimeError: the ranks have different models.
     """
     late = holds_additions(model)
     chains, lists = _choose_chains(model, world, blocks, late, extensions)
@@ -72,7 +82,10 @@ def _choose_chains(
     late: bool,
     extensions: Sequence[Extension],
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Return the result of `choose_chains`, none for additions, once the model is admitted on all ranks. Collective."""
+    """Check the model on all ranks, and return the result of `choose_chains`. Collective.
+
+    If `late`, no blocks are chosen and both lists are empty.
+    """
     chains: list[Chain] = []
     lists: list[torch.nn.ModuleList] = []
 
@@ -103,7 +116,7 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check`; if it raises ValueError on one rank, raise on all of them. Collective."""
+    """Call `check`, and raise its ValueError; raise RuntimeError if the ranks' errors differ. Collective."""
     refusal = None
     try:
         check()
@@ -115,13 +128,13 @@ def _refuse_together(world: World, check: Callable[[], object]) -> None:
 
 
 def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
-    """Return the modules of `model` that are not inside one of `blocks`."""
+    """Return the modules of `model` that are neither one of `blocks` nor inside one."""
     inside = {id(module) for block in blocks for module in block.modules()}
     return [module for module in model.modules() if id(module) not in inside]
 
 
 def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
-    """Make a CheckpointBlock of each layer, but for the parameters that it shares. Collective."""
+    """Make each layer a CheckpointBlock of all its parameters except the shared ones. Collective."""
     separate = {key for each in extensions for key in each.separate(plan)}
     kind = kind_of([*extensions])
     for layer in plan.layers:
@@ -131,12 +144,12 @@ def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, exten
 
 
 def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
-    """Tell the blocks of each chain their neighbours, make block lists of the ModuleLists, and compile the blocks.
+    """Link the blocks of each chain, make the ModuleLists block lists, and compile the blocks if asked.
 
-    The blocks recompute what the model would.
+    Also turns off the model's own gradient checkpointing, in favour of the blocks'.
     """
     for module_list in lists:
-        if type(module_list) is torch.nn.ModuleList:  # a subclass keeps its class
+        if type(module_list) is torch.nn.ModuleList:  # lists of a subclass keep their class
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
@@ -148,7 +161,7 @@ def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList],
 
 
 def _shard_additions(plan: WrapPlan) -> None:
-    """Shard the parameters that were added since the model was wrapped (adapters, a new head). Collective."""
+    """Shard the parameters that were added after the model was wrapped, such as adapters or a new head. Collective."""
     world, count, layers = plan.world, 0, plan.layers
     for block in layers:
         own = [place for place in find_places(block.modules()) if id(place[2]) not in plan.shared and _is_new(place)]
@@ -159,7 +172,7 @@ def _shard_additions(plan: WrapPlan) -> None:
     fresh = [module for module in plan.root if not isinstance(module, DistributedModule)]
     shard_root(world, left, fresh)
     _patch(plan, fresh)
-    _log.info("rank %d: sharded %d new parameters in blocks and %d outside", world.rank, count, len(left))
+    _log.info("rank %d: sharded %d new parameters in blocks and %d outside blocks", world.rank, count, len(left))
 
 
 def _is_new(place: Place) -> bool:
@@ -167,7 +180,10 @@ def _is_new(place: Place) -> bool:
 
 
 def _patch(plan: WrapPlan, fresh: Iterable[torch.nn.Module]) -> None:
-    """Place the module buffers, and patch the model. fresh: its modules that were not wrapped before. Collective."""
+    """Move the module buffers to the device, patch the model's methods and install its hooks. Collective.
+
+    fresh: the model's modules that were not wrapped before.
+    """
     place_buffers(plan.model, plan.world)
     name_buffers(plan.model, plan.world)
     keep_cache_out(fresh, plan.layers)
@@ -181,6 +197,7 @@ def _report(plan: WrapPlan, sharded: str, level: int) -> None:
     _log.info("rank %d: sharded %s: %s, zero_level %d", plan.world.rank, kind, sharded, level)
     if not plan.layers:
         _log.warning(
-            "%s has no nn.ModuleList with parameters, so no blocks were found: all of it is gathered for one forward "
-            "and backward. To save memory name the layers: auto_wrap(model, blocks=[...]).", kind,
+            "%s has no nn.ModuleList with parameters, so no blocks were found: all of its parameters are unsharded "
+            "together during forward and backward. To save memory, pass its layers: auto_wrap(model, blocks=[...]).",
+            kind,
         )  # fmt: skip

@@ -91,7 +91,7 @@ def hooks():
     model(ids(0, 0))
     assert seen[0][2][0] is other
     model.extra = torch.nn.Linear(1, 1)
-    with pytest.raises(RuntimeError, match="came into the model after auto_wrap"):
+    with pytest.raises(RuntimeError, match="was added to the model after auto_wrap"):
         model(ids(0, 0))
     handle.remove()
     assert len(seen) == 1

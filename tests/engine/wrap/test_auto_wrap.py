@@ -154,9 +154,9 @@ def named_blocks():
     model = check(seeded(Tower), lambda m: [], [])
     model = Tower()
     for wrong, message in [
-        ([Layer()], "no part of this Tower"),
-        ([model], "no part of this Tower"),
-        (model.layers[0], "not one Layer"),
+        ([Layer()], "not part of this Tower"),
+        ([model], "not part of this Tower"),
+        (model.layers[0], "got one Layer"),
         ([model.layers[0], model.layers[0].linear], r"'layers.0.linear' and also 'layers.0'"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -331,7 +331,7 @@ def refusals():
     for model, message in [
         (wrapped, "wrapped already"),
         (nn.ModuleDict({"model": wrapped}), "wrapped already"),
-        (nn.DataParallel(Tower()), "unwrap DataParallel"),
+        (nn.DataParallel(Tower()), "wrapped in DataParallel"),
         (compiled, "OptimizedModule is compiled already"),
         (layer_compiled, "'layers.1' is compiled already"),
         (lazy, "'head.weight' has no shape yet"),
@@ -401,7 +401,7 @@ def test_distributed_models_are_refused():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    with pytest.raises(ValueError, match="unwrap DistributedDataParallel"):
+    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
         bmt.auto_wrap(nn.parallel.DistributedDataParallel(Tower()))
     model = fully_shard(Tower(), mesh=init_device_mesh("cpu", (bmt.world_size(),)))
     with pytest.raises(ValueError, match="FSDP"):

@@ -123,7 +123,7 @@ def test_changes(name, forwards):
         model(ids(step, 0)).backward()
     CHANGES[name](model)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="came into the model after auto_wrap"):
+        with pytest.raises(RuntimeError, match="was added to the model after auto_wrap"):
             model(ids(0, 0))
 
 

@@ -75,7 +75,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that created a temporary folder has ended, because nobody holds the folder's lock."""
+    """Return whether the process that created a temporary folder has ended, which releases its lock on the folder."""
     try:
         with open(folder / _LOCK, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -58,7 +58,7 @@ def import_cupy() -> Any:
         major = (torch.version.cuda or "13").split(".")[0]
         raise RuntimeError(
             f"CUDA kernels need CuPy, which could not be imported ({error}). This torch is built for CUDA "
-            f"{torch.version.cuda}: pip install 'hf_bmtrain[cuda{major}]' (there are cuda12 and cuda13)"
+            f"{torch.version.cuda}: run pip install 'hf_bmtrain[cuda{major}]' (the extras are cuda12 and cuda13)"
         ) from error
     return cupy
 

@@ -74,7 +74,7 @@ def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
 def available_bytes() -> int:
     """Return how many bytes of host memory this process can still allocate.
 
-    This is the host's available memory, or what the process's control group leaves of its limit if that is less.
+    This is the host's available memory or, if less, what remains of the memory limit of the process's control group.
     """
     free = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     for limit, usage, cached in CONTROL_GROUPS:

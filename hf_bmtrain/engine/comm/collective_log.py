@@ -154,8 +154,8 @@ class CollectiveLog:
         self.problem: str | None = None
         self.told = False
         self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
-        # The first word is the count. The digest after entry number i is at 1 + i % _RING. It is an array, and later a
-        # memory view, because torch.compile, which may trace `note`, does not guard on their contents.
+        # The first word is the count. The digest after entry number i is at 1 + i % _RING. This is an array, and after
+        # `publish` a memory view, because torch.compile, which may trace `note`, does not trace into either.
         self._memory: Any = array("Q", bytes(8 * WORDS))
         self._others: list[tuple[int, Any]] = []
 

@@ -145,7 +145,7 @@ class Gather(Protocol):
 class CollectiveGather(Gather):
     """Gathers shards by the communicator's all-gather.
 
-    An all-gather ends on no rank before all ranks have entered it, so shards need no protection from early writes.
+    An all-gather ends on no rank before all ranks have entered it, so writes that follow it need no synchronization.
     """
 
     def __init__(self, communicator: Communicator) -> None:

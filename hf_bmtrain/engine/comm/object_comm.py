@@ -36,7 +36,7 @@ class ObjectComm:
         self.occasions: dict[int, str] = {}
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
-        self._last: Any = None  # the last barrier
+        self._last: Any = None  # the work of the last barrier
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
         """Return the values that all ranks pass, in rank order. Collective.
@@ -126,7 +126,7 @@ class ObjectComm:
     def close(self) -> None:
         """Destroy the gloo group, unless its threads still wait for other ranks in a barrier that timed out."""
         given_up = self._last is not None and not self._last.is_completed()
-        self._last = None  # it refers to the group
+        self._last = None  # it refers to the group, whose threads end with the last reference
         if given_up:
             keep_group(self._group)
         elif self._group is not None:

@@ -28,8 +28,8 @@ class Mailbox:
     Attributes:
         memory: (nbytes,) uint8.
         number: its position among the mailboxes; ranks use mailboxes of the same number for the same gradients.
-        free: the ticket to wait for before filling the mailboxes of this number on other ranks. Once it is complete, no
-            rank is reading its own any longer.
+        free: a ticket for which the next copies into mailboxes of this number wait. Once it is complete, no rank is
+            reading its mailbox of this number any longer.
     """
 
     memory: torch.Tensor
@@ -181,7 +181,7 @@ class PeerReduction(Reduction):
         self._pushing.after(box.free)
         self._pushing.run(lambda: self._memory.copy(pushed).wait())
         self._adding.after(self._pushing.record_event())
-        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # the meeting
+        self._adding.run(lambda: self._communicator.all_reduce(self._token).wait())  # meeting k
         self.boxes.before(box).free = self._adding.record_event()
         self._adding.run(add)
         return self._adding.record_event()

@@ -23,7 +23,7 @@ class ResizableStorage:
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         numbers = dtype.is_floating_point or dtype.is_complex
-        self._poison = (float("nan") if numbers else 0xFF) if poison else None  # bytes that are NaN in any dtype
+        self._poison = (float("nan") if numbers else 0xFF) if poison else None  # 0xFF bytes are NaN in any dtype
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Imported here, before there is a default process group: the functions of this module have that group, as it is when
-# the module is imported, as a default argument. If an optimizer imported it later, the group's threads would run until
-# the interpreter ends, even after the group is destroyed.
+# Imported here because it must be imported before a default process group exists. Its functions have the default group
+# as a default argument, evaluated at import. If an optimizer imported it later, this reference would keep the group's
+# threads running until the interpreter ends, even after the group is destroyed.
 import torch.distributed.nn.functional
 
 from ..comm.agreement import agree

@@ -130,7 +130,7 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
         return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, tuple) and hasattr(values, "_fields"):
         return type(values)(*[replace_tensors(function, each) for each in values])
-    if isinstance(values, tuple):  # one of torch.return_types, such as the result of `max` over a dimension
+    if isinstance(values, tuple):  # one of torch.return_types, whose constructors take one sequence
         return type(values)([replace_tensors(function, each) for each in values])
     if isinstance(values, dict):
         return {key: replace_tensors(function, each) for key, each in values.items()}

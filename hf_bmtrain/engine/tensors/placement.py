@@ -13,12 +13,12 @@ from ..comm.layout import Layout, Range
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """How the elements of one tensor are distributed over the ranks: as those of tensor `index` of `layout`.
+    """Which elements of one sharded tensor each rank stores: those that `layout` assigns to it of tensor `index`.
 
-    A view of a sharded tensor has the same placement, but for `shape`.
+    A view of a sharded tensor has the same placement, except for `shape`.
 
     Attributes:
-        layout: the layout of the flat buffer, or of one like it.
+        layout: the layout of a flat buffer with this tensor.
         index: the tensor's index in the layout.
         shape: the shape of the full tensor.
         communicator: of all ranks, for gathering and reducing sharded tensors.

@@ -277,7 +277,7 @@ class _Call:
             self.tensors = list(find_tensors((args, kwargs)))
             self.slices: list[Any] = [each for each in self.tensors if isinstance(each, ShardBase)]
             recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
-            initializes = getattr(func, "__module__", "") == "torch.nn.init"  # whose functions write under no_grad
+            initializes = getattr(func, "__module__", "") == "torch.nn.init"  # writes under no_grad
             self.full = recorded and torch.is_grad_enabled() and not initializes
             self.in_place = name.endswith("_") and not name.startswith("__")
             self.base = name[:-1] if self.in_place else name
@@ -337,7 +337,7 @@ class _Call:
         """Draw random elements for the full tensor, as a single process would, and keep this rank's elements."""
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
-                return self.func(*self.args, **self.kwargs)  # torch refuses to write to a leaf
+                return self.func(*self.args, **self.kwargs)  # raises torch's error for in-place writes to a leaf
             full = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
             part = first.placement.cut(self.func(full, *self.args[1:], **self.kwargs))
             if not self.in_place:

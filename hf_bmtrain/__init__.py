@@ -5,8 +5,9 @@
     model = bmt.auto_wrap(model)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 
-The engine shards, gathers, computes, reduces and updates; each feature is one folder of `features`; `bmtrain`, `hf`,
-`checkpoint` and `faults` are what users meet. README.md beside this file has the order in which they may import.
+`engine` shards and gathers parameters, reduces gradients and updates weights. Each folder of `features` is one feature,
+such as float8 or LoRA. `bmtrain`, `hf`, `checkpoint` and `faults` have the interface for users. README.md in this
+folder describes the source, and which folder may import which.
 """
 
 import importlib
@@ -45,11 +46,11 @@ from .features.parity.check_parity import check_parity
 from .features.prediction.predict import predict_memory
 
 if TYPE_CHECKING:
-    from . import hf as hf  # at run time it is imported on first use, see __getattr__
+    from . import hf as hf  # at run time __getattr__ imports it on first use
 
 __version__ = "0.1.0"
 
-Block = CheckpointBlock  # BMTrain's second name for it
+Block = CheckpointBlock  # BMTrain has both names
 
 __all__ = [
     "BMTrainModelWrapper", "Block", "CheckpointBlock", "DCPState", "DistributedModule", "DistributedParameter",
@@ -62,7 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `hf` on first use, because it imports transformers."""
+    """Import `hf` when it is first used, because it imports transformers."""
     if name == "hf":
         return importlib.import_module(f"{__name__}.hf")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""The world by BMTrain's keys: `bmt.config["rank"]`."""
+"""Properties of this process's world under BMTrain's keys, such as `bmt.config["rank"]`."""
 
 from .bmtrain.config import config
 

@@ -1,4 +1,4 @@
-"""Differentiable collectives under BMTrain's names."""
+"""Differentiable collectives, and `sum_loss` and `gather_result`, under BMTrain's names."""
 
 from .bmtrain.distributed import all_gather, all_reduce, broadcast, gather_result, reduce_scatter, sum_loss
 

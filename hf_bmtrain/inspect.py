@@ -1,4 +1,4 @@
-"""Statistics of parameters and activations over all ranks."""
+"""Statistics of parameters and activations, computed over all ranks."""
 
 from .bmtrain.inspect import InspectTensor, format_summary, inspect_model, inspect_tensor, record_tensor
 

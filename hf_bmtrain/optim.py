@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters, and the end of a training step."""
+"""Optimizers over sharded parameters, and OptimManager, which scales the loss, clips gradients and makes steps."""
 
 from .engine.optim.adam import AdamOptimizer
 from .engine.optim.manager import OptimManager

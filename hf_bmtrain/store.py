@@ -1,4 +1,4 @@
-"""Checkpoints and objects under BMTrain's names."""
+"""Checkpoints, and exchange of Python objects between ranks, under BMTrain's names."""
 
 from .bmtrain.store import DistributedStateDictWrapper, allgather_objects, broadcast_object
 from .bmtrain.store import _save_to_rank0 as _save_to_rank0

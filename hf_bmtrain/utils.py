@@ -1,4 +1,4 @@
-"""Printing and small helpers under BMTrain's names."""
+"""Helpers for printing, averages and memory under BMTrain's names."""
 
 from .bmtrain.utils import (
     AverageRecorder,

@@ -1,1 +1,1 @@
-"""BMTrain's public names, and where the parts of the library are put together."""
+"""The public interface under BMTrain's names, and `init_distributed`, which creates the world."""

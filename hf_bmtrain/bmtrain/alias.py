@@ -1,7 +1,7 @@
-"""The package under BMTrain's name: a module for each of BMTrain's, made from two tables.
+"""Makes `import bmtrain` provide this package: a module for each public module of BMTrain, with the same names in it.
 
-`bmtrain` and its modules are modules of their own, not the package's under a second name: an import of one that is
-in no table fails, where it would otherwise run a file of this package twice.
+`bmtrain` is not this package under a second name in `sys.modules`: then an import of an unknown submodule would find a
+file of this package, and run it a second time. Here it fails.
 """
 
 from __future__ import annotations
@@ -65,47 +65,47 @@ _OFFERED = {
     "bmtrain.optim.adam_offload": ("optim", _OFFLOAD),
     "bmtrain.optim.optim_manager": ("optim", _MANAGER),
 }
-"""Module of BMTrain: the module of this package (empty: the package itself) and its names that are there."""
+"""For each module of BMTrain: the module of this package ("": the package itself) that has its names, and the names."""
 
 
 class _Module(ModuleType):
-    """A module of BMTrain's name."""
+    """A module that is imported under a name of BMTrain's."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"{name}, provided by hf_bmtrain.")
         self.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        self.__path__ = []  # where its submodules are looked for that are not in sys.modules: nowhere
+        self.__path__ = []  # a package without a folder: only submodules that are in sys.modules can be imported
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"module '{self.__name__}' of hf_bmtrain has no attribute '{name}': BMTrain's internals, and its tensor "
-            "and pipeline parallelism, are not offered"
+            f"module '{self.__name__}', provided by hf_bmtrain, has no attribute '{name}': BMTrain's internals and its "
+            "tensor and pipeline parallelism are not available"
         )
 
 
 def install_as_bmtrain() -> None:
-    """Make `import bmtrain`, and the imports of its modules, provide this package in the present process.
+    """Make `import bmtrain`, and imports of its modules, provide this package in this process.
 
-    Scripts and libraries written for BMTrain then run unchanged. Call it before they are imported, or start the script
-    with `python -m hf_bmtrain.run`. A second call does nothing. Processes that are spawned, not forked, must call it
-    themselves. A warning is logged if BMTrain is installed.
+    Scripts and libraries written for BMTrain then run unchanged. Call this function before they are imported, or start
+    the script with `python -m hf_bmtrain.run`. A second call does nothing. Spawned processes must call it again, forked
+    ones need not. A warning is logged if BMTrain itself is installed.
 
     Raises:
-        RuntimeError: BMTrain itself has been imported.
+        RuntimeError: BMTrain itself has been imported already.
     """
     present = sys.modules.get("bmtrain")
     if isinstance(present, _Module):
         return
     if present is not None:
         raise RuntimeError(
-            f"install_as_bmtrain: BMTrain itself is imported already ({getattr(present, '__file__', present)}): call "
-            "this before anything imports bmtrain, or use `import hf_bmtrain as bmtrain`."
+            f"install_as_bmtrain: BMTrain itself is imported already ({getattr(present, '__file__', present)}). Call "
+            "install_as_bmtrain before anything imports bmtrain, or write `import hf_bmtrain as bmtrain`."
         )
     real = importlib.util.find_spec("bmtrain")
     if real is not None:
-        _log.warning("bmtrain is installed (%s), and this process uses hf_bmtrain in its place", real.origin)
+        _log.warning("bmtrain is installed (%s), but `import bmtrain` will provide hf_bmtrain instead", real.origin)
     package = sys.modules[__name__.split(".")[0]]
-    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # a package before its own
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # parents come first
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
     for name, module in modules.items():
         if name in _OFFERED:
@@ -113,6 +113,6 @@ def install_as_bmtrain() -> None:
             source = getattr(package, origin) if origin else package
             vars(module).update({each: getattr(source, each) for each in names.split()})
         above, _, last = name.rpartition(".")
-        if above and not callable(vars(modules[above]).get(last)):  # `bmtrain.synchronize` is the function
+        if above and not callable(vars(modules[above]).get(last)):  # bmtrain.synchronize stays the function
             setattr(modules[above], last, module)
         sys.modules[name] = module

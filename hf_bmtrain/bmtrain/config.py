@@ -1,4 +1,4 @@
-"""The world of this process as BMTrain's `config` mapping."""
+"""BMTrain's `config` mapping: rank, world size, device and other properties of this process's world."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..engine.runtime.world import World, current_world
 
 
 def _stream(world: World) -> Any:
+    """Return the device's current stream."""
     return torch.get_device_module(world.device).current_stream()
 
 
@@ -38,20 +39,24 @@ _READ = _VALUES | _OBJECTS
 
 
 class Config(Mapping):
-    """A read-only view of the world of this process.
+    """A read-only mapping with the properties of this process's world.
 
-    Keys: rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized; those of
-    BMTrain's groups, which are all ranks (zero_rank, zero_size, tp_zero_rank, tp_zero_size) or this one alone (tp_rank,
-    tp_size, pipe_size, pipe_enabled); comm and zero_comm, which stand for all ranks where a function takes `comm=`;
-    calc_stream and load_stream, both the device's current stream, which gathers and reductions follow by themselves.
-    Before `init_distributed` only `initialized` can be read; it is False.
+    Before `init_distributed` only `initialized` can be read; it is False. The keys are:
+
+    * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
+    * Those of BMTrain's process groups. zero_rank, zero_size, tp_zero_rank and tp_zero_size describe the group of all
+      ranks; tp_rank, tp_size, pipe_size and pipe_enabled a group of this rank alone.
+    * comm and zero_comm: values for the argument `comm` of collectives. Both mean all ranks.
+    * calc_stream and load_stream: both are the device's current stream. Communication synchronizes with it by itself.
     """
 
     def __getitem__(self, key: str) -> Any:
         if key == "initialized":
             return _initialized()
         if key not in _READ:
-            raise KeyError(f"{key}: config has {', '.join(self)}; other groups, streams and events do not exist here")
+            raise KeyError(
+                f"{key}: config has the keys {', '.join(self)}, but not BMTrain's other groups, streams and events"
+            )
         return _READ[key](current_world())
 
     def __iter__(self) -> Iterator[str]:
@@ -64,13 +69,14 @@ class Config(Mapping):
         return len(_READ) + 1
 
     def __setitem__(self, key: str, value: Any) -> None:
-        raise TypeError(f"config is read only: give {key!r} to init_distributed, auto_wrap or CheckpointBlock.")
+        raise TypeError(f"config is read-only: pass {key!r} to init_distributed, auto_wrap or CheckpointBlock instead.")
 
     def __repr__(self) -> str:
         return f"Config({ {key: self[key] for key in _VALUES} if _initialized() else 'before init_distributed' })"
 
 
 def _initialized() -> bool:
+    """Return whether `init_distributed` has been called."""
     try:
         current_world()
     except RuntimeError:

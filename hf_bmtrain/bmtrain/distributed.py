@@ -1,9 +1,10 @@
 """Differentiable collectives, and reductions of results over all ranks.
 
 An operation maps the inputs x_0 ... x_{N-1} of the N ranks to their outputs y_0 ... y_{N-1}. Its backward is the
-adjoint of that map: it gives the gradient of the *sum* of all ranks' losses. Gradients of sharded parameters are
-averaged over the ranks by their reduction, so do not divide the loss for them; divide by the world size where the
-gradient of another tensor is used. Every rank must call every operation, in the same order, forward and backward.
+adjoint of that map: each rank gets the gradient of the *sum* of all ranks' losses with respect to its own input.
+Gradients of sharded parameters are then averaged over the ranks, so do not divide the loss for their sake. If you use
+the gradient of another tensor, divide it by the world size yourself. Every rank must call every operation, in the same
+order, and run its backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
 
     Returns:
         (world size, ...), a new tensor on the device of `x`, equal on all ranks.
@@ -41,16 +42,16 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
     """Reduce a tensor over all ranks, element by element. Differentiable. Collective.
 
     Args:
-        x: (...); shape and dtype must be equal on all ranks. Not of dtype bool, int16 or complex.
-        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype. Ranks that hold the same maximum or
-            minimum share its gradient evenly, as in torch.amax.
-        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+        x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
+        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype. If several ranks have the maximum or
+            minimum, its gradient is divided evenly between them, as in torch.amax.
+        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
 
     Returns:
         (...), a new tensor on the device of `x`, equal on all ranks.
 
     Raises:
-        ValueError: an unknown `op`, a dtype that it cannot reduce, or, on every rank, shapes or dtypes that differ.
+        ValueError: `op` is unknown or cannot reduce this dtype; or, on every rank, shapes or dtypes differ.
     """
     current_world().check_comm(comm)
     if not isinstance(op, str) or op not in _OPERATIONS:
@@ -72,20 +73,20 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks.
         op: as in `all_reduce`.
-        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
 
     Returns:
         (n, ...), the rows rank * n to (rank + 1) * n of the reduced tensor.
 
     Raises:
-        ValueError: the world size does not divide dimension 0, or as in `all_reduce`.
+        ValueError: the size of dimension 0 is not a multiple of the world size, or for the reasons of `all_reduce`.
     """
     world = current_world()
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % world.size:
         raise ValueError(
-            f"reduce_scatter deals dimension 0 of x to {world.size} ranks, which must divide it: got shape "
-            f"{tuple(x.shape)}"
+            f"reduce_scatter splits dimension 0 of x evenly over {world.size} ranks, so its size must be a multiple of "
+            f"that: got shape {tuple(x.shape)}"
         )
     rows = x.shape[0] // world.size
     return all_reduce(x, op, comm)[world.rank * rows : (world.rank + 1) * rows]
@@ -97,13 +98,13 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
         root: the rank whose `x` is returned.
-        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
 
     Returns:
         (...), a new tensor on the device of `x`.
 
     Raises:
-        ValueError: `root` is no rank, or, on every rank, shapes or dtypes differ.
+        ValueError: `root` is not a rank; or, on every rank, shapes or dtypes differ.
     """
     current_world().check_comm(comm)
     size = current_world().size
@@ -113,10 +114,10 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
 
 
 def _check_tensor(function: str, name: str, x: Any) -> None:
-    """Raise ValueError unless `x` is a tensor with values."""
+    """Raise ValueError unless `x` is a tensor that is not on the meta device."""
     if not isinstance(x, torch.Tensor) or x.is_meta:
         kind = "one on the meta device" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{function} takes a tensor as {name}, not {kind}: wrap it in torch.tensor(...)")
+        raise ValueError(f"{function} takes a tensor with values as {name}, not {kind}: pass torch.tensor(...)")
 
 
 def _check_alike(function: str, name: str, x: torch.Tensor) -> None:
@@ -125,11 +126,13 @@ def _check_alike(function: str, name: str, x: torch.Tensor) -> None:
     everyone = current_world().gather_objects((tuple(x.shape), x.dtype))
     if any(other != everyone[0] for other in everyone):
         listing = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(everyone))
-        raise ValueError(f"{function} needs equal shapes and dtypes, got {listing}. Pad to a common length first.")
+        raise ValueError(
+            f"{function} needs equal shapes and dtypes on all ranks, got {listing}. Pad to a common length first."
+        )
 
 
 def _stack(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` of all ranks, (world size, ...), on the device of `x`."""
+    """Return the `x` of all ranks as one new tensor (world size, ...) on the device of `x`. Collective."""
     world = current_world()
     local = x.detach().to(world.device).contiguous()
     full = local.new_empty((world.size, *local.shape))
@@ -187,15 +190,15 @@ class _Broadcast(torch.autograd.Function):
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
     """Return the mean of a loss over all ranks, element by element. Differentiable. Collective.
 
-    The name is BMTrain's, which computes the mean as well. For a log keep `.item()` or `.detach()` of the result, or
-    the graph of the forward stays in memory.
+    (The name is BMTrain's, where it also returns the mean.) For logging keep `.item()` or `.detach()` of the result,
+    because the result itself keeps the autograd graph of the forward in memory.
 
     Args:
         loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
-        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
 
     Returns:
-        (...) float32, on the device of `loss`. Its backward on every rank gives the gradients of the mean.
+        (...) float32, on the device of `loss`. Calling backward on it, on every rank, gives the gradients of the mean.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
@@ -212,7 +215,7 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     """Concatenate the results of all ranks on dimension 0, in rank order. Not differentiable. Collective.
 
     Args:
-        result: (n, ...); shape and dtype must be equal on all ranks. A scalar counts as (1,).
+        result: (n, ...); shape and dtype must be equal on all ranks. A scalar is treated as shape (1,).
 
     Returns:
         (world size * n, ...), on the device of `result`.

@@ -1,4 +1,4 @@
-"""`init_distributed`: where the parts of the library are put together."""
+"""`init_distributed`: creates the world from the engine's parts, the fault detection and the features."""
 
 from __future__ import annotations
 
@@ -45,30 +45,32 @@ def init_distributed(
     init_method: str = "env://",
     num_micro_batches: int | None = None,
 ) -> None:
-    """Initialize the world: the processes that the launcher started, or one process without a launcher. Collective.
+    """Initialize the world: all processes that the launcher started, or this one alone without a launcher. Collective.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as set by torchrun, torch.distributed.launch and
-    accelerate, or joins an initialized torch process group. Uses CUDA if available (NCCL through CuPy), otherwise the
-    CPU (gloo); ACCELERATE_USE_CPU=true selects the CPU.
+    The function reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun,
+    torch.distributed.launch and accelerate set, or joins torch's process group if that is initialized already. It uses
+    CUDA if available (NCCL through CuPy), otherwise the CPU (gloo); ACCELERATE_USE_CPU=true selects the CPU.
 
     Args:
-        seed: for `random`, NumPy and torch on every rank; CUDA generators get seed + rank, so that dropout differs.
-        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them.
-        loss_scale_factor: the default of OptimManager.
-        loss_scale_steps: the default of OptimManager.
-        timeout: seconds that a rank waits for others before all end.
-        gather: "peer" copies weights from the other ranks' memory, and gradients of blocks to it, which requires one
-            host and, between GPUs, peer access; "collective" uses NCCL or gloo; "auto" copies large shards between GPUs
-            if possible.
-        pipe_size: an argument of BMTrain's: 1 or -1.
-        tp_size: an argument of BMTrain's: 1 or -1.
+        seed: the seed of `random`, NumPy and torch on every rank. CUDA generators get seed + rank instead, so that
+            dropout differs between ranks.
+        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them. `auto_wrap` and
+            CheckpointBlock can choose another value for a model.
+        loss_scale_factor: the default of `OptimManager`'s argument of that name.
+        loss_scale_steps: the default of `OptimManager`'s argument of that name.
+        timeout: the seconds that a rank waits for the others before all ranks end with an error.
+        gather: how weights and gradients are exchanged. "peer": ranks read shards from each other's memory, and write
+            gradients of blocks to it; this needs all ranks on one host and, on GPUs, peer access. "collective": by
+            NCCL or gloo. "auto": "peer" for large shards on GPUs if possible, else "collective".
+        pipe_size: for compatibility with BMTrain; must be 1 or -1.
+        tp_size: for compatibility with BMTrain; must be 1 or -1.
         init_method: where the ranks meet, as in torch.distributed.init_process_group.
-        num_micro_batches: an argument of BMTrain's, of its pipeline; ignored.
+        num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
 
     Raises:
-        RuntimeError: it was called before, ranks do not come within `timeout`, or they pass different arguments.
-        NotImplementedError: `pipe_size` or `tp_size` has another value.
-        TypeError, ValueError: another argument is out of range.
+        RuntimeError: it was called before, a rank does not call it within `timeout`, or ranks pass different arguments.
+        NotImplementedError: `pipe_size` or `tp_size` is neither 1 nor -1.
+        TypeError, ValueError: another argument has the wrong type or is out of range.
 
     Example::
 
@@ -82,7 +84,7 @@ def init_distributed(
     check_addresses(gather, init_method)
     for name, parts in (("pipe_size", pipe_size), ("tp_size", tp_size)):
         expect_number(name, parts, "1", integer=True)
-        if parts not in (1, -1):  # BMTrain takes -1 for 1
+        if parts not in (1, -1):  # BMTrain accepts -1 too, and treats it as 1
             refuse_parallelism(f"{name}={parts}")
     check_no_world()
     rank, size, local_rank = find_place()

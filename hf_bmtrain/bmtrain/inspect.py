@@ -1,4 +1,4 @@
-"""Statistics of parameters and of activations, over all ranks."""
+"""Statistics of parameters and activations, computed over all ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,20 @@ from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
 
 _COLUMNS = {"name": 4, "shape": 20, "max": 10, "min": 10, "std": 10, "mean": 10, "grad_std": 10, "grad_mean": 10}
-"""The columns of a table, and their least widths, which BMTrain's have."""
+"""The columns of `format_summary`'s table, and their minimum widths, the same as BMTrain's."""
 
 
 @dataclass(frozen=True)
 class _Moments:
-    """The mean of `count` numbers, the sum of squared distances from it, and their extremes, in float64."""
+    """Statistics of a set of numbers, in float64.
+
+    Attributes:
+        count: how many numbers there are.
+        mean: their mean.
+        squares: the sum of (number - mean)².
+        low: the smallest number; inf if there is none.
+        high: the largest number; -inf if there is none.
+    """
 
     count: int
     mean: float
@@ -44,7 +52,7 @@ class _Moments:
         return cls(values.numel(), *numbers.tolist())
 
     def __add__(self, other: _Moments) -> _Moments:
-        """Return the moments of both sets of numbers together (Chan, Golub & LeVeque 1979)."""
+        """Return the statistics of the union of both sets (Chan, Golub & LeVeque 1979)."""
         count = self.count + other.count
         if not self.count or not other.count:
             return self if self.count else other
@@ -55,7 +63,7 @@ class _Moments:
 
     @property
     def std(self) -> float:
-        """The unbiased standard deviation, as torch.std; nan for fewer than two numbers."""
+        """The unbiased standard deviation, like torch.std; nan for fewer than two numbers."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else math.nan
 
 
@@ -69,7 +77,7 @@ class _Local:
 
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return one line of a summary from all ranks' contributions."""
+    """Return the dict of one tensor from the contributions of all ranks. shape: its value for the key "shape"."""
     total = functools.reduce(operator.add, [local.values for local in ranks])
     gradients = [local.gradient for local in ranks if local.gradient is not None]
     gradient = functools.reduce(operator.add, gradients) if gradients else None
@@ -85,17 +93,17 @@ def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
-    """Compute statistics of the parameters of a model. Collective; nothing is gathered.
+    """Compute statistics of a model's parameters, without gathering the parameters. Collective.
 
     Args:
         model: the model, sharded or not.
-        param_name: a pattern of names (`*`, `?`, `[...]`), such as "*.weight".
-        prefix: put before each name, for the pattern as well.
+        param_name: a pattern for the names (`*`, `?`, `[...]`), such as "*.weight".
+        prefix: a text put before each name. The pattern is compared with the result.
 
     Returns:
-        A dict for each parameter whose name matches: name, shape, std (unbiased), mean, max and min of the full
-        parameter, and grad_std and grad_mean, which are 0.0 without a gradient. A tied parameter has a dict for each of
-        its names.
+        A dict for each parameter whose name matches, with the keys name, shape, std (unbiased), mean, max and min of
+        the full parameter, and grad_std and grad_mean, which are 0.0 if it has no gradient. A tied parameter has a dict
+        for each of its names.
     """
     world = current_world()
     expect_module("model", model)
@@ -119,6 +127,8 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
 
 @dataclass
 class _Record:
+    """A recorded tensor. wants_gradient: whether its gradient is kept. version: its version when it was recorded."""
+
     tensor: torch.Tensor
     name: str
     group: str | None
@@ -127,19 +137,19 @@ class _Record:
 
 
 class InspectTensor:
-    """The tensors that `record_tensor` recorded inside one `with inspect_tensor()`."""
+    """The tensors recorded by `record_tensor` inside one `with inspect_tensor()`."""
 
     def __init__(self) -> None:
         self._records: list[_Record] = []
 
     def add(self, x: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
-        """Record a tensor. `record_tensor` calls it.
+        """Record a tensor. `record_tensor` calls this method.
 
         Args:
             x: the tensor.
             name: its name.
-            group: a name for several records, or None.
-            requires_grad: whether to keep its gradient.
+            group: a prefix of its name in the summary, or None.
+            requires_grad: whether to keep its gradient, if `x` requires one.
         """
         wants = requires_grad and x.requires_grad
         if wants:
@@ -148,7 +158,7 @@ class InspectTensor:
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """One dict per record, in order: name, group, summary_name (`get_summary`'s), shape and tensor of this rank."""
+        """This rank's records, in order: dicts of name, group, summary_name (as in `get_summary`), shape and tensor."""
         return [
             {"name": r.name, "group": r.group, "summary_name": name, "shape": r.tensor.shape, "tensor": r.tensor}
             for name, r in zip(self._names(), self._records)
@@ -158,19 +168,19 @@ class InspectTensor:
         """Compute statistics of the recorded tensors over all ranks. Collective.
 
         Returns:
-            A dict for each record, in order, with the keys of `inspect_model`. Dimension 0 of the shape is summed over
-            ranks; statistics of a gradient that backward has not reached are None. A name is `group.0.name`,
-            `group.1.name`, and so on, without a group `0.name`.
+            A dict for each record, in order, with the keys of `inspect_model`. The size of dimension 0 is the sum over
+            the ranks. grad_std and grad_mean are None if there is no gradient. Names are `group.0.name`,
+            `group.1.name` and so on, for records of one group and name, or `0.name` without a group.
 
         Raises:
-            RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place.
+            RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.
         """
         world = current_world()
         world.barrier("get_summary")
         written = ", ".join(record.name for record in self._records if record.tensor._version != record.version)
         world.raise_everywhere(
-            "Recorded tensors were modified in place afterwards, so their values are gone: record x.clone(), or write "
-            "`x = x + y` for `x += y`",
+            "Recorded tensors were modified in place afterwards, so their values are lost: record x.clone(), or write "
+            "`x = x + y` instead of `x += y`",
             written or None,
         )
         mine = [
@@ -181,7 +191,7 @@ class InspectTensor:
         names = [[local.name for local in rank] for rank in everyone]
         if any(other != names[0] for other in names):
             raise RuntimeError(
-                f"The ranks have recorded different tensors, so there are no statistics over all of them: {names}. "
+                f"The ranks recorded different tensors, so no statistics over all ranks can be computed: {names}. "
                 "Call record_tensor on every rank, equally often."
             )
         lines = []
@@ -192,21 +202,22 @@ class InspectTensor:
         return lines
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """Return one of this rank's recorded tensors, with its `.grad`.
+        """Return one of the tensors that this rank recorded. Its `.grad` has the gradient, if that was kept.
 
         Args:
-            name: the name it was recorded under.
-            group: the group it was recorded under.
-            index: which one of that name and group; None for the first.
+            name: the name under which it was recorded.
+            group: the group under which it was recorded.
+            index: its index among the records of that name and group; None for the first.
 
         Returns:
-            The tensor, or None if there is none.
+            The tensor, or None if there is none with this index.
         """
         found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
         index = index or 0
         return found[index] if 0 <= index < len(found) else None
 
     def _names(self) -> list[str]:
+        """Return the name of each record in the summary."""
         numbers = defaultdict(itertools.count)
         names = []
         for record in self._records:
@@ -216,7 +227,7 @@ class InspectTensor:
 
 
 class _Recording(Observer):
-    """Adds what `record_tensor` is given to `inspector`."""
+    """Adds the tensors passed to `record_tensor` to `inspector`."""
 
     def __init__(self, inspector: InspectTensor) -> None:
         self.inspector = inspector
@@ -227,9 +238,9 @@ class _Recording(Observer):
 
 @contextmanager
 def inspect_tensor() -> Iterator[InspectTensor]:
-    """Record, under `with`, the tensors that are passed to `record_tensor`.
+    """Record the tensors that are passed to `record_tensor` inside this context.
 
-    A tensor is recorded once per forward, also if its block is recomputed. Recorded tensors stay in memory.
+    A tensor is recorded once per forward, even if its block is recomputed. The records keep the tensors in memory.
 
     Returns:
         A context manager that yields an `InspectTensor`.
@@ -264,11 +275,11 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
         requires_grad: whether to keep its gradient too.
 
     Raises:
-        ValueError: `x` is a parameter, or no tensor.
+        ValueError: `x` is a parameter, or not a tensor.
     """
     if isinstance(x, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         raise ValueError(
-            f"record_tensor takes an activation as x, not a {type(x).__name__}: see inspect_model for weights."
+            f"record_tensor takes an activation as x, not a {type(x).__name__}. Use inspect_model for parameters."
         )
     expect_kind("name", name, str, "a str")
     expect_kind("group", group, (str, type(None)), "a str or None")
@@ -281,19 +292,22 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
-    """Format a summary as a table of text: a header, and one line per dict.
+    """Format a summary as a text table: a header, and one line per dict.
 
     Args:
         summary: what `inspect_model` or `InspectTensor.get_summary` returned.
 
     Raises:
-        ValueError: `summary` is something else.
+        TypeError: `summary` is not a list of dicts.
+        ValueError: a dict lacks one of the keys.
     """
     expect_kind("summary", summary, (list, tuple), "a list, from inspect_model or get_summary")
     for line in summary:
         expect_kind("summary", line, Mapping, "a list of dicts, from inspect_model or get_summary")
         if not _COLUMNS.keys() <= line.keys():
-            raise ValueError(f"summary must be from inspect_model or get_summary: a line lacks one of {list(_COLUMNS)}")
+            raise ValueError(
+                f"summary must be from inspect_model or get_summary: a dict lacks a key of {list(_COLUMNS)}"
+            )
     rows = [tuple(_COLUMNS), *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
     longest = [max(map(len, column)) for column in zip(*rows)]
     widths = [max(least, length + 1) for least, length in zip(_COLUMNS.values(), longest)]
@@ -301,6 +315,7 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    """Return the text of a table's cell: "-" for None, four decimals for a float."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
 """Learning-rate schedules: a linear warm-up, then one of five decays.
 
-`t` is the number of steps taken (`num_iter`), `w` the warm-up's length (`warmup_iter`), `e` the last step
-(`end_iter`) and `s` the peak learning rate (`start_lr`). While t < w the learning rate is s*t/w, so the first
-update of a training with a warm-up has learning rate 0, as in BMTrain.
+t is the number of steps taken so far (`num_iter`), w the number of warm-up steps (`warmup_iter`), e the last step
+(`end_iter`) and s the peak learning rate (`start_lr`). While t < w the learning rate is s*t/w, so with a warm-up the
+very first update has a learning rate of 0, as in BMTrain.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class WarmupLRScheduler:
     """Base class of the five schedules. A subclass defines the decay in `get_lr_decay`.
 
     Args:
-        optimizer: all its `param_groups` receive the learning rate, now and after every `step()`.
-        start_lr: peak learning rate.
-        warmup_iter: steps of warm-up; 0 for none.
-        end_iter: step at which the decay ends; schedules without an end ignore it (-1 is customary).
-        num_iter: steps taken already.
+        optimizer: the optimizer; the learning rate of all its `param_groups` is set now and at every `step()`.
+        start_lr: the peak learning rate.
+        warmup_iter: the number of warm-up steps; 0 for none.
+        end_iter: the step at which the decay ends. Schedules without an end ignore it (-1 is customary).
+        num_iter: the number of steps taken already.
 
     Attributes:
-        current_lr: the learning rate that the optimizer's groups have now.
+        current_lr: the learning rate that was set last.
 
     Raises:
-        ValueError: `start_lr` is negative or not finite, `warmup_iter` or `num_iter` is negative, or the schedule
-            cannot use `end_iter`.
+        ValueError: `start_lr` is negative or not finite, `warmup_iter` or `num_iter` is negative, or `end_iter` is too
+            small for this schedule.
     """
 
-    own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state
+    own_state: tuple[str, ...] = ()  # the attributes that a subclass adds to the state dict
 
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0):
         if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
@@ -51,10 +51,10 @@ class WarmupLRScheduler:
         self.step(num_iter)
 
     def check(self) -> None:
-        """Check that the arguments define a schedule.
+        """Check the arguments of the schedule.
 
         Raises:
-            TypeError, ValueError: they do not.
+            TypeError, ValueError: one of them has the wrong type or is out of range.
         """
         expect_number("start_lr", self.start_lr, "finite and at least 0", lambda rate: 0 <= rate < math.inf)
         expect_number("num_iter", self.num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
@@ -69,7 +69,7 @@ class WarmupLRScheduler:
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate at a step from `warmup_iter` on. Subclasses define it.
+        """Return the learning rate at a step that is at least `warmup_iter`. Subclasses define this method.
 
         Raises:
             NotImplementedError: the class does not define it.
@@ -85,7 +85,7 @@ class WarmupLRScheduler:
         """Advance the schedule and set the optimizer's learning rate.
 
         Args:
-            num_iter: the step to go to; None for the next one.
+            num_iter: the step to continue from; None for the next one.
 
         Raises:
             ValueError: `num_iter` is negative or not finite.
@@ -97,31 +97,31 @@ class WarmupLRScheduler:
         self.current_lr = self.get_lr()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(self.current_lr)  # captured graphs and compiled steps hold this very tensor
+                group["lr"].fill_(self.current_lr)  # in place: CUDA graphs and compiled steps refer to this tensor
             else:
                 group["lr"] = self.current_lr
 
     def state_dict(self) -> dict[str, float]:
-        """Return the numbers that define the schedule, and the current step."""
+        """Return the arguments of the schedule and the current step, by name."""
         return {name: getattr(self, name) for name in (*STATE, *self.own_state)}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Continue a schedule from a saved state, and set the optimizer's learning rate.
 
         Args:
-            state_dict: what `state_dict()` returned. BMTrain's have only the four common numbers; other numbers keep
-                their present values.
+            state_dict: what `state_dict()` of the same class returned. It may also be BMTrain's, which has only the
+                four numbers common to all schedules; other attributes then keep their values.
 
         Raises:
-            ValueError: the state is not that of such a schedule. Nothing is changed then.
+            ValueError: `state_dict` is not from a schedule of this class. Nothing is changed then.
         """
         expect_kind("state_dict", state_dict, dict, "what state_dict() of a schedule returned")
         missing = sorted(set(STATE) - set(state_dict))
         unexpected = sorted(set(map(str, state_dict)) - set(STATE) - set(self.own_state))
         if missing or unexpected:
             raise ValueError(
-                f"state_dict is not that of a {type(self).__name__} schedule: missing {missing}, unexpected "
-                f"{unexpected}. Make a schedule of the class that was saved."
+                f"state_dict is not from a {type(self).__name__} schedule: missing {missing}, unexpected "
+                f"{unexpected}. Create a schedule of the class that was saved."
             )
         before = self.state_dict()
         self.__dict__.update(state_dict)
@@ -189,15 +189,15 @@ class Linear(WarmupLRScheduler):
     """
 
     def check(self) -> None:
-        """Check that the arguments define a schedule.
+        """Check the arguments of the schedule.
 
         Raises:
-            ValueError: they do not; `end_iter` must be above `warmup_iter`.
+            ValueError: one of them is out of range; `end_iter` must be above `warmup_iter`.
         """
         super().check()
         if self.end_iter <= self.warmup_iter:
             raise ValueError(
-                f"Linear decays from warmup_iter to end_iter, so end_iter must be the larger: "
+                f"Linear decays from warmup_iter to end_iter, so end_iter must be larger than warmup_iter: "
                 f"warmup_iter {self.warmup_iter}, end_iter {self.end_iter}"
             )
 
@@ -223,15 +223,15 @@ class Cosine(WarmupLRScheduler):
     """
 
     def check(self) -> None:
-        """Check that the arguments define a schedule.
+        """Check the arguments of the schedule.
 
         Raises:
-            ValueError: they do not; `end_iter` must be at least `warmup_iter`.
+            ValueError: one of them is out of range; `end_iter` must be at least `warmup_iter`.
         """
         super().check()
         if self.end_iter < self.warmup_iter:
             raise ValueError(
-                f"Cosine decays from warmup_iter to end_iter, so end_iter must not be smaller: "
+                f"Cosine decays from warmup_iter to end_iter, so end_iter must not be smaller than warmup_iter: "
                 f"warmup_iter {self.warmup_iter}, end_iter {self.end_iter}"
             )
 

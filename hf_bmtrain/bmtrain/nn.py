@@ -1,4 +1,4 @@
-"""Layers under BMTrain's names."""
+"""The layers of BMTrain's module `nn`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = [
 class Linear(DistributedModule):
     """Linear layer y = x Aᵀ + b like torch.nn.Linear, from x (..., in_features) to y (..., out_features).
 
-    `weight` (out_features, in_features) and `bias` (out_features,) are DistributedParameters. They are zero until
-    `init_parameters`, which fills the weight from Glorot's normal distribution, or until they are loaded.
+    `weight` (out_features, in_features) and `bias` (out_features,) are DistributedParameters. They are zero until they
+    are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
 
     Args:
         in_features: the size of the last dimension of the input.
         out_features: the size of the last dimension of the output.
-        bias: whether there is a bias.
+        bias: whether the layer has a bias.
         dtype: a floating dtype; None for torch's default dtype.
 
     Raises:
@@ -61,7 +61,7 @@ class Linear(DistributedModule):
 
 
 class OpLinear:
-    """The function of `Linear`, under BMTrain's name."""
+    """The linear function of `Linear`, in the form of BMTrain's autograd function."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,7 +79,7 @@ class OpLinear:
 
 
 class _Refused:
-    """Base of BMTrain's classes that are not supported: the constructor raises NotImplementedError."""
+    """Base of the classes of BMTrain that are not supported: their constructor raises NotImplementedError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_parallelism(type(self).__name__)

@@ -1,4 +1,4 @@
-"""Run a script written for BMTrain: `python -m hf_bmtrain.run SCRIPT [ARGUMENTS]`, with torchrun too."""
+"""Run a script written for BMTrain: `python -m hf_bmtrain.run SCRIPT [ARGUMENTS]`, or with torchrun's option -m."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .alias import install_as_bmtrain
 
 
 def main() -> None:
-    """Run the script that the command line names as `python SCRIPT` does, with `bmtrain` provided by hf_bmtrain."""
+    """Run the script named on the command line as `python SCRIPT` would, with `import bmtrain` giving hf_bmtrain."""
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m hf_bmtrain.run SCRIPT [ARGUMENTS]")
     del sys.argv[0]
@@ -19,5 +19,5 @@ def main() -> None:
         raise SystemExit(f"python -m hf_bmtrain.run: there is no script {script!r}")
     install_as_bmtrain()
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(script).resolve().parent)  # the working directory, as this module was run with -m
+        sys.path[0] = str(Path(script).resolve().parent)  # in place of the working directory, which `python -m` set
     runpy.run_path(script, run_name="__main__")

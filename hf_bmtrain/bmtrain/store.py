@@ -1,4 +1,4 @@
-"""Checkpoints and objects over all ranks, under the names of BMTrain's module `store`."""
+"""BMTrain's module `store`: checkpoints, and exchange of Python objects between ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
 
     Args:
         obj: any object that can be pickled; only rank `src`'s is used.
-        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+        comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
         src: the rank whose object is returned.
     """
     world = current_world()
@@ -46,10 +46,10 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
 
 
 class DistributedStateDictWrapper(Mapping):
-    """Mapping of rank 0's state dict on every rank, for `load_state_dict`.
+    """Mapping that gives every rank the entries of rank 0's state dict, for `load_state_dict`. Collective.
 
-    Reading an entry broadcasts the tensor, which is on the CPU on the other ranks. Prefer `bmt.load`, with which each
-    rank reads its own part of a file. Collective, as is reading an entry.
+    Reading an entry is collective too: it broadcasts the tensor, and the other ranks get it on the CPU. Prefer
+    `bmt.load`, with which each rank reads only its own part of a file.
 
     Args:
         state_dict: the state dict on rank 0, an empty dict on the others.
@@ -91,10 +91,11 @@ class DistributedStateDictWrapper(Mapping):
 
 
 def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, prefix: str = "") -> dict:
-    """Return whole tensors on the CPU, under the module's own keys, on rank 0, and nothing elsewhere. Collective.
+    """Return the full state dict on the CPU, under the model's own keys, on rank 0; {} on other ranks. Collective.
 
-    A model whose class defines `state_dict` by this function (ModelCenter's do) is read by torch's `state_dict`.
-    destination: a state dict under construction, which is filled, on every rank, and returned.
+    Some models, such as ModelCenter's, define their `state_dict` by this function. So it calls
+    `torch.nn.Module.state_dict`, not the model's method. destination: a state dict to add to, on every rank; it is
+    returned.
     """
     if destination is not None:
         _fill(model, destination, prefix)
@@ -107,5 +108,6 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
 
 
 def _fill(model: torch.nn.Module, destination: dict, prefix: str) -> None:
+    """Add the full parameters and the buffers of `model` to `destination`. Collective."""
     read = functools.partial(torch.nn.Module.state_dict, model, destination=destination, prefix=prefix, keep_vars=True)
     copy_full_params(destination, model._slots() if isinstance(model, ShardedModule) else [], read)

@@ -26,15 +26,15 @@ _GIB = 2**30
 class AverageRecorder:
     """Exponential moving average with bias correction (Kingma & Ba 2015, section 3).
 
-    After n values v_i it is Σ α^(n-i) v_i / Σ α^(n-i).
+    After n values v_i the average is Σ α^(n-i) v_i / Σ α^(n-i).
 
     Args:
-        alpha: the weight α of the old average, in [0, 1).
-        start_value: the average before the first value.
+        alpha: the weight α of the previous average, in [0, 1).
+        start_value: the value of `value` before the first `record`.
     """
 
     def __init__(self, alpha: float = 0.9, start_value: float = 0.0) -> None:
-        wanted = "in [0, 1): it is the share of the old average that stays"
+        wanted = "in [0, 1), the weight of the previous average"
         expect_number("alpha", alpha, wanted, lambda share: 0 <= share < 1)
         expect_number("start_value", start_value, "finite", math.isfinite)
         self.alpha, self._start = alpha, start_value
@@ -75,7 +75,7 @@ def check_torch_version(version_str: str) -> int:
         A negative number if the installed torch is older, 0 if it is equal, a positive number if it is newer.
 
     Raises:
-        ValueError: `version_str` is no version.
+        ValueError: `version_str` is not a version.
     """
     if not isinstance(version_str, str) or not re.match(r"v?\d+(\.\d+)*", version_str):
         raise ValueError(f"version_str must be a version such as '2.6.0', got {version_str!r:.80}")
@@ -89,30 +89,30 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
 
     Args:
         x: (...), a floating dtype.
-        out: one uint8 on the device of `x`, which is set to 1 if there is such an element and left as it is otherwise.
-            One flag can serve several tensors.
+        out: the flag, a uint8 tensor of one element on the device of `x`. It is set to 1 if `x` has such an element and
+            not changed otherwise, so one flag can serve several tensors.
 
     Raises:
-        ValueError: `out` is not one uint8 on the device of `x`.
+        ValueError: `out` is not a uint8 tensor of one element on the device of `x`.
     """
     expect_tensor("x", x)
     expect_tensor("out", out)
     if out.dtype != torch.uint8 or out.numel() != 1 or out.device != x.device:
         raise ValueError(
-            f"has_inf_nan writes to out, which must be one uint8 on {x.device}, got {out.dtype} of shape "
-            f"{tuple(out.shape)} on {out.device}"
+            f"has_inf_nan writes to out, which must be a uint8 tensor of one element on {x.device}, got {out.dtype} of "
+            f"shape {tuple(out.shape)} on {out.device}"
         )
     out.bitwise_or_(x.isfinite().all().logical_not().view(torch.uint8).view_as(out))
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print the allocated memory of rank 0's device in GiB: now, and the peak since the last call.
+    """Print, on rank 0, how much memory of its device is allocated in GiB: now, and the peak since the last call.
 
-    On a CPU it is the process's resident memory, and its peak since the start of the process.
+    On the CPU it prints the resident memory of the process: now, and the peak since the process started.
 
     Args:
-        message: printed before the numbers.
-        detail: whether to print the allocator's own table.
+        message: a text to print before the numbers.
+        detail: whether to print `torch.cuda.memory_summary` instead; ignored on the CPU.
     """
     device = current_world().device
     if device.type == "cpu":
@@ -130,7 +130,7 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def print_block(title: str, content: str | None = None, file: TextIO | None = None) -> None:
-    """Print a title, centred in a line of 60 `=`, and text below it.
+    """Print a title, centred in a line of 60 characters filled with `=`, and text below it.
 
     Args:
         title: the title.

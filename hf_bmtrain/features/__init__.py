@@ -1,1 +1,1 @@
-"""One folder for each feature: what it computes, how it stores parameters, and when it is chosen."""
+"""One folder for each feature: its arithmetic, how it stores parameters, its layers, and when it is used."""

@@ -1,4 +1,4 @@
-"""`auto_wrap`, and the list of the features that a wrapped model can have."""
+"""`auto_wrap`, and the list of features that it applies to a model."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .replay.replay import Replay
 
 
 def extensions_of(options: Options) -> list[Extension]:
-    """Return the features of a wrapped model, in the order in which they are asked."""
+    """Return the extensions of a model that is wrapped with `options`, in the order in which the engine calls them."""
     return [Lora(), Packed(options), Float8(options), Memory(options)]
 
 
 class LayerFeatures:
-    """What every block is made with, also by `CheckpointBlock` alone."""
+    """Creates every block's recomputation policy and Replay, also for a `CheckpointBlock` made without `auto_wrap`."""
 
     def check(self, use_checkpoint: object) -> None:
         check_use_checkpoint(use_checkpoint)
@@ -60,32 +60,33 @@ def auto_wrap(
 ) -> torch.nn.Module:
     """Shard a model over all ranks, in place, and return it. Collective.
 
-    The items of the outermost `nn.ModuleList`s that hold parameters become CheckpointBlocks, and the lists
-    TransformerBlockLists; every other module reads its parameters as a DistributedModule does. Class names, the keys of
-    `state_dict` and tied weights are preserved. The model moves to the rank's device, and all ranks get rank 0's
-    weights and buffers. Afterwards `model.parameters()` yields 1-D shards, so create the optimizer afterwards, and cast
-    the model before.
+    The items of the outermost `nn.ModuleList`s that contain parameters become CheckpointBlocks, and these lists
+    TransformerBlockLists. All other modules gather their parameters when they are called, as a DistributedModule does.
+    Class names, the keys of `state_dict` and tied weights are preserved. The model moves to the rank's device, and all
+    ranks get rank 0's weights and buffers. `model.parameters()` then yields local parameters, so create the optimizer
+    after this call. Cast the model before it.
 
     Call `auto_wrap(model)` again after adding parameters, such as adapters: each is sharded with the block it is in.
 
     Args:
-        model: the model, on any device; on the meta device with `weights`.
-        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them; None takes the
-            world's.
-        use_checkpoint: whether to recompute each block in backward instead of keeping its activations. With "auto" on a
-            GPU the first step is measured, and then only as many blocks are recomputed as memory requires; if none is,
-            as many as memory allows stay unsharded from forward to backward. On the CPU, whose memory is not measured,
-            "auto" recomputes none.
-        compile: whether to compile the blocks with torch.compile, by its default backend or the named one.
-        blocks: the modules that become blocks instead, in execution order; a ModuleList or Sequential stands for its
-            items.
-        weights: a folder or file, as `load` takes it, with the values of a model on the meta device. Each rank copies
-            1/N.
+        model: the model, on any device. With `weights` it is on the meta device.
+        zero_level: 3 frees a block's full parameters between forward and backward, 2 keeps them. None takes the value
+            given to `init_distributed`.
+        use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "auto" on a GPU
+            measures the first step and then recomputes only as many blocks as memory requires; if it need not recompute
+            any, it also keeps as many blocks as fit unsharded from forward to backward. "auto" on the CPU, whose memory
+            is not measured, recomputes none.
+        compile: whether to compile the blocks with torch.compile. A str names the backend; True takes the default one.
+        blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
+            ModuleList or Sequential stands for its items.
+        weights: the folder or file, as for `load`, with the weights of a model on the meta device. Each rank keeps only
+            its shard.
         keep_frozen: whether frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
             fit on the GPU.
-        quantize_frozen: "nf4" or "fp8" packs the frozen matrices of blocks, which are read-only then; None packs none.
-        float8: whether linear layers of blocks compute in float8: True or "rows".
-        keep: names of modules that do not compute in float8.
+        quantize_frozen: "nf4" or "fp8" quantizes the frozen weight matrices of blocks to 4 or 8 bits, which makes them
+            read-only. None quantizes none.
+        float8: whether linear layers of blocks compute in float8. "rows" means the same as True.
+        keep: names of modules whose linear layers do not compute in float8.
 
     Returns:
         `model`.
@@ -103,7 +104,7 @@ def auto_wrap(
     expect_module("model", model)
     if not isinstance(compile, str) or not compile:
         expect_flag("compile", compile)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `choose_chains` has its own error for one
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `choose_chains` refuses a single module
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)
@@ -127,14 +128,15 @@ def auto_wrap(
 
 @functools.wraps(auto_wrap, assigned=("__annotations__",))
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Shard a model as `auto_wrap` does, but return one that needs no sharding as it is. Collective.
+    """Shard a model as `auto_wrap` does, unless it is sharded already. Collective.
 
-    That is a DistributedModule, a block, a list of blocks, and a model whose parameters are all sharded already.
+    A TransformerBlockList, and a model with blocks or DistributedModules whose parameters are all sharded, is returned
+    as it is.
 
     Args:
         model: the model.
-        *args: of `auto_wrap`.
-        **kwargs: of `auto_wrap`.
+        *args: the further positional arguments of `auto_wrap`.
+        **kwargs: the keyword arguments of `auto_wrap`.
 
     Returns:
         `model`.

@@ -1,4 +1,4 @@
-"""How a model is wrapped: the keywords of `auto_wrap` that its features read."""
+"""Options: the arguments of `auto_wrap` that features read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ UseFloat8 = bool | Literal["rows"]
 
 @dataclass(frozen=True)
 class Options:
-    """The choices of one wrapped model, with the defaults and meanings of `auto_wrap`.
+    """The arguments with which one model is wrapped. Meanings and defaults are those of `auto_wrap`.
 
-    Raises TypeError or ValueError for a value that `auto_wrap` does not document.
+    Raises:
+        TypeError, ValueError: a value is not among those that `auto_wrap` documents.
     """
 
     zero_level: int
@@ -43,7 +44,7 @@ class Options:
             raise TypeError(f"keep must be a list of names of modules, such as ['down_proj'], got {keep!r}")
 
     def facts(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, for `World.check_same_on_all_ranks`."""
+        """Return the options, which must be equal on all ranks, for `World.check_same_on_all_ranks`."""
         return {**vars(self), "keep": [*self.keep]}
 
 
@@ -54,4 +55,5 @@ def check_use_checkpoint(use_checkpoint: object) -> None:
 
 
 def _is_choice(value: object, word: str) -> bool:
+    """Return whether `value` is True, False or the string `word`."""
     return isinstance(value, bool) or (isinstance(value, str) and value == word)

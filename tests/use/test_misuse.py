@@ -181,7 +181,7 @@ ON_TWO_RANKS = {
     "unequal results": (
         lambda: bmt.gather_result(torch.ones(1 + bmt.rank())), ValueError, r"rank 1: \(2,\).*Pad to a common length",
     ),
-    "indivisible": (lambda: bmt.distributed.reduce_scatter(torch.ones(3)), ValueError, "must divide it"),
+    "indivisible": (lambda: bmt.distributed.reduce_scatter(torch.ones(3)), ValueError, "must be a multiple"),
     "a file for rank 0 only": (
         lambda: bmt.load(wrapped(), f"/dev/{'nowhere' if bmt.rank() else 'null'}"), RuntimeError, "rank 1: ",
     ),

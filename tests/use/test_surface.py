@@ -27,7 +27,7 @@ def config():
     assert bmt.config["load_stream"] == bmt.config["calc_stream"]
     with pytest.raises(KeyError, match="world_size"):
         bmt.config["topology"]
-    with pytest.raises(TypeError, match="read only"):
+    with pytest.raises(TypeError, match="read-only"):
         bmt.config["zero_level"] = 2
 
 

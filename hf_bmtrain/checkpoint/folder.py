@@ -225,12 +225,23 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
     """
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
-    if rank == 0 and (folder / ADDED).exists():
-        for name, crc in json.loads((folder / ADDED).read_bytes()).items():
-            if zlib.crc32((folder / name).read_bytes()) != crc:
-                return f"{name} does not have the checksum that was saved"
+    problem = find_damage_of_added(folder) if rank == 0 else None
+    if problem is not None:
+        return problem
     for name, chunks in manifest.files.items():
         for _, problem in check_file(folder, name, chunks[rank::size]):
             if problem is not None:
                 return problem
+    return None
+
+
+def find_damage_of_added(folder: Path) -> str | None:
+    """Return what is wrong with the files that were added to a checkpoint, None if nothing is.
+
+    Raises OSError if one is missing, ValueError if their checksums cannot be read.
+    """
+    sums = json.loads((folder / ADDED).read_bytes()) if (folder / ADDED).exists() else {}
+    for name, crc in sums.items():
+        if zlib.crc32((folder / name).read_bytes()) != crc:
+            return f"{name} does not have the checksum that was saved (if you have edited it, delete {ADDED})"
     return None

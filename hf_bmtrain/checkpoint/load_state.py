@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,8 +34,10 @@ from .ranges import Wanted, check_heads, read_parts
 _log = logging.getLogger("hf_bmtrain")
 
 
-class Resumed(NamedTuple):
-    """What `load_state` has loaded.
+class Resumed(int):
+    """What `load_state` has loaded. It is the step of the checkpoint, an int, and true even for step 0.
+
+    It can be unpacked, `step, folder, extra = bmt.load_state(...)`, and equals the tuple of the three.
 
     Attributes:
         step: the step of the checkpoint.
@@ -45,6 +48,28 @@ class Resumed(NamedTuple):
     step: int
     folder: Path
     extra: Any
+
+    def __new__(cls, step: int, folder: Path, extra: Any = None) -> Resumed:
+        resumed = super().__new__(cls, step)
+        resumed.step, resumed.folder, resumed.extra = step, folder, extra
+        return resumed
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == other if isinstance(other, tuple) else super().__eq__(other)
+
+    __hash__ = int.__hash__
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.step, self.folder, self.extra))
+
+    def __reduce__(self) -> tuple[type[Resumed], tuple[int, Path, Any]]:
+        return type(self), (self.step, self.folder, self.extra)
+
+    def __repr__(self) -> str:
+        return f"Resumed(step={self.step}, folder={self.folder!r}, extra={self.extra!r})"
 
 
 def load_state(
@@ -72,7 +97,7 @@ def load_state(
         random: whether to restore the random generators.
 
     Returns:
-        A `Resumed`, or None if `folder` has no checkpoint. Nothing is changed then.
+        A `Resumed`, which is the step of the checkpoint. None if `folder` has no checkpoint; nothing is changed then.
 
     Raises:
         RuntimeError: on every rank, if no checkpoint is intact, or if it is of another model or optimizer. Values that
@@ -80,8 +105,9 @@ def load_state(
 
     Example::
 
-        resumed = bmt.load_state("checkpoints", model, manager)
-        first = resumed.step + 1 if resumed else 1
+        for step in range(bmt.load_state("checkpoints", model, manager) or 0, 1000):
+            ...
+            bmt.save_state("checkpoints", model, manager, step=step + 1)
     """
     check_arguments(folder, model, optimizer, scheduler)
     expect_flag("weights", weights)

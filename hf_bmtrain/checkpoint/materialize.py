@@ -38,7 +38,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
             raise ValueError("it is sharded already: bmt.load(model, weights) loads into it")
         if callable(getattr(model, "tie_weights", None)):
             model.tie_weights()  # accelerate.init_empty_weights unties them
-        state = read_state(Path(weights))
+        state = read_state(Path(weights), (world.rank, world.size))
         parameters, buffers = _named(model, False), _named(model, True)
         _compute_buffers(model, model)
         _check(parameters, buffers, model, state)

@@ -13,11 +13,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..engine.base.pinned import pinned_bytes
+from ..engine.base.threads import in_threads
 from ..engine.comm.streams import has_own_memory
 from .header import Damaged, StoredTensor
 from .manifest import Checked, Manifest
@@ -25,7 +26,6 @@ from .manifest import Checked, Manifest
 _log = logging.getLogger("hf_bmtrain")
 PIECE_BYTES = 4 << 20
 """A multiple of every element's size, so that no element is in two pieces."""
-_THREADS = 8  # zlib and the system calls release the interpreter
 
 
 class Part(NamedTuple):
@@ -49,39 +49,6 @@ def checksum(values: torch.Tensor) -> int:
 def memory_of(data: torch.Tensor) -> memoryview:
     """Return the memory of a uint8 tensor on the CPU."""
     return memoryview(data.numpy())  # pyright: ignore[reportArgumentType], numpy's types say it only from Python 3.12
-
-
-def _in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call `jobs`, several at a time, and return their results in order. Raises the first error when none is running.
-
-    A ThreadPoolExecutor would refuse jobs once the script has ended, when a thread may still be saving.
-    """
-    results, problems = [None] * len(jobs), []
-    remaining, lock = iter(range(len(jobs))), threading.Lock()
-
-    def work() -> None:
-        while not problems:
-            with lock:
-                number = next(remaining, None)
-            if number is None:
-                return
-            try:
-                results[number] = jobs[number]()
-            except BaseException as error:
-                problems.append(error)
-
-    threads = [threading.Thread(target=work, name="checkpoint") for _ in range(min(_THREADS, len(jobs)))]
-    for thread in threads:
-        thread.start()
-    while threads:
-        try:
-            threads[-1].join()
-            threads.pop()
-        except BaseException as error:  # an interrupt: the caller closes the files, so wait all the same
-            problems.append(error)
-    if problems:
-        raise problems[0]
-    return results
 
 
 class _Scratch(threading.local):
@@ -128,7 +95,7 @@ def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]
                 chunk = data[at : at + PIECE_BYTES]
                 names.append(part.file)
                 jobs.append(functools.partial(_write_chunk, files[part.file], part.start + at, chunk, scratch))
-        for name, checked in zip(names, _in_threads(jobs)):
+        for name, checked in zip(names, in_threads(jobs)):
             written.setdefault(name, []).append(checked)
         for handle in files.values():
             os.fsync(handle)
@@ -224,7 +191,7 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
             if each.stored.file not in files:
                 files[each.stored.file] = os.open(folder / each.stored.file, os.O_RDONLY)
                 stack.callback(os.close, files[each.stored.file])
-        _in_threads(
+        in_threads(
             [
                 functools.partial(_read_chunk, files[each.stored.file], each, chunk, scratch)
                 for each in wanted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import pickle
 import threading
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..engine.base.arguments import expect_flag, expect_module, expect_path
+from ..engine.base.checksums import checksums, find_differences
 from ..engine.base.files import atomic_file
 from ..engine.runtime.world import current_world
 from ..engine.sharding.state_dict import gather_state_dict
@@ -22,6 +25,10 @@ from .header import read_indexed
 
 _SAFETENSORS = ".safetensors"
 _INDEX = ".index.json"
+_CHECKSUMS = "hf_bmtrain_checksums"
+"""An entry of the metadata of a safetensors file, an attribute of the state dict in other files: readers ignore it."""
+_METADATA = "_metadata"
+"""Torch's attribute of a state dict, the versions of its modules."""
 _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin") for ending in ("", _INDEX)]
 
 
@@ -59,7 +66,8 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     """Save the full tensors of a model, persistent buffers included, to one file. Collective.
 
     Rank 0 writes to a temporary folder `file_name`.*.tmp, flushes the file to disk and renames it. If the job is
-    killed, the file of that name is the previous one or the new one; the next save to it deletes what was left.
+    killed, the file of that name is the previous one or the new one; the next save to it deletes what was left. The
+    file contains a checksum of each tensor, which `load` verifies and other readers ignore.
 
     Args:
         model: a model with or without sharded parameters.
@@ -102,7 +110,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
     Each rank reads its own part of each tensor, so the file must be visible on every host. Files of `bmt.save`, of
     `torch.save(model.state_dict())`, of Hugging Face and of BMTrain can be loaded; torch's are read with
-    `weights_only=True`.
+    `weights_only=True`. The checksums in a file of `bmt.save` are verified, by each rank for a part of the tensors.
 
     Args:
         model: the model whose parameters and buffers are overwritten.
@@ -114,8 +122,9 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
         The result of `load_state_dict`: the missing and the unexpected keys.
 
     Raises:
-        RuntimeError: on every rank, if the file cannot be read, or if its keys (with `strict`) or shapes are not the
-            model's. The error names them. Entries that fit may have been loaded then.
+        RuntimeError: on every rank, if the file cannot be read or is damaged, or if its keys (with `strict`) or shapes
+            are not the model's. The error names them. Entries that fit may have been loaded then, but none of a damaged
+            file.
     """
     world = current_world()
     expect_module("model", model)
@@ -124,7 +133,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     world.barrier("load")
     path, state, problem = Path(file_name), OrderedDict(), None
     try:
-        state = read_state(path)
+        state = read_state(path, (world.rank, world.size))
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     world.raise_everywhere(f"load: {path} could not be read", problem)
@@ -141,9 +150,23 @@ def write_atomically(state: dict, path: Path) -> None:
     """Write `state` to `path`, which is never incomplete. Not collective."""
     with atomic_file(path) as temporary:
         if path.suffix == _SAFETENSORS:
-            save_file(_each_once(state), temporary, metadata={"format": "pt"})
+            tensors = _each_once(state)
+            sums = json.dumps(checksums(tensors), separators=(",", ":"))
+            save_file(tensors, temporary, metadata={"format": "pt", _CHECKSUMS: sums})
         else:
-            torch.save(state, temporary)
+            torch.save(_with_checksums(state), temporary)
+
+
+def _with_checksums(state: dict) -> OrderedDict:
+    """Return a copy of a state dict with the checksums of its entries, and of its metadata, as an attribute."""
+    result = OrderedDict(state)
+    result.__dict__.update(getattr(state, "__dict__", {}))
+    result.__dict__[_CHECKSUMS] = checksums(_with_metadata(result))
+    return result
+
+
+def _with_metadata(state: OrderedDict) -> dict[str, Any]:
+    return {**state, _METADATA: getattr(state, _METADATA, None)}
 
 
 def _each_once(state: dict) -> dict[str, torch.Tensor]:
@@ -159,27 +182,60 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_state(path: Path) -> OrderedDict:
+def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
     """Return the tensors in a file, or in the files that a folder or an index of Hugging Face names.
 
     They are mapped if the format allows it, so that only what is read takes memory.
+
+    Args:
+        path: the file, folder or index.
+        part: the number of a part of the tensors, and of how many, whose checksums are verified if the file has any.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        ValueError: a file has another format, or a tensor has not the checksum that was saved.
     """
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).exists()]
         if not found:
             raise ValueError(f"a folder without weights of Hugging Face: none of {', '.join(_IN_FOLDER)}")
         path = found[0]
-    return OrderedDict(read_indexed(path, _read_file)) if path.name.endswith(_INDEX) else _read_file(path)
+    read = functools.partial(_read_file, part=part)
+    return OrderedDict(read_indexed(path, read)) if path.name.endswith(_INDEX) else read(path)
 
 
-def _read_file(path: Path) -> OrderedDict:
+def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
+    if path.suffix == _SAFETENSORS:
+        state, sums = _read_safetensors(path)
+        verified: dict[str, Any] = state
+    else:
+        state = _read_pickled(path)
+        sums, verified = getattr(state, _CHECKSUMS, None), _with_metadata(state)
+    if sums is not None:
+        _verify(path, sums, verified, part)
+    return state
+
+
+def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
+    """Return the tensors of a file, and their checksums, or None."""
     try:
-        if path.suffix == _SAFETENSORS:
-            return OrderedDict(load_file(path))
-        mapped = zipfile.is_zipfile(path)  # torch's present format can be read in parts
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with safetensors.safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get(_CHECKSUMS)
+        state = OrderedDict(load_file(path))
     except safetensors.SafetensorError as error:
         raise ValueError(f"not a safetensors file ({error})") from error
+    try:
+        return state, None if text is None else json.loads(text)
+    except ValueError:
+        return state, text
+
+
+def _read_pickled(path: Path) -> OrderedDict:
+    try:
+        mapped = zipfile.is_zipfile(path)  # torch's present format can be read in parts
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(
             f"not a file of tensors alone ({' '.join(str(error).split())[:200]}). Save model.state_dict(), not the "
@@ -189,6 +245,18 @@ def _read_file(path: Path) -> OrderedDict:
         found = ", ".join(map(str, list(state)[:5])) if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"not a state dict of a model, which maps names to tensors; it holds: {found}")
     return OrderedDict(state) if not isinstance(state, OrderedDict) else state
+
+
+def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int]) -> None:
+    """Raise ValueError unless the values of a part of the names have the checksums that were saved."""
+    number, count = part
+    if isinstance(sums, dict):
+        chosen = {*sorted({*sums, *state}, key=str)[number::count]}
+        sums = {name: crc for name, crc in sums.items() if name in chosen}
+        state = {name: value for name, value in state.items() if name in chosen}
+    problem = find_differences(sums, state)
+    if problem is not None:
+        raise ValueError(f"{path.name} is damaged: {problem}")
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:

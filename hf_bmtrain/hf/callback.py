@@ -96,7 +96,7 @@ class BMTrainCallback(TrainerCallback):
         warn_of_missing_masters(model, _inner(optimizer))
         self._checkpoints = TrainerCheckpoints(model, _inner(optimizer), args)
         given = args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None
-        self._checkpoints.load(self.resumed, given, self._folder(args, state))
+        self._checkpoints.load(self.resumed, given, self._folder(args, state), resumed=state.global_step > 0)
         self._speed = Speedometer(model)
         self._numbers = BadNumbers(model.parameters())
         self._termination = Termination() if self._save_on_sigterm else None

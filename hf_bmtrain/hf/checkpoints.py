@@ -9,6 +9,7 @@ import os
 import pickle
 import uuid
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint import small_state
-from ..checkpoint.folder import ADDED, add_checksums, delete_oldest, remove
+from ..checkpoint.folder import ADDED, add_checksums, delete_oldest, find_damage_of_added, remove
 from ..checkpoint.folder import find_damage as find_damage_in
 from ..checkpoint.load_state import load_state
 from ..checkpoint.manifest import NAME as MANIFEST
@@ -133,19 +134,23 @@ class TrainerCheckpoints:
         del self._optimizer.state_dict  # that of the instance
         return Path(reference["folder"])
 
-    def load(self, *folders: str | os.PathLike | None) -> None:
+    def load(self, *folders: str | os.PathLike | None, resumed: bool) -> None:
         """Load the checkpoint that Trainer's reference names, if it has loaded one. Collective.
 
-        Weights are loaded too, even if Trainer has loaded them: it verifies nothing.
+        Weights are loaded too, even if Trainer has loaded them: it verifies nothing. The checksums of Trainer's own
+        files are compared, of those as well that it loads later.
 
         Args:
             *folders: where to look, before the place where it was saved.
+            resumed: whether Trainer has resumed from a checkpoint.
 
         Raises:
             RuntimeError: the checkpoint is missing, or damaged.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:
+            if resumed:
+                self._verify_without_reference([Path(folder) for folder in folders if folder])
             return
         places = [Path(folder) for folder in (*folders, reference["folder"]) if folder]
         same = next((place for place in places if _identity(place) == reference["id"]), None)
@@ -156,11 +161,25 @@ class TrainerCheckpoints:
                 f"{', '.join(map(str, places))}. Where the checkpoint was moved, resume with bmt.hf.Trainer, or set "
                 "args.resume_from_checkpoint to it."
             )
+        _raise_if_damaged(place, _damage_of_added)
         # Trainer's are later: a schedule may change the groups between `save` and Trainer's own writing.
         groups = [{**group} for group in self._optimizer.param_groups]
         load_state(place, self._model, self._optimizer, weights=writes_own_weights(self._model), random=False)
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
+
+    def _verify_without_reference(self, places: list[Path]) -> None:
+        """Verify a checkpoint from which Trainer has loaded all that it needs, or whose reference is damaged."""
+        found = next((place for place in places if (place / MANIFEST).exists()), None)
+        place = current_world().control.broadcast_object(found)
+        if place is None:
+            return  # Trainer's own
+        _raise_if_damaged(place, _damage)
+        if any(name.startswith("optimizer") for name in Manifest.read(place).files):
+            raise RuntimeError(
+                f"The checkpoint {place} has the state of an optimizer, which was not loaded: optimizer.pt or "
+                "scheduler.pt is missing, or not the one that was saved."
+            )
 
 
 def writes_own_weights(model: Any) -> bool:
@@ -202,9 +221,17 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
 
 def find_damage(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint, None if nothing is. Collective; each rank reads a part of the files."""
+    return _ask(folder, _damage)
+
+
+def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | None:
+    """Return what `look` finds wrong with a checkpoint on the first rank that finds anything. Collective.
+
+    look: takes the folder, this rank and the number of ranks.
+    """
     world = current_world()
     try:
-        problem = _damage(folder, world.rank, world.size)
+        problem = look(folder, world.rank, world.size)
     except (OSError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
     problems = [text for text in world.gather_objects(problem) if text is not None]
@@ -259,6 +286,17 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
     if missing is not None:
         return f"Trainer did not finish writing it ({missing})"
     return find_damage_in(folder, rank, size)
+
+
+def _damage_of_added(folder: Path, rank: int, size: int) -> str | None:
+    return find_damage_of_added(folder) if rank == 0 else None
+
+
+def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]) -> None:
+    """Raise RuntimeError on every rank if `look` finds anything wrong. Collective."""
+    problem = _ask(folder, look)
+    if problem is not None:
+        raise RuntimeError(f"The checkpoint {folder} is damaged: {problem}")
 
 
 def _identity(folder: Path) -> str | None:

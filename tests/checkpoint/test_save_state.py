@@ -1,5 +1,6 @@
 """save_state and load_state: bit by bit what was saved, on any number of ranks, and the newest that is whole."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from torch import nn
 
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full, pairwise, rows_in_full
+from ranks import on_ranks
 from resumable import OPTIMIZERS, Training, damage, interrupted, three_checkpoints, undisturbed
 from state_dicts import check_equal
 from tiny_models import build
@@ -102,6 +105,21 @@ def test_it_is_the_hugging_face_checkpoint(world, tmp_path, family, dtype, tied)
 def resumed_step(folder):
     resumed = Training().load(folder)
     return None if resumed is None else resumed.step
+
+
+@on_ranks(1)
+def test_what_is_returned_is_the_step(folder):
+    """It counts as an int, is true for step 0, can be unpacked and copied."""
+    model = bmt.auto_wrap(nn.Linear(2, 2))
+    assert list(range(bmt.load_state(folder, model) or 0, 2)) == [0, 1]
+    bmt.save_state(folder, model, step=0, extra={"a": 1})
+    assert bmt.load_state(folder, model)
+    bmt.save_state(folder, model, step=7, extra={"a": 1})
+    resumed = bmt.load_state(folder, model)
+    assert list(range(resumed or 0, 9)) == [7, 8] and resumed + 1 == 8 and resumed == 7 != (7,)
+    for each in (resumed, copy.deepcopy(resumed)):
+        step, where, extra = each
+        assert (step, where.name, extra) == (each.step, "checkpoint-7", {"a": 1}) == (7, each.folder.name, each.extra)
 
 
 def test_keep(world, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import stat
@@ -72,6 +73,33 @@ def test_round_trip(folder, suffix):
     if bmt.rank() == 0:
         assert sorted(os.listdir(folder)) == [Path(ours).name, Path(plain).name]
     bmt.synchronize()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@on_ranks(2)
+def test_damage_is_found(folder, suffix):
+    """A bit that flips anywhere in the file is found, or harmless. Other readers ignore the checksums."""
+    path = Path(folder) / f"model{suffix}"
+    model = bmt.auto_wrap(Counting())
+    bmt.save(model, path)
+    state = model.state_dict()
+    opened = safetensors.torch.load_file(path) if suffix == ".safetensors" else torch.load(path, weights_only=True)
+    Counting().load_state_dict(opened)
+    data, draw, told = path.read_bytes(), random.Random(0), 0
+    bmt.synchronize()
+    places = [draw.randrange(len(data)) for _ in range(60)]
+    places += [data.index(state["head.weight"].numpy().tobytes()) + 2, data.rindex(b"layers.1.mean") + 9]
+    for at in places:
+        if bmt.rank() == 0:
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
+        bmt.synchronize()
+        try:
+            bmt.load(model, path)
+        except RuntimeError:
+            told += 1
+        check_equal(model.state_dict(), state)
+        bmt.synchronize()
+    assert told > 20
 
 
 @full

@@ -184,6 +184,34 @@ def test_resume_that_cannot_be_right_raises(world, tmp_path):
     world(2)(resume_errors, str(folder), given, options, str(checkpoint), "checkpoint .* is missing")
 
 
+TRAINERS_FILES = ["rng_state_1.pth", "scheduler.pt", "optimizer.pt", "trainer_state.json", "training_args.bin"]
+
+
+def test_damage_to_trainers_own_files(world, tmp_path):
+    """Stock Trainer loads them without a look: an error names the file, also if nothing refers to the checkpoint."""
+    folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
+    world(2)(run, str(folder), given, options)
+    checkpoint = folder / "checkpoint-2"
+    for name in TRAINERS_FILES:
+        path = checkpoint / name
+        data = path.read_bytes()
+        if name == "rng_state_1.pth":  # a bit of the generator's state, which is no tensor of zeros
+            state = torch.load(path, weights_only=False)
+            state["cpu"][100] ^= 1
+            torch.save(state, path)
+        elif name == "optimizer.pt":
+            path.write_bytes(data.replace(b"hf_bmtrain", b"hf_bmtraim"))
+        elif name == "scheduler.pt":
+            state = torch.load(path, weights_only=True)
+            torch.save({**state, "last_epoch": 1}, path)
+        else:
+            path.write_bytes(
+                data.replace(b'"global_step": 2', b'"global_step": 3') if name.endswith("json") else data + b"0"
+            )
+        world(2)(resume_errors, str(folder), given, options, str(checkpoint), f"checkpoint-2 is damaged: {name}")
+        path.write_bytes(data)
+
+
 @pytest.mark.parametrize("how", ["flipped", *in_full("killed in Trainer's files")])
 def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, how):
     given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}

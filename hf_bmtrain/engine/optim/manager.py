@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..base.arguments import expect_flag, expect_kind, expect_number, expect_tensor
+from ..base.checksums import checksums, find_differences
 from ..base.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
 from ..comm.agreement import contents
 from ..comm.collective_log import value_code
@@ -19,6 +20,9 @@ from .adam import AdamOptimizer
 from .runs import Run, gradient_versions, is_unchanged, neighbours, with_gradients
 from .skipped_steps import HostFlag, SkippedSteps
 from .state import load_state, save_state
+
+_CHECKSUMS = "checksums"
+"""The entry of a saved state that `load_state_dict` compares the others with."""
 
 
 class OptimManager:
@@ -366,13 +370,14 @@ class OptimManager:
                 tensors. Otherwise every rank gets its own part, for the same rank of an equally large world.
 
         Returns:
-            A dict for `load_state_dict`.
+            A dict for `load_state_dict`, with a checksum of each entry, of which it verifies all.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
         world.barrier("OptimManager.state_dict")
         own = self.own_state()
-        return {"optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers], **own}
+        state = {"optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers], **own}
+        return {**state, _CHECKSUMS: checksums(_by_entry(state))}
 
     def own_state(self) -> dict[str, Any]:
         """Return the state of schedulers and loss scale, without the optimizers'. The same on every rank."""
@@ -387,13 +392,15 @@ class OptimManager:
         """Load a state, after the same calls of `add_optimizer` as when it was saved. Collective.
 
         Args:
-            state_dict: what `state_dict` returned. Every rank passes a state saved with `gather_opt` in full.
+            state_dict: what `state_dict` returned. Every rank passes a state saved with `gather_opt` in full. To load
+                one that you have changed, remove its entry "checksums".
             gather_opt: as it was saved; None takes either.
 
         Raises:
             ValueError: the state is of other optimizers or of another manager. The manager's own state is unchanged
                 then.
-            RuntimeError: the ranks pass states that differ in more than their own parts.
+            RuntimeError: the ranks pass states that differ in more than their own parts, or a value is not the one that
+                was saved: the file is damaged. Nothing is changed then.
         """
         expect_kind("state_dict", state_dict, dict, "what OptimManager.state_dict() returned")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -402,7 +409,8 @@ class OptimManager:
                 f"state_dict must be what OptimManager.state_dict() returned: it lacks {', '.join(lacking)}"
             )
         expect_flag("gather_opt", gather_opt)
-        own = {name: value for name, value in state_dict.items() if name != "optimizers"}
+        _verify(state_dict)
+        own = {name: value for name, value in state_dict.items() if name not in ("optimizers", _CHECKSUMS)}
         current_world().check_same_on_all_ranks("OptimManager.load_state_dict", contents(own))
         self.check_own_state(state_dict)
         self._end_last_step()
@@ -509,6 +517,32 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
     if norm_type != "inf":  # as torch's
         expect_number("norm_type", norm_type, "positive or inf", lambda order: order > 0)
     expect_number("eps", eps, "finite and at least 0", lambda number: 0 <= number < float("inf"))
+
+
+def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a manager's state by name: the state of each parameter, and all else of each optimizer."""
+    entries = {name: value for name, value in state_dict.items() if name not in ("optimizers", _CHECKSUMS)}
+    for number, optimizer in enumerate(state_dict["optimizers"]):
+        what = f"optimizer {number}"
+        parameters = optimizer.get("state")
+        entries[f"{what}, settings"] = {name: value for name, value in optimizer.items() if name != "state"}
+        for key, values in parameters.items() if isinstance(parameters, dict) else ():
+            entries[f"{what}, parameter {key}"] = values
+    return entries
+
+
+def _verify(state_dict: dict[str, Any]) -> None:
+    """Raise RuntimeError on every rank if a value has not the checksum that was saved. Collective."""
+    problem = None
+    try:
+        if _CHECKSUMS in state_dict:
+            problem = find_differences(state_dict[_CHECKSUMS], _by_entry(state_dict))
+    except (AttributeError, TypeError, ValueError) as error:
+        problem = f"it cannot be read ({type(error).__name__}: {error})"
+    current_world().raise_everywhere(
+        f'OptimManager.load_state_dict: the state is damaged; if you have changed it, remove its entry "{_CHECKSUMS}"',
+        problem,
+    )
 
 
 def _with_gradient(optimizer: torch.optim.Optimizer) -> list:

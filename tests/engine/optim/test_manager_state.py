@@ -1,11 +1,15 @@
 """A run that is saved and goes on elsewhere makes the steps of one that was never interrupted."""
 
+import io
+import struct
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import Accelerator
 
 import hf_bmtrain as bmt
-from cases import pairwise
+from cases import in_full, pairwise
 from ranks import Ranks, on_ranks
 from twins import Tower, ids
 
@@ -88,6 +92,11 @@ def test_goes_on(world, worlds, kind, dtype, tmp_path):
         torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def unsealed(state):
+    """A state that may be changed before it is loaded."""
+    return {name: value for name, value in state.items() if name != "checksums"}
+
+
 @on_ranks(2, full=(1,))
 def test_refused():
     model, manager = make("adamw", torch.float32)
@@ -95,17 +104,42 @@ def test_refused():
     state = manager.state_dict()
     whole = bmt.current_world().gather_objects(manager.state_dict(gather_opt=True))[0]  # only rank 0 has it
     with pytest.raises(ValueError, match=r"gather_opt=True\) to load"):
-        manager.load_state_dict({**state, "optimizers": [{**state["optimizers"][0], "world_size": 7}]})
+        manager.load_state_dict({**unsealed(state), "optimizers": [{**state["optimizers"][0], "world_size": 7}]})
     with pytest.raises(ValueError, match="saved with gather_opt=True"):
         manager.load_state_dict(whole, gather_opt=False)
     with pytest.raises(ValueError, match="loss_scale None"):
-        manager.load_state_dict({**state, "loss_scale": None})
+        manager.load_state_dict({**unsealed(state), "loss_scale": None})
     other = bmt.optim.OptimManager(loss_scale=8.0)
     with pytest.raises(ValueError, match="add the same ones first"):
         other.load_state_dict(state)
     other.add_optimizer(torch.optim.AdamW(model.parameters()), manager.schedulers[0])
     with pytest.raises(ValueError, match="same groups"):
         other.load_state_dict(whole)
+
+
+@pytest.mark.parametrize("gather_opt", [False, *in_full(True)])
+@on_ranks(2)
+def test_damage_is_found(folder, gather_opt):
+    """Bits that flip in the file on one rank: in moments, in settings, in the scheduler. Nothing is loaded."""
+    model, manager = make("adamw", torch.float32)
+    run(model, manager, range(3))
+    torch.save(manager.state_dict(gather_opt=gather_opt), path := Path(folder) / f"{bmt.rank()}.pt")
+    bmt.synchronize()
+    path = Path(folder) / f"{0 if gather_opt else bmt.rank()}.pt"
+    state = torch.load(path, weights_only=True)
+    moments = [values["exp_avg"] for values in state["optimizers"][0]["state"].values()]
+    moment = max(moments, key=len).numpy().tobytes()
+    number = struct.pack(">d", state["optimizers"][0]["param_groups"][0]["lr"])
+    for what in (moment, number, b"num_iter"):
+        data = bytearray(path.read_bytes())
+        data[data.index(what) + 1] ^= 1
+        damaged = torch.load(io.BytesIO(data), weights_only=True) if bmt.rank() == 1 else state
+        run(model, manager, range(1))
+        before = manager.state_dict()
+        with pytest.raises(RuntimeError, match=r"damaged.* rank 1: .*(optimizer 0|lr_schedulers)"):
+            manager.load_state_dict(damaged)
+        assert manager.state_dict()["checksums"] == before["checksums"]
+    manager.load_state_dict(unsealed(state))
 
 
 def beside_an_accelerator(folder):

@@ -1,0 +1,113 @@
+"""Checksums of states in memory: nested dicts and lists of tensors and plain values."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+
+from .threads import in_threads
+from .torch_internals import WithoutTorchFunction
+
+SHOWN = 5
+"""Names that a message about damage contains."""
+
+
+def checksums(state: Mapping[Any, Any]) -> dict[str, int]:
+    """Return the CRC-32 of each value of a state, by its name.
+
+    Args:
+        state: the state. A value may be a tensor on any device, a number, a string or another plain value, or a mapping
+            or a sequence of values.
+
+    Returns:
+        For each name the CRC-32 of dtype, shape and elements of every tensor, and of all else.
+    """
+    names = [str(name) for name in state]
+    return dict(zip(names, in_threads([functools.partial(_crc, value) for value in state.values()])))
+
+
+def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
+    """Compare a state with the checksums that it was saved with.
+
+    Args:
+        saved: what `checksums` returned then.
+        state: the state as it was read.
+
+    Returns:
+        The names of the values that differ, for a message, or None if none does.
+    """
+    if not isinstance(saved, Mapping):
+        return "its checksums cannot be read"
+    found = checksums(state)
+    names = sorted(str(name) for name in {*saved, *found} if saved.get(name) != found.get(name))
+    if not names:
+        return None
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more} differ from the checksums that were saved with them"
+
+
+def _crc(value: Any) -> int:
+    crc = _Crc()
+    with WithoutTorchFunction():  # a local tensor is the elements that are stored
+        crc.add(value)
+    return crc.value
+
+
+class _Crc:
+    """The CRC-32 of values that are added one after another. Equal values have the same in every process."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._open: set[int] = set()  # objects that contain what is being added
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, np.ndarray):
+            self._add_text(f"{value.dtype} {value.shape}")
+            self.add(value.tolist()) if value.dtype.hasobject else self._add_bytes(np.ascontiguousarray(value))
+        elif isinstance(value, (str, bytes, range)) or isinstance(value, type):
+            self._add_text(repr(value))
+        elif isinstance(value, Mapping):
+            self._add_text(f"{len(value)} entries")
+            for name, held in value.items():
+                self._add_text(repr(name))
+                self.add(held)
+        elif isinstance(value, Set):
+            self._add_text(repr(sorted(map(repr, value))))
+        elif isinstance(value, Sequence):
+            self._add_text(f"{type(value).__name__} of {len(value)}")
+            for held in value:
+                self.add(held)
+        elif hasattr(value, "__dict__"):  # a scheduler may have objects in its state
+            self._add_object(value)
+        else:
+            has_address = type(value).__repr__ is object.__repr__
+            self._add_text(type(value).__qualname__ if has_address else repr(value))
+
+    def _add_object(self, value: Any) -> None:
+        self._add_text(type(value).__qualname__)
+        if id(value) not in self._open:
+            self._open.add(id(value))
+            self.add(vars(value))
+            self._open.discard(id(value))
+
+    def _add_text(self, text: str) -> None:
+        self._add_bytes(text.encode(errors="replace"))
+
+    def _add_bytes(self, data: Any) -> None:
+        self.value = zlib.crc32(data, self.value)
+
+    def _add_tensor(self, value: torch.Tensor) -> None:
+        self._add_text(f"{value.dtype} {tuple(value.shape)}")
+        if value.layout is torch.sparse_coo:
+            coalesced = value.coalesce()
+            self.add([coalesced.indices(), coalesced.values()])
+        elif value.layout is torch.strided and not value.is_meta and value.numel():
+            flat = value.detach().resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
+            self._add_bytes(flat.view(torch.uint8).numpy())

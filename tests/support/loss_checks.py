@@ -175,7 +175,7 @@ def check_wrong_inputs(device) -> None:
         (logits.double(), targets, {}, "got torch.float64"),
         (logits, targets.float(), {}, "integer dtype, got torch.float32"),
         (logits, targets, {"weight": torch.ones(4, device=device)}, "4 numbers for 5 classes"),
-        (logits, targets, {"weight": torch.ones(2, 3, device=device)}, r"one number a class, got \(2, 3\)"),
+        (logits, targets, {"weight": torch.ones(2, 3, device=device)}, r"one number per class, got \(2, 3\)"),
         (logits[:, :0], targets, {}, "no classes"),
         (logits, targets, {"num_items_in_batch": -1}, "must not be negative, got -1"),
         (logits, targets, {"num_items_in_batch": torch.ones(2)}, r"one number, got shape \(2,\)"),

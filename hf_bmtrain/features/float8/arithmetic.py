@@ -34,7 +34,7 @@ ALIGNMENT = 16
 """Rows of factors and results have a multiple of this number of elements, since GPUs read 16 bytes at a time."""
 _LEAST = 1e-30
 _THREADS = 256
-_TILE = 64  # rows
+_TILE = 64  # rows of a tile, by which kernels divide a matrix
 _PARTS = 4  # groups of 16 bytes that a thread holds in registers
 _CAPABILITY = (8, 9)
 
@@ -131,8 +131,8 @@ class Pieces:
     def __init__(self, ranges: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device):
         self.ranges = tuple(ranges)
         self.aligned = all(bound % ALIGNMENT == 0 for piece in ranges if piece[0] < piece[1] for bound in piece)
-        # One launch handles all ranges. firsts: the number of the first CUDA thread block of each range, and behind
-        # them the number of thread blocks of the launch.
+        # One launch handles all ranges. firsts: the index of the first CUDA thread block of each range, followed by the
+        # number of thread blocks of the launch.
         firsts = [0, *itertools.accumulate(_blocks(stop - start, dtype.itemsize) for start, stop in ranges)]
         self.blocks = firsts.pop()
         starts, stops = zip(*ranges)
@@ -143,10 +143,15 @@ class Pieces:
 
 
 def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
-    """Write the absmax of each of the k ranges of x (n,) to `bits` (k,) int32, as the bit pattern of a float32.
+    """Write the absmax of each of the k ranges of x to `bits`, as the bit pattern of a float32.
 
-    `bits` must be zero; an empty range leaves it 0. Compared as integers, the bit patterns are in the order of the
-    magnitudes, with NaN as the largest, so ranks can combine them with an integer maximum.
+    Compared as integers, the bit patterns are in the order of the magnitudes, with NaN as the largest, so ranks can
+    combine them with an integer maximum.
+
+    Args:
+        x: (n,), a flat tensor.
+        pieces: the k ranges of x.
+        bits: (k,) int32, the output. It must be zero, and stays 0 for an empty range.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -159,10 +164,13 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
 
 
 def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
-    """Write the float8 codes of the k ranges of x (n,) to `out` (n,) uint8, rounded as `quantize_full` would.
+    """Write the float8 codes of the k ranges of x to `out`, rounded as `quantize_full` would round the full weights.
 
-    bits: (k,) int32, for each weight the largest value that `measure_pieces` found on any rank. Elements of `out`
-    outside the ranges are not written.
+    Args:
+        x: (n,), a flat tensor.
+        pieces: the k ranges of x, one per weight.
+        bits: (k,) int32, for each weight the largest value that `measure_pieces` found on any rank.
+        out: (n,) uint8, the output. Elements outside the ranges are not written.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -197,12 +205,18 @@ def transpose(values: Tensor) -> Tensor:
 
 
 def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a @ b.T in `dtype`: (M, K), (N, K) -> (M, N).
+    """Return a @ b.T, (M, N).
 
     On a GPU K and N must be multiples of ALIGNMENT, and the result is rounded to bfloat16 before it is converted to
-    `dtype`. fast: allow tensor cores to accumulate with fewer bits.
+    `dtype`.
+
+    Args:
+        a: (M, K), with a scale per row.
+        b: (N, K), with a scale per row.
+        dtype: the dtype of the result.
+        fast: allow tensor cores to accumulate with fewer bits.
     """
-    device = a.values.device.type  # torch 2.6 traces neither `is_meta` nor `is_cuda` here
+    device = a.values.device.type  # torch 2.6 cannot compile `is_meta` and `is_cuda` here
     if device == "meta":
         return a.values.new_empty(len(a.values), len(b.values), dtype=torch.bfloat16).to(dtype)
     if not (a.values.numel() and b.values.numel()):

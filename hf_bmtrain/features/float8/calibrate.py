@@ -31,10 +31,16 @@ LEAST_DECIBELS = 20.0
 def install_signal_guard(
     model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World, compiled: bool
 ) -> None:
-    """Measure the float8 `layers` of `model`, by path, in its first training step; then gather their weights in float8.
+    """Measure the noise of float8 layers in the first training step, and then gather their weights in float8.
 
-    On the meta device nothing is measured, and weights are gathered in float8 immediately. compiled: whether `blocks`
-    are compiled.
+    On the meta device nothing is measured, and weights are gathered in float8 immediately.
+
+    Args:
+        model: the model.
+        layers: its Float8Linear layers, by path.
+        blocks: its blocks.
+        world: the world of the model.
+        compiled: whether `blocks` are compiled.
     """
     states = {path: layer.float8_state for path, layer in layers.items()}
     if not states:
@@ -104,7 +110,7 @@ class Calibration(Observer):
         self.finish()
 
     def finish(self) -> None:
-        """Remove this observer, and gather the layers' weights as decided. Collective."""
+        """Remove this observer, and from now on gather each layer's weight as its state says. Collective."""
         self.handle.remove()
         for state in self.states.values():
             state.measures, state.powers, state.guard = False, None, None
@@ -112,7 +118,10 @@ class Calibration(Observer):
 
 
 class CalibrationInStep(Calibration):
-    """Measures layers in the first training forward, and decides before a later one, after every rank's backward."""
+    """Measures layers in the first training forward, and decides before a later one.
+
+    It decides once the backward of the measured forward has ended on every rank.
+    """
 
     _begun: int | None = None  # the number of backwards before the measured forward
 
@@ -184,17 +193,22 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
 
 
 def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
-    """Apply a saved decision to the float8 layers of `model`, which need no measurement then. Collective.
+    """Apply a saved decision to the float8 layers of `model`, which are then not measured. Collective.
 
-    Layers that this model has already decided on are not changed; a warning is logged if the saved decision differs.
-    Layers that are still to be measured together are measured if the saved decision lacks one of them.
+    Layers that are decided already are not changed; a warning is logged if the saved decision differs. If the saved
+    decision lacks a layer of a calibration, all layers of that calibration are measured as usual.
+
+    Args:
+        world: the world of the model.
+        model: the model, or a module that contains it.
+        decision: what `float8_decision` returned.
     """
     states = _states_of(model)
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
     if differing and world.rank == 0:
         _log.warning(
-            "float8: %d of this model's %d float8 layers, such as '%s', differ from the saved ones in whether they use "
-            "float8, and are not changed: training will not continue bit for bit.",
+            "float8: %d of this model's %d float8 layers, such as '%s', use float8 although those of the checkpoint do "
+            "not, or the other way round. They are not changed, and training will not continue bit for bit.",
             len(differing), len(states), differing[0],
         )  # fmt: skip
     paths = {state: path for path, state in states.items()}
@@ -207,8 +221,8 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
             guard.finish()
         elif known and world.rank == 0:
             _log.warning(
-                "float8: of %d float8 layers, the checkpoint has the calibration of %d, so all are measured again: "
-                "training will not continue bit for bit.", len(found), len(known),
+                "float8: of %d float8 layers, the checkpoint has the calibration of only %d. All are measured again, "
+                "and training will not continue bit for bit.", len(found), len(known),
             )  # fmt: skip
 
 
@@ -241,5 +255,5 @@ def _tell(ratios: dict[str, float]) -> None:
 def decibels(signal: float, noise: float) -> float:
     """Return the ratio of two sums of squares in decibels; inf if the noise is zero or a sum is not finite."""
     if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # an overflow, which the loss scale handles
+        return math.inf  # the output overflowed: a matter of the loss scale, not of rounding
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

@@ -28,7 +28,15 @@ def choose_float8(
 ) -> dict[str, torch.nn.Module]:
     """Return the linear layers in `blocks` that will compute in float8, by path; log why the others will not.
 
-    Raises ValueError if there is none, if a name in `keep` matches none, or if the device has no float8 products.
+    Args:
+        model: the model that is about to be sharded.
+        blocks: its blocks.
+        device: the device on which the layers compute.
+        float8: the keyword of `auto_wrap`; False selects no layers.
+        keep: names of layers, or of modules around them, that must not compute in float8.
+
+    Raises:
+        ValueError: there is no such layer, a name in `keep` matches no layer, or the device has no float8 products.
     """
     if not float8:
         if keep:

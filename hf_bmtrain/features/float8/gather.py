@@ -26,7 +26,8 @@ _log = logging.getLogger("hf_bmtrain")
 def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], world: World) -> set[int]:
     """Return the ids of the weights of float8 `layers` that may be gathered in float8.
 
-    The set is empty with one rank, and with adapters, since some (DoRA) read the weights of the layers they adapt.
+    The set is empty with one rank, and if the model has adapters, since some (DoRA) read the weights of their base
+    layers.
     """
     if world.size == 1 or adapter_parameters(model):
         return set()
@@ -48,8 +49,11 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
     """Gather the weights of float8 layers in float8 from now on, and log the number of buffers. Collective.
 
-    states: of all float8 layers, by path, in the same order on every rank. A buffer with a layer whose state has a
-    `reason` is still gathered in its own dtype.
+    A buffer is still gathered in its own dtype if a layer with a weight in it has a `reason`.
+
+    Args:
+        world: the world of the layers.
+        states: the states of all float8 layers, by path, in the same order on every rank.
     """
     layers: dict[Float8Storage, list[str]] = {}
     for path, state in states.items():
@@ -65,8 +69,8 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
             storage.switch(requantizer, [states[path] for path in paths])
     if world.rank == 0 and layers:
         count = sum(left.values())
-        told = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""
+        reasons = f": {', '.join(f'{number} ({reason})' for reason, number in left.items())}" if left else ""
         _log.info(
             "float8: weights are gathered in float8 in %d buffers, in their own dtype in %d%s",
-            len(layers) - count, count, told,
+            len(layers) - count, count, reasons,
         )  # fmt: skip

@@ -40,8 +40,11 @@ class Float8Inputs:
         self._factors: tuple[Float8, Float8 | None] | None = None
 
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
-        """Return x quantized by rows and, if `both`, by columns, each as values and scales."""
-        # A compiler removes repeated computations itself, and cannot trace `_is_view`.
+        """Return x, converted to `dtype`, quantized by rows and, if `both`, by columns.
+
+        Returns values and scales by rows, then values and scales by columns, or None twice.
+        """
+        # torch.compile removes repeated computations itself, and cannot trace `_is_view`.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _flattened(*_round(x, dtype, both))
         # Tensors of torch.inference_mode have no version counter, and a full parameter's does not change when it is
@@ -119,7 +122,13 @@ class Float8Linear(torch.nn.Module):
 
 
 def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs) -> Float8State:
-    """Make `layer` a Float8Linear, and return its state."""
+    """Make `layer` a Float8Linear in place, and return its state.
+
+    Args:
+        layer: a linear layer.
+        transposed: whether its weight is (K, N), as in transformers' Conv1D.
+        inputs: the cache of quantized inputs that the model's float8 layers share.
+    """
     state = layer.float8_state = Float8State(transposed, inputs)  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))
     return state

@@ -85,7 +85,10 @@ class Float8Kind(StorageKind):
         return Float8Storage(small)
 
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether `small` have few elements compared with the weights `own`. Independent of the world size."""
+        """Return whether the parameters `small` are small enough to share the buffer of the weights `own`.
+
+        The answer does not depend on the world size.
+        """
         nbytes = sum(parameter.numel() * parameter.itemsize for parameter in small)
         return LEAST_WEIGHTS * nbytes <= sum(parameter.numel() for parameter in own)
 
@@ -261,7 +264,7 @@ class Float8Storage(Storage):
 
     @property
     def count(self) -> int:
-        """The number of weights."""
+        """The number of float8 weights in this buffer, without the small parameters."""
         return len(self.buffer.full_params) - self._small
 
     @property
@@ -277,11 +280,11 @@ class Float8Storage(Storage):
         """Round this rank's parts of the k weights. bits (k,), scales (k, 1): absmax and scale of each full weight."""
         shard = self.buffer.shard
         round_pieces(shard.data, self._pieces_here, bits, self._rounded)
-        if self._small_numel:  # this rank stores them
+        if self._small_numel:  # this rank stores the small parameters
             small = shard.data[: self._small_numel].view(torch.uint8)
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
-        torch.autograd.graph.increment_version(self._rounded)  # also on a rank that stores no weights
+        torch.autograd.graph.increment_version(self._rounded)  # needed on ranks that store no weights and wrote nothing
         self._rounded_version = shard._version
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -60,7 +60,7 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
     matrix = torch.cat([a, b.t()], 1)  # to split A and Bᵀ with the same launches
-    if torch.compiler.is_compiling():  # the compiler cannot write to a view by `out`, and makes this one kernel
+    if torch.compiler.is_compiling():  # compiled code cannot use `out=` with a view; these lines become one kernel
         high, low = _parts(matrix)
         made = torch.stack([high, low, high, high]).to(dtype)
     else:
@@ -71,9 +71,17 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Return u, the product of x (rows, width) with a transposed factor: (rows, r), or (rows, 4 r) if split.
+    """Return the product of x with a transposed factor: u of the forward, or du of the backward.
 
-    The scaling is included if the factor is split, or if `scaled`. rank: r.
+    Args:
+        x: (rows, width).
+        factor: a result of `factors_of`, (r, width) or, if split, (4 r, width).
+        adapter: the settings of the adapter.
+        rank: r.
+        scaled: whether to multiply by the scaling; a split product always includes it.
+
+    Returns:
+        (rows, r) or, if split, (rows, 4 r).
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
@@ -95,16 +103,22 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
     and the remainder would be zero.
     """
     low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-    # `values - low` is exact. It stands for the view above, because torch 2.6 cannot concatenate such a view.
+    # `values - low` equals the rounded view above, which is not returned because torch 2.6 cannot concatenate it.
     return values - low, low
 
 
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
     """Return y plus the sum of scaling · u @ factor over the adapters, in place unless compiled.
 
-    If split, every u includes its scaling, and all are added as one product, so that y is rounded once. Compiled code
-    is not in place, because an autograd.Function that modifies its output in place gets zero gradients when torch 2.11
-    compiles it.
+    Compiled code is not in place, because an autograd.Function that modifies its output in place gets zero gradients
+    when torch 2.11 compiles it.
+
+    Args:
+        y: (rows, width).
+        us: for each adapter, a result of `enter`.
+        factors: for each adapter, a result of `factors_of`, (r, width) or, if split, (4 r, width).
+        scalings: for each adapter, the scaling; not used if split, where `us` include it.
+        split: whether the factors are split. Then all products are added as one, so that y is rounded once.
     """
     if split and len(us) > 1:
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
@@ -115,7 +129,7 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
 
 
 def draw_mask(x: Tensor, rate: float) -> Tensor:
-    """Return a boolean mask of the elements of x that dropout keeps.
+    """Return a boolean mask of the elements of x to keep, when dropout drops each with probability `rate`.
 
     On the CPU, unless compiled, torch.nn.Dropout would keep the same elements.
     """

@@ -64,7 +64,8 @@ class FusedLoraLinear(torch.nn.Module):
 
     It still runs PEFT's own forward
 
-    * unless it has plain adapters on a frozen layer: `_adapters_of` has the reasons, and each is logged once;
+    * if its adapters or its base layer are of a kind that is not fused: `_adapters_of` returns the reason, which is
+      logged once;
     * if everything is float32, so that results are rounded as by PEFT;
     * under transforms of torch.func;
     * in compiled code, unless the adapters are split, because the compiler fuses PEFT's forward as well.
@@ -196,7 +197,7 @@ def _log_once(reason: str, layer: Any) -> None:
     """Log why `layer` runs PEFT's own forward, unless another layer has logged this reason. On rank 0 alone."""
     if reason not in _logged:
         _logged.add(reason)
-        name = getattr(layer, "fused_name", "")  # set on rank 0
+        name = getattr(layer, "fused_name", "")  # only rank 0 sets it, and so logs
         if name:
             _log.info("LoRA layers, the first of them '%s', run PEFT's own forward: %s", name, reason)
 

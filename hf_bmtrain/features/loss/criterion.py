@@ -55,8 +55,8 @@ class Criterion:
             classes: the number of classes.
 
         Raises:
-            ValueError: targets are no integers, or there is not one class weight per class. On CPU, where the check
-                synchronizes with no device, also if a target is neither a class nor `ignore_index`.
+            ValueError: the targets are not integers, or the number of class weights is not `classes`. On CPU, where
+                checking needs no synchronization, also if a target is neither a class nor `ignore_index`.
         """
         if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
             raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """Return a Plan with the fewest thread blocks per row of which three fit on an SM, if possible.
+    """Return a Plan with the fewest thread blocks per row with which, if possible, three blocks fit on an SM.
 
     Vectors that do not fit in shared memory are read twice from global memory.
 
@@ -108,7 +108,7 @@ class CrossEntropy:
         if self.class_weight is not None and self.class_weight.dim() != 1:
             shape = tuple(self.class_weight.shape)
             raise ValueError(
-                f"class weights (weight, class_weight) must have shape (C,), one number a class, got {shape}"
+                f"class weights (weight, class_weight) must have shape (C,), one number per class, got {shape}"
             )
 
     def count(self, targets: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class CrossEntropy:
         return self._launch_rows("cross_entropy_losses", logits, targets)
 
     def losses_and_gradient_(self, logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `losses`, and write the gradient of sum(scale * losses) over the logits: one read, one write."""
+        """Return `losses`, and in the same launch write the gradient of sum(scale * losses) over the logits."""
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
         if logits.is_meta:

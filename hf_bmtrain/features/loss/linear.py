@@ -104,10 +104,18 @@ class _Work:
     def run(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None
     ) -> tuple[Tensor, Gradients]:
-        """Return the losses (N,), and the gradients of sum(scale * losses) that `wants` names. None for all others.
+        """Return the losses, and the gradients of sum(scale * losses). Every rank must call it if `weight` is sharded.
 
-        scale: (1,) or (N,) float32, or None for no gradients. The gradients of weight and bias are float32. A
-        collective call if weight or bias are sharded.
+        Args:
+            rows: (N, H), the hidden states.
+            weight: (V, H), a tensor or a local parameter.
+            bias: (V,), a tensor or a local parameter, or None.
+            targets: (N,) int64.
+            scale: (1,) or (N,) float32; None for no gradients.
+
+        Returns:
+            The losses, (N,) float32; and the gradients of rows, weight and bias that are wanted, None for the others.
+            The gradients of weight and bias are float32.
         """
         with _full(weight) as full, _full(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
             shift = None if shift is None else shift.to(self.dtype)
@@ -122,7 +130,7 @@ class _Work:
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
         space = rows.new_empty(size, -(-classes // 8) * 8)  # rows aligned to 16 bytes for cuBLAS
-        # On CPUs with AMX, torch 2.13 multiplies these columns by 0, which must not give NaN.
+        # On CPUs with AMX, torch 2.13 reads these columns too and multiplies them by 0: they must not be inf or NaN.
         space[:, classes:].zero_()
         space = space[:, :classes]
         for start in range(0, count, size):

@@ -48,12 +48,12 @@ class Measurement:
 class AutoCheckpoint(Recompute):
     """Recomputes a block or keeps its activations, according to the plan of `activations`.
 
-    A plan is valid for inputs that are in no dimension larger than those of a measured forward, since they need no more
-    memory. Larger inputs start a new measurement.
+    A plan is valid for inputs that are in no dimension larger than the inputs of some measured forward, since they need
+    no more memory. Larger inputs start a new measurement.
 
     Attributes:
         kept: whether the plan keeps the block's activations.
-        calls: the most forwards of the block that ran in one measured pass before its first backward.
+        calls: the most forwards of the block that waited for their backward at a time, in measured passes.
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
@@ -64,7 +64,7 @@ class AutoCheckpoint(Recompute):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block's activations: the most of one measured forward, times `calls`."""
+        """Bytes of the block's activations as backward begins: those of its largest measured forward, times `calls`."""
         return self._most * self.calls
 
     @property
@@ -116,7 +116,7 @@ class AutoCheckpoint(Recompute):
     def _count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
         """Under `with`, count the bytes that autograd saves in the block's forward, and add them as a Measurement.
 
-        A forward inside a backward is a recomputation by someone else and is not counted.
+        A forward inside a backward is not counted: it is the recomputation of a checkpoint around the block.
         """
         if self.activations.in_backward:
             yield
@@ -139,10 +139,10 @@ class Activations:
 
     A pass begins with the first training forward of a block after a backward, and ends with the next backward. In a
     measured pass every block is recomputed, the bytes that autograd saves are counted per block, and two peaks of
-    memory are recorded (the allocator's peak is reset for that). The backward's peak is that of the times when a
-    block's recomputed activations are alive, each from its recomputation to the next block's backward; the forward's
-    peak is that of the rest of the pass. After the first step of an optimizer the ranks agree on a plan, for the
-    largest activations and the smallest free memory of any rank.
+    memory are recorded (the allocator's peak is reset for that): the backward's peak while the recomputed activations
+    of a block are alive, from its recomputation to the next block's backward; and the forward's peak during the rest of
+    the pass. After the first step of an optimizer the ranks agree on a plan, for the largest activations and the
+    smallest free memory of any rank.
 
     A forward on inputs larger than measured is recomputed, and the rest of its pass is measured. After that, and when a
     pass begins with less free memory than the plan was made for, a rank makes a new plan alone: which blocks it
@@ -200,6 +200,7 @@ class Activations:
             self._begin_pass(self._present())
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
+        """Make a plan if one is possible and needed, or else measure this pass. blocks: those measured so far."""
         self._meter.begin(_buffers(blocks))
         self._fresh, self.measuring = [], False
         if self._free is None:
@@ -291,7 +292,7 @@ class Activations:
         return True
 
     def _plan_alone(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
-        """Choose anew which blocks this rank recomputes. free: the bytes free as the pass began."""
+        """Make a new choice of the blocks that this rank recomputes. free: the bytes free as the pass began."""
         activations, no_parameters = [block.nbytes for block in blocks], [0] * len(blocks)
         rooms = self._rooms(free - self._unsharded)
         plan = make_plan(activations, no_parameters, *rooms)

@@ -71,7 +71,7 @@ class MeasuredInputs:
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # results of `cover`: up to which number it returned True for the shapes
+        self._covered: dict[Shapes, int] = {}  # cache of `cover`: up to which number shapes are covered
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Add the shapes of the inputs of a measured forward. number: of the forward within its pass."""
@@ -137,7 +137,7 @@ class Meter:
         return self.memory.allocated() - self._resident_bytes()
 
     def taken(self) -> int:
-        """Return the most bytes above `began` that were allocated since the allocator's peak was reset."""
+        """Return by how much the allocator's peak, without resident buffers, exceeds `began`."""
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
@@ -177,6 +177,10 @@ def agree(world: World, mine: Reading) -> tuple[list[int], list[int]] | None:
     """Return the smallest rooms, and each block's largest activations, of all ranks. Collective.
 
     Return None while it is too early for a plan: no rank's optimizer has stepped, or a rank does not know its rooms.
+
+    Args:
+        world: the ranks.
+        mine: this rank's measurements.
     """
     readings: list[Reading] = world.gather_objects(mine)
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]

@@ -24,7 +24,7 @@ class Plan:
     left: int = 0
 
     def table(self, activations: Sequence[int], parameters: Sequence[int], forward_room: int) -> str:
-        """Return a table of the plan's memory in GiB, for the log."""
+        """Return a table of the plan's memory in GiB, for the log. The arguments are those of `make_plan`."""
         rows = [
             ("keep their activations", self.kept, activations),
             ("recompute", tuple(not kept for kept in self.kept), activations),

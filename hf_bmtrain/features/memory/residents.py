@@ -73,8 +73,8 @@ class Residents:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         modules: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
         inside = {buffer for block in modules for buffer in block._bmt.buffers}
-        # Weak references, so that a deleted part of the model is freed. To the states of blocks and not to their
-        # buffers, because a later auto_wrap may add buffers to a block.
+        # Weak references, so that a deleted part of the model is freed. Blocks are listed by their states, not by their
+        # buffers, because a later auto_wrap may add a buffer to a block.
         self._root = [weakref.ref(buffer) for buffer in buffers_of(model) if buffer not in inside]
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
@@ -141,8 +141,9 @@ class Residents:
         self._forwards += 1
 
     def _begin_pass(self) -> None:
+        """Use the measured inputs of the last pass, and decide whether there is anything to do in this one."""
         self._forwards = 0
-        for number, shapes in self._seen:  # the pass in which they were seen has ended
+        for number, shapes in self._seen:  # the pass of these forwards has ended
             self._inputs.add(shapes, number)
         self._seen = []
         if self._planned:
@@ -193,7 +194,8 @@ class Residents:
 
     def _room(self) -> int | None:
         """Return the bytes that resident buffers of this model may take; None while that is not known."""
-        free, others = self._read_free(), self._planner.resident_bytes  # of other models: this one has none resident
+        # No buffer of this model is resident here, so `resident_bytes` are those of other models.
+        free, others = self._read_free(), self._planner.resident_bytes
         self._free = free if self._peak is None else min(self._free, free)
         if self._is_planned:
             left = self._planner.activations.left

@@ -82,13 +82,13 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
         device: where weights are unpacked.
     """
     found = _find(model)
-    apart = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
+    root = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
     made: dict[int, torch.nn.Parameter] = {}  # by the id of the old one, for tied weights
     unpacked: list[str] = []
     for name, (module, key, parameter) in found.items():
         if id(parameter) not in made:
             made[id(parameter)] = packed = _packed(module, parameter)
-            if id(parameter) in apart:
+            if id(parameter) in root:
                 made[id(parameter)] = _unpack(packed, device)
                 unpacked.append(name)
         module._parameters[key] = made[id(parameter)]

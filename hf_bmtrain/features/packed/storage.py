@@ -233,7 +233,7 @@ class UnpackedSlice(ShardTensor):
         with WithoutTorchFunction():
             if versions != [each._version for each in copies]:
                 raise written(copies[0])
-            if isinstance(result, ShardTensor) and any(shares_storage(result, each) for each in copies):  # a view
+            if isinstance(result, ShardTensor) and any(shares_storage(result, each) for each in copies):
                 return cls.of(result, result.placement)
         return result
 

@@ -1,4 +1,4 @@
-"""check_parity: one training step of a sharded model against plain torch, block by block."""
+"""check_parity: compares one training step of a sharded model with plain torch, block by block."""
 
 from __future__ import annotations
 
@@ -176,14 +176,21 @@ class _Comparison:
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 
     def of_outputs(self, sharded: Outputs, plain: Outputs, mine: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare the outputs of all watched modules, and the losses. mine: of the sharded step."""
+        """Compare the outputs of all watched modules, and the losses.
+
+        Args:
+            sharded: the outputs of the sharded step.
+            plain: the outputs of the plain step.
+            mine: the loss of the sharded step.
+            expected: the loss of the plain step.
+        """
         for block, name in dict.fromkeys([*plain, *sharded]):
             got, wanted = sharded.get((block, name), []), plain.get((block, name), [])
             allowed = max((self._allowed(tensor) * largest_of(tensor) for tensor in wanted), default=0.0)
-            apart = [largest_difference(a, b) for a, b in zip(got, wanted)]
+            differences = [largest_difference(a, b) for a, b in zip(got, wanted)]
             if len(got) != len(wanted) or ((block, name) in sharded) != ((block, name) in plain):
-                apart = [float("inf")]  # the module ran in one step only, or returned fewer tensors in one of them
-            self.differences.append(Difference("output", block, name, max(apart, default=0.0), allowed))
+                differences = [float("inf")]  # the module ran in one step only, or returned fewer tensors
+            self.differences.append(Difference("output", block, name, max(differences, default=0.0), allowed))
         self._add("output", "", "", mine, expected, self._allowed(expected) * largest_of(expected))
 
     @torch.no_grad()
@@ -201,10 +208,10 @@ class _Comparison:
                 got, wanted = nothing if got is None else got, nothing if wanted is None else wanted
                 found.append((sharded, largest_difference(got, wanted), largest_of(wanted), self._allowed(wanted)))
         floor = _OF_MODEL * max((largest for _, _, largest, _ in found), default=0.0)
-        for sharded, apart, largest, bound in found:
+        for sharded, difference, largest, bound in found:
             name = self._names[sharded]
             self.differences.append(
-                Difference("gradient", self._block(sharded), name, apart, bound * (largest + floor))
+                Difference("gradient", self._block(sharded), name, difference, bound * (largest + floor))
             )
 
     def _mean(self, full: torch.nn.Parameter) -> torch.Tensor | None:
@@ -223,7 +230,9 @@ class _Comparison:
     def of_update(self, full_params: Wholes, make: MakeOptimizer) -> None:
         """Compare the updates by one step of an optimizer over shards and of one over full parameters. Collective.
 
-        make: returns an optimizer for a list of parameters.
+        Args:
+            full_params: the full parameters; their `.grad` is used.
+            make: a function that returns an optimizer for a list of parameters.
         """
         trained = [sharded for sharded in full_params if sharded.requires_grad]
         before = {sharded: full_params[sharded].detach().clone() for sharded in trained}

@@ -127,8 +127,8 @@ def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     wide = torch.promote_types(wanted.dtype, torch.float32)
     got, wanted = got.detach().to(wanted.device, wide), wanted.detach().to(wide)
     same = (got == wanted) | (got.isnan() & wanted.isnan())
-    apart = (got - wanted).abs().masked_fill_(same, 0).nan_to_num_(nan=float("inf"), posinf=float("inf"))
-    return apart.max().item()
+    difference = (got - wanted).abs().masked_fill_(same, 0).nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    return difference.max().item()
 
 
 def largest_of(tensor: torch.Tensor) -> float:

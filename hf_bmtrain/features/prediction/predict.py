@@ -78,7 +78,7 @@ def predict_memory(
 
 
 class Comparison(Observer):
-    """Compares a prediction with the measured peak of the second step of `model`, for which it resets the peak."""
+    """Compares a prediction with the measured peak of the second step of `model`."""
 
     position = 20
 
@@ -95,7 +95,7 @@ class Comparison(Observer):
         memory = world.device_memory
         if rest or not 1 <= steps <= 2 or memory is None:
             return
-        if steps == 1:
+        if steps == 1:  # the second step begins
             memory.reset_peak()
         else:
             self.report(memory.peak() + world.schedule.mapped_bytes)
@@ -106,10 +106,10 @@ class Comparison(Observer):
     def report(self, measured: int) -> None:
         """Log the predicted peak and the `measured` one, in bytes."""
         predicted = self._prediction.peak
-        apart = predicted / measured - 1
+        difference = predicted / measured - 1
         line = "memory of a step, at its peak: %.2f GiB predicted, %.2f GiB measured (%+.1f %%)"
-        values = predicted / 2**30, measured / 2**30, 100 * apart
-        if abs(apart) > TOLERANCE:
+        values = predicted / 2**30, measured / 2**30, 100 * difference
+        if abs(difference) > TOLERANCE:
             _log.warning(f"{line}. Predicted:\n%s", *values, self._prediction)
         else:
             _log.info(line, *values)

@@ -23,7 +23,7 @@ UNINITIALISED = [
     "bmt.optim.OptimManager()", "bmt.save(torch.nn.Linear(2, 2), 'x.pt')", "bmt.config['rank']",
 ]  # fmt: skip
 LAUNCHES = {
-    "MASTER_ADDR": ({"RANK": "0", "WORLD_SIZE": "2"}, "start the script with torchrun"),
+    "MASTER_ADDR": ({"RANK": "0", "WORLD_SIZE": "2"}, "Start the script with torchrun"),
     "rank too large": ({"RANK": "2", "WORLD_SIZE": "2"}, "does not fit WORLD_SIZE"),
     "not a number": ({"RANK": "zero", "WORLD_SIZE": "1"}, "must be integers"),
 }

@@ -20,7 +20,7 @@ MISUSES = [
     (INIT, {"WORLD_SIZE": "2"}, "RANK=None does not fit WORLD_SIZE=2"),
     (INIT, {"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 does not fit"),
     (INIT, {"WORLD_SIZE": "two", "RANK": "0"}, "must be integers"),
-    (INIT, {"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT not set"),
+    (INIT, {"WORLD_SIZE": "2", "RANK": "0"}, "not set: MASTER_ADDR and MASTER_PORT"),
 ]
 LAUNCH = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
 

@@ -413,6 +413,7 @@ class _Call:
                     each.settle()
                 with torch.set_grad_enabled(self.full):
                     result = self.func(*args, **self.kwargs)
+                _count_writes(self.name, args)
                 return self._many_results(lists, result)
         return self._on_full()
 
@@ -596,6 +597,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         each.settle()
     with WithoutTorchFunction():
         result = func(*args, **kwargs)
+        _count_writes(name, args)
         if not isinstance(result, (list, tuple)):
             return result
         if name.endswith("_"):
@@ -604,6 +606,15 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
             each.__class__ = ShardTensor  # in place, since nothing else refers to it: `of` would create another tensor
             each.placement = placement
         return result
+
+
+def _count_writes(name: str, args: Sequence[Any]) -> None:
+    """Increment the versions of the parameters that a fused optimizer of torch has written: it does not do so itself.
+
+    Without this an unsharded block would not be all-gathered again after the step.
+    """
+    if name.startswith("_fused_"):
+        torch.autograd.graph.increment_version(args[0])
 
 
 _ON_LISTS = {f"_fused_{optimizer}_" for optimizer in ("adagrad", "adam", "adamw", "sgd")}

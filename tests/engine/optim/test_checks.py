@@ -256,3 +256,22 @@ def test_reductions_of_a_part_are_refused(world, size):
 def test_trial(world, case):
     world(1)(case)
     world(2)(case)
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [(optim.AdamW, 3), (optim.SGD, 2), *in_full((optim.Adam, 2), (optim.Adagrad, 3))],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+@on_ranks(2, full=(1,))
+def test_a_fused_step_is_seen(kind, level):
+    """Blocks that another forward has left unsharded are all-gathered again: fused optimizers count no writes."""
+    model, twin = bmt.auto_wrap(Tower(), zero_level=level, use_checkpoint=False), Tower()
+    optimizers = [kind(either.parameters(), lr=0.5, fused=True) for either in (model, twin)]
+    versions = [p._version for p in model.parameters()]
+    for either, optimizer in zip((model, twin), optimizers):
+        either(ids(0, 0)).backward()
+        either(ids(1, 0))
+        optimizer.step()
+    torch.testing.assert_close(model(ids(1, 0)), twin(ids(1, 0)))
+    assert all(p._version > version for p, version in zip(model.parameters(), versions))

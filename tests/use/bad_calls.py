@@ -204,16 +204,16 @@ def optimizers() -> Iterator[Row]:
 
     weight = nn.Parameter(torch.ones(2))
     yield make("a model", "params must be model.parameters", Tower())
-    yield make("nothing", "params must hold parameters, and is empty", [])
-    yield make("an exhausted generator", "can be read once", exhausted())
-    yield make("double weights", "give it to torch.optim.AdamW", [nn.Parameter(torch.ones(2).double())])
+    yield make("nothing", "params must contain parameters, but is empty", [])
+    yield make("an exhausted generator", "call it again for each use", exhausted())
+    yield make("double weights", "use torch.optim.AdamW for it", [nn.Parameter(torch.ones(2).double())])
     yield make("an inner tensor", "non-leaf", [torch.ones(2, requires_grad=True) * 2])
     yield make("two lrs", "lr must be a number", lr=torch.ones(2))
     yield make("one beta", "betas must be two numbers", betas=(0.9,))
     yield make("beta 1", r"betas in \[0, 1\), got .*1\.0\)", betas=(0.9, 1.0))
     yield make("a group's lr", "needs finite lr, .* got lr=-0.5", [{"params": [weight], "lr": -0.5}])
     yield make("a group's betas", "betas must be two numbers", [{"params": [weight], "betas": 1}])
-    yield make("no params in a group", 'param_group must have "params"', [{"lr": 1.0}])
+    yield make("no params in a group", 'param_group must have the key "params"', [{"lr": 1.0}])
     yield make("float16 moments", "exp_avg_dtype must be torch.float32", exp_avg_dtype=torch.float16)
     yield make("a fused option", "unexpected keyword argument 'fused'", fused=True)
     yield "AdamOptimizer.step", "scale 0", lambda: trained()[1].step(scale=0.0), "scale must be finite and above 0"
@@ -344,7 +344,7 @@ def states() -> Iterator[Row]:
         "OptimManager.load_state_dict",
         "of none",
         lambda: loads(bmt.optim.OptimManager().state_dict()),
-        "add the same",
+        "call add_optimizer for the same",
     )
     yield "OptimManager.load_state_dict", "scaled", lambda: loads(manager(loss_scale=2.0).state_dict()), "loss scale"
 

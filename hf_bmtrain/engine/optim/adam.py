@@ -26,47 +26,47 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
 
-    All parameters must be on one device. Neighbouring shards of a parameter group are updated in one launch. Parameters
-    without a gradient (`.grad is None`) are left as they are; gradients are only read. The host never waits for the
-    device in `step`.
+    All parameters must be on one device. Parameters that are adjacent in a flat buffer, and in one parameter group, are
+    updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are only
+    read. The host never waits for the device in `step`.
 
     The state is m, v and, for half-precision weights, a master copy of w, all float32; the weights are the masters
-    rounded to nearest even. On CUDA the master of a bfloat16 weight is stored, without loss, as the 16 bits by which it
-    differs from the weight (ops/residual.py), so that the state takes 10 bytes per element, instead of 12 as for
-    float16 weights; float32 weights are their own masters, and take 8. `optimizer.state[p]` then has "residual" instead
-    of "master". `state_dict()` contains float32 masters on every device, in host memory.
+    rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which needs no master, and 12 per
+    element of a float16 weight. On CUDA the master of a bfloat16 weight is stored as its 16-bit difference from the
+    weight, without loss (ops/residual.py): 10 bytes per element, and `optimizer.state[p]` has "residual" instead of
+    "master". `state_dict()` has float32 masters in any case, in host memory.
 
-    If half-precision weights are written between steps (a load, an average, a mask), their masters move so that they
-    round to the new weights (see `Master.follow_weight`). Masters of weights that keep their value do not move.
+    If half-precision weights are written between steps (by loading, averaging or masking), the masters of the weights
+    that changed are set to values that round to the new weights (see `Master.follow_weight`).
 
-    `grad_scale` and `found_inf` (float32 scalars on the device, set by OptimManager or torch.amp.GradScaler before
-    `step`) divide the gradients and skip the update.
+    OptimManager or torch.amp.GradScaler may set two float32 scalars on the device before `step`: `grad_scale`, by which
+    the gradients are divided, and `found_inf`, which skips the update if it is not 0.
 
     Args:
         params: parameters, or parameter groups as for torch's optimizers; float32, float16 or bfloat16.
-        lr: the learning rate: a number, or a tensor of one element. Tensors on the weights' device are read there, here
-            and for the next three.
+        lr: the learning rate: a number, or a tensor of one element. A tensor on the weights' device is read by the
+            kernel, without a wait of the host; so are tensors for `betas`, `eps` and `weight_decay`.
         betas: β₁ and β₂.
         eps: added to √v, outside the square root.
         weight_decay: wd.
-        hold_steps: the number of first steps of a parameter that update m, v and t but not w, so that the moments
-            settle first. t counts these steps, because m and v contain their gradients: the next step has the bias
-            correction of step `hold_steps` + 1, as in BMTrain. Skipped steps do not count. It is a setting of the
-            parameter group.
-        decoupled: False adds weight_decay·w to g instead, as torch.optim.Adam does, for weights of every dtype. BMTrain
-            does so for float32 weights, and decouples the decay of half-precision ones. It is a setting of the
-            parameter group.
-        exp_avg_dtype: torch.bfloat16 stores m in 2 bytes, rounded stochastically by bits that depend only on the
-            element and the step, not on the number of ranks (but with float8 blocks one rank has other bits than
-            several).
+        hold_steps: in its first `hold_steps` steps, a parameter's m, v and t are updated but w is not, so that the
+            moments settle first. t counts these steps, because m and v contain their gradients: the next step has the
+            bias correction of step `hold_steps` + 1, as in BMTrain. Skipped steps do not count. Parameter groups may
+            have different values.
+        decoupled: whether weight decay is decoupled from the gradient, as in the formula. False adds weight_decay·w to
+            g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this for float32 weights
+            only.) Parameter groups may have different values.
+        exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically, by
+            bits that depend on the element and the step but not on the number of ranks, except in buffers whose
+            storage lays out parameters differently on one rank.
 
     Raises:
-        TypeError: `params` is one tensor.
-        ValueError: a setting is out of range, there are no parameters, or one is of another dtype.
+        TypeError: `params` is a single tensor.
+        ValueError: a setting is out of range, there are no parameters, or one has an unsupported dtype.
     """
 
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None  # absent between steps: GradScaler multiplies by the value that it finds
+    grad_scale: torch.Tensor | None  # deleted after each step: GradScaler would multiply by an old value
     found_inf: torch.Tensor | None
 
     def __init__(
@@ -83,27 +83,30 @@ class AdamOptimizer(torch.optim.Optimizer):
     ) -> None:
         expect_kind("params", params, Iterable, "model.parameters() or a list of parameter groups")
         if isinstance(params, torch.Tensor):
-            raise TypeError("params must be a list of parameters, got one tensor: put it in a list")
+            raise TypeError("params must be a list of parameters, got a single tensor: pass it in a list")
         params = list(params)
         if not params:
-            raise ValueError("params must hold parameters, and is empty: model.parameters() can be read once")
+            raise ValueError(
+                "params must contain parameters, but is empty: model.parameters() is an iterator, so call it again for "
+                "each use"
+            )
         if not isinstance(exp_avg_dtype, torch.dtype) or exp_avg_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"exp_avg_dtype must be torch.float32 or torch.bfloat16, not {exp_avg_dtype!r:.80}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
         super().__init__(params, {**defaults, "decoupled": decoupled})
-        self.loss_scale: torch.Tensor | None = None  # OptimManager's
+        self.loss_scale: torch.Tensor | None = None  # set by OptimManager
         self._exp_avg_dtype = exp_avg_dtype
-        self._loaded: set[torch.nn.Parameter] = set()  # whose state was loaded and is in no run yet
-        self.loaded_facts: dict[str, str] | None = None  # of the last load, which the next step compares and drops
-        self._active: list[list[torch.nn.Parameter]] = []  # by group, the parameters of the runs
+        self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not in a run yet
+        self.loaded_facts: dict[str, str] | None = None  # facts of the last load; the next step compares the ranks'
+        self._active: list[list[torch.nn.Parameter]] = []  # the parameters of all runs, by parameter group
         self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
 
     def add_param_group(self, param_group: dict) -> None:
-        """Add a group of parameters with settings of its own.
+        """Add a parameter group.
 
         Args:
-            param_group: a dict with "params" and settings that differ from the defaults.
+            param_group: a dict with "params" and those settings that differ from the defaults.
 
         Raises:
             ValueError: a setting is out of range, "params" is missing, or a parameter is not float32, float16 or
@@ -111,15 +114,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params"')
         if "params" not in param_group:
-            raise ValueError(f'param_group must have "params", got the keys {", ".join(map(str, param_group))}')
+            raise ValueError(f'param_group must have the key "params", got {", ".join(map(str, param_group))}')
         _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in _DTYPES:
                 self.param_groups.pop()
                 raise ValueError(
-                    f"AdamOptimizer keeps float32 masters, which cannot stand for a {parameter.dtype} parameter of "
-                    f"shape {tuple(parameter.shape)}: give it to torch.optim.AdamW"
+                    f"AdamOptimizer supports float32, float16 and bfloat16 parameters, got {parameter.dtype} of shape "
+                    f"{tuple(parameter.shape)}: use torch.optim.AdamW for it"
                 )
 
     @property
@@ -143,7 +146,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             expect_callable("closure", closure, "a function that computes the loss, or None")
             with torch.enable_grad():
                 loss = closure()
-        # Subclasses extend `_step`: of an extended `step` torch would call the hooks twice.
+        # Subclasses override `_step`, because torch would call the step hooks twice for an overridden `step`.
         if type(scale) is not float:
             scale = _number("scale", scale)
         if scale == 1.0:
@@ -162,38 +165,38 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        # Neighbouring slices with gradients are updated together, as long as they have taken equally many steps.
+        # Adjacent local parameters with gradients form one run if they have taken the same number of steps.
         self._arrange([with_gradients(group["params"]) for group in self.param_groups])
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """Make one step of the runs with these numbers, in ascending order, whose gradients have arrived."""
+        """Make one step of the runs with these numbers, in ascending order, whose gradients have been reduced."""
         states = [self._states[number] for number in numbers]
-        # 1. No earlier update of these buffers is under way, and masters follow what was written to the weights.
+        # 1. Wait for earlier updates of these buffers, and update masters of weights that were written meanwhile.
         for state in states:
             if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
             if state.is_stale:
                 self._finish()
                 state.master.follow_weight()
-        # 2. The numbers of this step: settings, gradient scale and skip flag, then step counts and bias corrections.
+        # 2. Prepare the scalars of this step: settings, gradient scale, skip flag, step counts, bias corrections.
         self._steps.begin(self._settings(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._steps.advance(numbers)
-        # 3. The arithmetic.
+        # 3. Compute.
         self._update(numbers)
-        # 4. Count the write, even if this rank holds none of a run: all ranks must see the change and gather anew.
+        # 4. Increment the versions, even of empty ranges, so that all ranks gather the new weights.
         torch.autograd.graph.increment_version([state.run.weights for state in states])
         for state in states:
             state.version = state.run.weights._version
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update each run in one launch. A subclass may return before weights and state are written."""
+        """Update each run in one kernel launch. A subclass may return before weights and state are written."""
         for number in numbers:
             state = self._states[number]
             self._steps.update(number, Elements(state.run.gradient(), state.master, state.exp_avg, state.index_base))
 
     def _settings(self) -> list[Hyper]:
-        """Return the values of every parameter group, in the order of HYPER."""
+        """Return the settings of every parameter group, in the order of HYPER."""
         return [
             (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
              0.0 if g["decoupled"] else decay)
@@ -206,25 +209,27 @@ class AdamOptimizer(torch.optim.Optimizer):
             if state.run.buffer is not None:
                 state.run.buffer.update.wait()
 
-    _finish = wait  # before state is read or moved
+    _finish = wait  # called before state is read or moved; a subclass may override it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients to None.
+        """Set the gradients to None, or to zero.
 
         Args:
-            set_to_none: False sets them to zero instead.
+            set_to_none: True sets `.grad` to None, False fills it with zeros.
         """
         if not set_to_none:
             self.wait()  # an update may still read the gradients
-        with WithoutTorchFunction():  # each attribute of a slice looks for overrides otherwise
+        with WithoutTorchFunction():  # faster: otherwise every access to an attribute calls __torch_function__
             super().zero_grad(set_to_none)
 
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
-        """Arrange the `active` parameters, by group, in runs. Return False if they are those of the last step.
+        """Divide the parameters that this step updates into runs. Return False if they are those of the last step.
 
-        Unchanged runs keep their state in place.
+        Runs of the same parameters as before keep their state tensors.
+
+        active: the parameters, by parameter group.
         """
         if same_members(active, self._active):
             return False
@@ -233,13 +238,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         runs = [run for group in groups for run in group]
         devices = [*dict.fromkeys(run.weights.device for run in runs)] or [torch.device("cpu")]
         if len(devices) > 1:
-            raise ValueError(f"AdamOptimizer updates the parameters of one device, got {devices}: use one for each")
+            raise ValueError(
+                f"AdamOptimizer needs all parameters on one device, got {devices}: use one optimizer for each device"
+            )
         steps = adam_steps([len(group) for group in groups], devices[0], self._exp_avg_dtype)
         earlier = {tuple(state.run.parameters): state for state in self._states}
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
-        new.sort(key=lambda run: (bases[run.owner], run.start))  # buffers that are first are updated first
+        new.sort(key=lambda run: (bases[run.owner], run.start))  # the allocator may lay out state in this order
         tensors = dict(zip(new, self._allocate(new)))
         self._states = []
         for number, (run, state) in enumerate(zip(runs, kept)):
@@ -263,7 +270,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
-        """Return the value that all parameters of a run share: the number of steps taken."""
+        """Return the number of steps taken, which must be equal for all parameters of a run."""
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
@@ -279,19 +286,19 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # missing in the state of another AdamW
+        for group in self.param_groups:  # the state of torch's AdamW lacks these
             for name in ("hold_steps", "decoupled"):
                 group.setdefault(name, self.defaults[name])
 
     def state_dict(self, gather: bool = False) -> dict:
-        """Return the state of torch's AdamW, with a float32 "master" for half-precision weights.
+        """Return this rank's state, as torch's AdamW does, with a float32 "master" for half-precision weights.
 
-        The tensors are the optimizer's own, which the next step changes, except masters and exp_avg_sq assembled from
-        residuals.
+        The tensors are the optimizer's own, which the next step changes. Only masters and exp_avg_sq that are computed
+        from residuals are new.
 
         Args:
-            gather: whether to return a copy of the full state instead, in host memory on rank 0 (other ranks get no
-                tensors), for any number of ranks; every rank passes it to `load_state_dict`. Collective then.
+            gather: whether to return the full state instead, copied to host memory on rank 0; other ranks get no
+                tensors. Any number of ranks can load it: every rank passes it to `load_state_dict`. Collective then.
         """
         expect_flag("gather", gather)
         if gather:
@@ -305,9 +312,10 @@ class AdamOptimizer(torch.optim.Optimizer):
             self.state = kept
 
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the state as it is stored, of the present weights: with "residual" where `state_dict` has "master".
+        """Return the state without copies: the tensors are the optimizer's own, which the next step changes.
 
-        The optimizer's own tensors, which the next step changes; nothing is copied.
+        Where masters are stored as residuals, it has "residual" and no "master". Masters are first updated to weights
+        that were written since the last step.
         """
         self._finish()
         for state in self._states:
@@ -317,30 +325,30 @@ class AdamOptimizer(torch.optim.Optimizer):
         return dict(self.state)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of any AdamW as float32; torch would cast it to the dtype of the parameters.
+        """Load the state of any AdamW, as float32 and not in the dtype of the parameters as torch does.
 
-        Until the next step the state is a copy in host memory, so that no device stores it twice.
+        The loaded state is a copy in host memory until the next step, so that the device never stores it twice.
 
         Args:
-            state_dict: this rank's part or, on every rank, full tensors, of which this rank's part is loaded.
+            state_dict: this rank's state or, on every rank, the full state, of which this rank loads its elements.
 
         Raises:
-            ValueError: the state is of other parameters.
+            ValueError: the state does not fit the parameters.
         """
         check_state(state_dict)
-        if "sliced" in state_dict:  # a gathered state
+        if "sliced" in state_dict:  # a full state of state_dict(gather=True)
             return load_state(self, state_dict, current_world())
         self._load(state_dict, copy=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
-        """Load a state dict as `load_state_dict` does, but keep its tensors where they need no conversion."""
+        """Load a state dict like `load_state_dict`, but without copying tensors that need no conversion."""
         self._load(state_dict, copy=False)
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Load a state dict whose state is the step counts, and allocate the rest, which the caller is to write.
+        """Load step counts and parameter groups, and allocate the other state, which the caller must then write.
 
         Args:
-            state_dict: step counts, and parameter groups.
+            state_dict: a state dict whose "state" has only step counts.
 
         Returns:
             The state of the parameters that have a step count, as `stored_state` returns it.
@@ -367,7 +375,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 
 def _check_settings(group: dict) -> None:
-    """Raise TypeError or ValueError for settings of a parameter group that Adam cannot use."""
+    """Raise TypeError or ValueError if a setting of a parameter group is out of range."""
     numbers = {name: _number(name, group[name]) for name in ("lr", "eps", "weight_decay", "hold_steps")}
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -382,7 +390,7 @@ def _check_settings(group: dict) -> None:
 
 
 def _number(name: str, value: Any) -> float:
-    """Return the number that `value`, or a tensor of one element, is. Raises TypeError for anything else."""
+    """Return `value`, a number or a tensor of one element, as a float. Raises TypeError for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     expect_number(name, value, "or a tensor of one element")

@@ -1,9 +1,10 @@
-"""Checks of every optimizer that steps over slices, of any class.
+"""Check that optimizers of any class can step over sharded parameters.
 
-A user may create any torch optimizer over slices, or may have created it before the model was sharded. Only torch's
-process-wide hook before a step reaches all of them; `init_distributed` registers it. An optimizer is checked in its
-first step, and again after its parameter groups have changed or something was sharded; any other step only verifies
-that neither has happened, and notes its settings in the journal, which the ranks compare.
+Users may create any torch optimizer over sharded parameters, or may have created it before the model was sharded. Only
+torch's process-wide hook before an optimizer's step sees all of them; `init_distributed` registers it. An optimizer is
+checked in its first step, and again after its parameter groups have changed or more parameters were sharded. Every
+other step only makes sure that neither has happened, and records its settings in the collective log, by which the
+ranks compare them.
 """
 
 from __future__ import annotations
@@ -32,18 +33,23 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check(optimizer: torch.optim.Optimizer) -> FullState | None:
-    """Check that `optimizer` can step over slices. Return its WholeState, or None if it holds no slice. Collective.
+    """Check that `optimizer` can step over its sharded parameters, if it has any. Collective.
 
-    Raises RuntimeError if it holds parameters from before wrapping, or ordinary ones that nobody averages, or if the
-    ranks' optimizers differ, and TypeError if its update depends on shapes.
+    Returns:
+        The optimizer's FullState, or None if it has no sharded parameter.
+
+    Raises:
+        RuntimeError: it has parameters from before the model was sharded, or ordinary ones whose gradients are not
+            averaged, or the ranks' optimizers differ.
+        TypeError: its update of an element depends on the shape of the parameter.
     """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [p for p in parameters if getattr(p, "sharded_elsewhere", False)]
     if stale:
         raise RuntimeError(
-            f"{type(optimizer).__name__} holds {len(stale)} of {len(parameters)} parameters from before the model was "
-            "sharded; they belong to it no more, and nothing would be trained. Make the optimizer after auto_wrap, "
-            "from model.parameters()."
+            f"{type(optimizer).__name__} has parameters from before the model was sharded ({len(stale)} of "
+            f"{len(parameters)}). They are not in the model any more, so updating them would train nothing. Make the "
+            "optimizer after auto_wrap, from model.parameters()."
         )
     known = getattr(optimizer, "full_state", None)
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
@@ -59,18 +65,18 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
 
 
 def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
-    """Raise RuntimeError if `ordinary` parameters alongside slices have other gradients on each rank. Collective."""
+    """Raise RuntimeError if the gradients of an optimizer's `ordinary` parameters differ between ranks. Collective."""
     world = current_world()
     if world.size == 1 or not ordinary:
         return
-    # As texts, because nan differs from itself.
+    # Compare strings, because nan is not equal to itself.
     gradients = [None if p.grad is None else f"{p.grad.double().sum().item()} of {tuple(p.shape)}" for p in ordinary]
     everyone = world.gather_objects(gradients)
     if any(other != gradients for other in everyone):
         raise RuntimeError(
-            f"{type(optimizer).__name__} holds {len(ordinary)} ordinary parameters that are not sharded (the first has "
-            f"shape {tuple(ordinary[0].shape)}), and their gradients differ between the ranks, because nobody averages "
-            "them. Wrap the outermost model, which holds them too, or average their gradients before step()."
+            f"{type(optimizer).__name__} has {len(ordinary)} ordinary parameters that are not sharded (the first has "
+            f"shape {tuple(ordinary[0].shape)}). Their gradients differ between the ranks, because nobody averages "
+            "them. Wrap the outermost model, which contains them too, or average their gradients before step()."
         )
 
 
@@ -91,9 +97,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _finish_load(optimizer: Any, full_state: FullState) -> None:
-    """Compare the whole state that was loaded since the last step with the other ranks', and slice it. Collective."""
+    """If a full state was loaded since the last step, compare it between the ranks and shard it. Collective."""
     facts = None
-    if isinstance(optimizer, AdamOptimizer):  # it has sliced it
+    if isinstance(optimizer, AdamOptimizer):  # load_state_dict has sharded it already
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
     elif full_state.is_loaded(optimizer) and optimizer.state:
         facts = full_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())
@@ -104,7 +110,7 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
 
 
 def install() -> Callable[[], None]:
-    """Check every optimizer before its steps, and let torch use functions on lists for slices.
+    """Check every optimizer before its steps, and let torch's optimizers use foreach functions on local parameters.
 
     Returns:
         A function that undoes both.
@@ -127,9 +133,9 @@ def install() -> Callable[[], None]:
 
 
 def _facts(optimizer: Any, world: World) -> dict[str, Any]:
-    """Return what must be equal on all ranks of an optimizer that holds slices, for `World.agree`.
+    """Return the facts about an optimizer that must be equal on all ranks, for `World.check_same_on_all_ranks`.
 
-    A number of the options that is a tensor is read, which waits for the device.
+    Options that are tensors of one element are read, for which the host waits for the device.
     """
     groups = optimizer.param_groups
     facts: dict[str, Any] = {"class": type(optimizer).__qualname__, "number of parameter groups": len(groups)}
@@ -162,9 +168,10 @@ def _name_of(parameter: Any, position: int, world: World) -> str:
 
 
 class _NotedOptions:
-    """Notes the learning rate of a parameter group in each step, and other plain options that changed since the last.
+    """Records a parameter group's settings in the collective log, for comparison between the ranks.
 
-    What is on another device, such as a learning rate in a tensor, is left out: reading it would wait for that.
+    It records the learning rate in every step, and another number only when it has changed. Tensors on a GPU are left
+    out, because the host would have to wait to read them.
     """
 
     def __init__(self, group: dict[str, Any], collective_log: CollectiveLog) -> None:
@@ -173,7 +180,7 @@ class _NotedOptions:
         self._values = [*map(group.get, self._names)]
 
     def step(self, group: dict[str, Any]) -> None:
-        """Note the settings of this step, for the watch to compare."""
+        """Record the settings of this step."""
         rate = group.get("lr")
         if isinstance(rate, torch.Tensor):
             rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
@@ -193,12 +200,13 @@ class _NotedOptions:
 
 
 def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raise TypeError unless `optimizer` moves a matrix and flat parts of it alike, because slices are such parts.
+    """Raise TypeError if `optimizer` would compute other updates for sharded parameters than for full ones.
 
-    For each parameter group, three new optimizers of the same class and options make three steps: one on a small matrix
-    and two on the same values in flat parts. Adafactor, LAMB, Muon and LBFGS move them differently. Such an optimizer
-    is tried on slices of a matrix as well, of which functions of torch see the whole. Collective then, and all ranks
-    come to it alike, because they try the same values.
+    For each parameter group, three new optimizers of the same class and options make three steps: one on a small
+    matrix, and two on 1-D parts of the same matrix, since local parameters are such parts. Adafactor, LAMB, Muon and
+    LBFGS update these differently. An optimizer that does is also tried on a sharded matrix, because torch's functions
+    on a sharded parameter may compute with the full one. That trial is collective; all ranks come to the same decision,
+    because they try the same values.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
@@ -212,13 +220,13 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
             except Exception as error:
                 reason = error
         else:
-            message = "%s could not be tried on a matrix (%s): whether it is element-wise, as slices need, is not known"
+            message = "%s could not be tested on a small matrix (%s): it must be element-wise for sharded parameters"
             _log.warning(message, type(optimizer).__name__, reason)
             return
         flat = functools.partial(_move_parts, optimizer, group, values.view(-1), [each.view(-1) for each in tries])
         if _difference(flat, moved) is None:
             continue
-        # Large enough for every rank to hold a part of it.
+        # Large enough that every rank stores a part of it.
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
         values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
         moved = _movement(optimizer, group, values, tries)
@@ -226,32 +234,32 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         if reason is not None:
             raise TypeError(
                 f"{type(optimizer).__name__} depends on the shapes of parameters ({reason}), but after auto_wrap each "
-                "rank stores a part of them. Use an element-wise optimizer (hf_bmtrain's AdamOptimizer, "
-                "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion), or one that computes with whole matrices by "
-                "functions of torch in float32 (Adafactor, LAMB, LBFGS)."
+                "rank stores only a part of each parameter. Use an element-wise optimizer (hf_bmtrain's AdamOptimizer, "
+                "torch.optim.SGD, Adam, AdamW, RMSprop, Adagrad, Lion), or one that computes with full matrices in "
+                "float32 through torch's own functions (Adafactor, LAMB, LBFGS)."
             )
 
 
 def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
-    """Return how the movement of flat pieces that `move` makes differs from the expected one, None if it is equal."""
+    """Return how the update that `move` makes differs from the `expected` one, None if they are equal."""
     try:
         moved = move()
     except Exception as error:
-        return f"it fails on a flat piece ({error})"
+        return f"it fails on a 1-D part of a matrix ({error})"
     difference = ((moved - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
     if difference <= 1e-3:
         return None
-    return f"it moves parts of a matrix by up to {100 * difference:.2g} % of a step differently"
+    return f"its updates of parts of a matrix differ by up to {100 * difference:.2g} % of a step"
 
 
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the movement of flat `values` in two parts, by an optimizer for each."""
+    """Return the update of 1-D `values` that are divided into two parameters, each with its own optimizer."""
     cuts = slice(None, _CUT), slice(_CUT, None)
     return torch.cat([_movement(optimizer, group, values[cut], [each[cut] for each in gradients]) for cut in cuts])
 
 
 def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the movement of `values` in slices. Collective."""
+    """Return the update of `values` as a sharded parameter. Collective."""
     parameter = DistributedParameter(values)
     pieces = [parameter.take(gradient).clone() for gradient in gradients]
     _train(optimizer, group, parameter, pieces)
@@ -259,22 +267,22 @@ def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 
 def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return by how much a new optimizer of the same class, with the options of `group`, moves `start`."""
+    """Return the change of `start` after one step per gradient by a new optimizer with the options of `group`."""
     parameter = torch.nn.Parameter(start.clone())
     _train(optimizer, group, parameter, [gradient.clone() for gradient in gradients])
     return parameter.detach() - start
 
 
 def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
-    """Make a step of a new optimizer of the same class, with the options of `group`, with each gradient."""
+    """Make one step per gradient with a new optimizer of the same class and the options of `group`."""
     options = {**group, "params": [parameter]}
-    if group.get("lr") is not None:  # at the start of a warm-up it may be 0
+    if group.get("lr") is not None:  # replaced, because it may be 0 at the start of a warm-up
         options["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], torch.Tensor) else _LR
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
-    twin.checked = current_world().buffers.made, [[parameter]], []  # it is being checked
+    twin.checked = current_world().buffers.made, [[parameter]], []  # so that its steps are not checked in turn
     for gradient in gradients:
         parameter.grad = gradient
         if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:

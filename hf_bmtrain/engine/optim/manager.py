@@ -1,4 +1,4 @@
-"""OptimManager: from mean gradients to one update of every optimizer, or of none."""
+"""OptimManager: loss scaling, gradient clipping, and one update of every optimizer, or of none."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ _CHECKSUMS = "checksums"
 class OptimManager:
     """Steps optimizers and their schedulers, with loss scaling and clipping, and skips steps that overflow.
 
-    If a gradient is inf or nan, the gradients are zeroed, and neither optimizers nor schedulers step; a loss scale is
-    divided by `loss_scale_factor` while it is above `min_loss_scale`. One line of the log "hf_bmtrain" names the block,
-    the parameter and, if it is known, the rank. With dynamic loss scaling skipped steps are normal, and logged as info,
-    as a warning at each eighth in a row. Without it, or at the minimum scale, they are logged as warnings.
+    If a gradient is inf or nan, the step is skipped: neither optimizers nor schedulers step, the gradients are dropped,
+    and the loss scale, if there is one, is divided by `loss_scale_factor`, but not below `min_loss_scale`. One line
+    in the log "hf_bmtrain" names the block, the parameter and, if known, the rank. With dynamic loss scaling, skipped
+    steps are normal and logged at INFO, and every eighth in a row as a warning. Without it, or at the minimum scale,
+    all are logged as warnings.
 
-    With AdamOptimizer the host never waits for the device: norm, clip factor, scale and skip flag are scalars on the
-    device. The host reads the skip flag in the next `backward` or `step`, after it has arrived, and then advances the
-    schedulers; on CPU it does so at once. Other optimizers wait for the flag in `step`.
+    With AdamOptimizer the host does not wait for the device in `step`: norm, clip factor, scale and skip flag are
+    scalars on the device. The host reads the skip flag in the next `backward` or `step` and advances the schedulers
+    then; on the CPU, it does so in the same `step`. For other optimizers, `step` waits for the flag.
 
     Args:
         loss_scale: the initial loss scale, a power of two, for float16; None for no scaling.
         loss_scale_factor: the factor by which the scale grows and shrinks; None for the world's, 2 by default.
         loss_scale_steps: the number of steps in a row without overflow after which the scale grows; None for the
             world's, 1024 by default.
-        min_loss_scale: the least scale.
-        max_loss_scale: the largest scale.
-        grad_scale: divides the sum of the ranks' gradients; None for the world size, which gives their mean.
-        max_skipped_steps: after so many skipped steps in a row that a lower scale could not have avoided, `step` or the
-            next `backward` raises RuntimeError; None for no limit.
+        min_loss_scale: the minimum loss scale.
+        max_loss_scale: the maximum loss scale.
+        grad_scale: the number by which the sum of the ranks' gradients is divided; None for the world size, which gives
+            their mean.
+        max_skipped_steps: the number of skipped steps in a row that a lower loss scale could not have avoided, after
+            which `step` or the next `backward` raises RuntimeError; None for no limit.
 
     Raises:
         ValueError: an argument is out of range.
@@ -86,7 +88,7 @@ class OptimManager:
         if loss_scale_steps is not None:
             expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
         self.grad_scale = world.size if grad_scale is None else grad_scale
-        self._mean_scale = world.size / self.grad_scale  # the reduction takes the mean
+        self._mean_scale = world.size / self.grad_scale  # a factor for the loss, since the reduction takes the mean
         self._device, self._reduce = world.device, world.reduce
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
         self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
@@ -95,20 +97,19 @@ class OptimManager:
         if loss_scale is not None:
             self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
-        # For the next step: the clip factors of optimizers of which all gradients are clipped, applied in their update;
-        # the parameters whose gradients have been measured; and 1 if one of those is inf or nan.
-        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}
-        self._checked: set[torch.nn.Parameter] = set()
-        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # the shape that torch's fused take
-        # Of the last step: the skip flag, until the host reads it; True if a backward made a part of the step; and the
-        # gradients with their versions, to be dropped after a skipped step unless they have changed since.
-        self._skipped: HostFlag | None = None
-        self._updated_in_backward = False
+        # About the next step:
+        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # clip factors that optimizers apply in the update
+        self._checked: set[torch.nn.Parameter] = set()  # parameters whose gradients were searched for inf and nan
+        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found; (1,)
+        # About the last step:
+        self._skipped: HostFlag | None = None  # the skip flag, until the host has read it
+        self._updated_in_backward = False  # whether an optimizer made a part of the step during the backward
+        # The gradients and their versions. If the step was skipped, those that have not changed since are dropped.
         self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._skips = SkippedSteps(max_skipped_steps)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
-        self._compared = 0  # so many optimizers were compared with the other ranks'
+        self._compared = 0  # the number of optimizers that were compared with the other ranks'
 
     @property
     def loss_scale(self) -> float:
@@ -130,12 +131,12 @@ class OptimManager:
 
     @property
     def loss_scale_enabled(self) -> bool:
-        """Whether losses are scaled, and the scale adapted."""
+        """Whether losses are scaled, by a scale that is adapted after every step."""
         return self._scale is not None
 
     @property
     def lr_schedulers(self) -> list[Any]:
-        """`schedulers`, under BMTrain's name."""
+        """The schedulers, under the name that BMTrain uses."""
         return self.schedulers
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
@@ -143,25 +144,26 @@ class OptimManager:
 
         Args:
             optimizer: an optimizer over parameters of the sharded model.
-            lr_scheduler: any object with a `step()`, called after the optimizer's; None for none.
+            lr_scheduler: an object with a `step()`, which is called after every step that was not skipped; or None.
 
         Raises:
             TypeError: `optimizer` or `lr_scheduler` has no `step()`.
-            ValueError: the optimizer was added before, or made before its model was sharded: it would train nothing.
+            ValueError: the optimizer was added before, or was made before its model was sharded, so that its steps
+                would have no effect.
         """
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
         if any(optimizer is each for each in self.optimizers):
             raise ValueError(
                 f"optimizer: this {type(optimizer).__name__} was added before, and would step twice: call "
-                "add_optimizer once for each."
+                "add_optimizer once for each optimizer."
             )
         if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
             raise TypeError(f"lr_scheduler must have a step(), or be None, got a {type(lr_scheduler).__name__}")
         stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
         if stale:
             raise ValueError(
-                f"{stale} parameters of this {type(optimizer).__name__} have been replaced by slices since it was "
+                f"{stale} parameters of this {type(optimizer).__name__} were replaced by sharded ones after it was "
                 "made: make the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
             )
         self.optimizers.append(optimizer)
@@ -170,10 +172,10 @@ class OptimManager:
             optimizer.loss_scale = self._scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of every optimizer to None.
+        """Set the gradients of all optimizers' parameters to None, or to zero.
 
         Args:
-            set_to_none: False sets them to zero instead.
+            set_to_none: True sets `.grad` to None, False fills it with zeros.
         """
         if not isinstance(set_to_none, bool):
             expect_flag("set_to_none", set_to_none)
@@ -181,16 +183,16 @@ class OptimManager:
             self._skips.look(self._last_gradients())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        self._used = {}  # or their memory would not be free in the next forward
+        self._used = {}  # drop these references, so that the gradients' memory is free in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Run the backward of a loss times the loss scale. Collective, since it reduces gradients.
+        """Multiply a loss by the loss scale and run its backward, which reduces gradients. Collective.
 
         Args:
             loss: a scalar, or a tensor of one element.
 
         Raises:
-            ValueError: `loss` is no number, or requires no gradient.
+            ValueError: `loss` does not have one element, or does not require a gradient.
             RuntimeError: the last step was skipped, and the limit of skipped steps is reached.
         """
         if loss is None:
@@ -212,7 +214,9 @@ class OptimManager:
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return a loss times the loss scale, for a `backward()` of your own; `step` divides the gradients by it.
+        """Return a loss times the loss scale, for users who call `backward()` on the result themselves.
+
+        `step` divides the gradients by the scale again.
 
         Args:
             loss: a scalar, or a tensor of one element.
@@ -229,24 +233,25 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Scale gradients by max_norm / (norm + eps) if that is below 1, as torch.nn.utils.clip_grad_norm_ does.
-        Collective.
+        """Clip the norm of gradients over all ranks, as torch.nn.utils.clip_grad_norm_ does. Collective.
 
-        The norm is over all ranks, without the loss scale. If all gradients of an optimizer are clipped, its update
-        scales them; others are scaled in place.
+        Gradients are multiplied by max_norm / (norm + eps) if that is below 1. The norm is that of the gradients
+        without the loss scale. If `param_groups` has all gradients of an optimizer, the factor is applied when that
+        optimizer updates the weights, and `.grad` does not change; other gradients are multiplied in place.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
-            max_norm: the largest norm: a number, or a tensor of one element.
+            max_norm: the maximum norm: a number, or a tensor of one element.
             norm_type: the order of the norm, positive or inf.
-            scale: an argument of BMTrain's, ignored.
+            scale: accepted because BMTrain has it; ignored.
             eps: added to the norm.
 
         Returns:
             The norm before clipping, a float32 scalar on the device. Reading its value waits for the device.
 
         Raises:
-            RuntimeError: after `update_in_backward`, which has used the gradients.
+            RuntimeError: an optimizer has used the gradients during the backward already, because of
+                `update_in_backward`.
             TypeError, ValueError: an argument is out of range.
         """
         param_groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
@@ -256,14 +261,15 @@ class OptimManager:
         own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
         if any(_updated_in_backward(optimizer) and not chosen.isdisjoint(own[optimizer]) for optimizer in own):
             raise RuntimeError(
-                "clip_grad_norm after update_in_backward(): these gradients have been used during the backward. Leave "
-                "one of the two out; torch.nn.utils.get_total_norm of the gradients gives their norm."
+                "clip_grad_norm cannot be combined with update_in_backward(): these gradients were used during the "
+                "backward already. Leave one of the two out; torch.nn.utils.get_total_norm of the gradients returns "
+                "their norm."
             )
-        for optimizer in list(self._clips):  # clipped before, and this norm is that of the clipped gradients
+        for optimizer in list(self._clips):  # the second clipping in this step: apply the first one's factor now
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
-            if isinstance(value, (int, float)):  # a tensor may be on a device that has not computed it yet
+            if isinstance(value, (int, float)):  # not a tensor, for which the host may have to wait
                 self._reduce.collective_log.note(value_code(kind, value))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
@@ -281,23 +287,23 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one update of every optimizer, or none of any if a gradient is inf or nan. Collective.
+        """Make one step with every optimizer, or with none if any gradient is inf or nan. Collective.
 
         Raises:
             RuntimeError: there is no optimizer, the ranks' managers differ, or the limit of skipped steps is reached.
         """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer: call add_optimizer first.")
-        # 1. The last step is over: advance its schedulers, or drop its gradients if it was skipped.
+        # 1. End the last step: advance its schedulers or, if it was skipped, drop its gradients.
         self._end_last_step()
         if self._compared != len(self.optimizers):
             self._compare()
-        # 2. Find out whether all gradients are finite; clipping has done so for those that it measured.
+        # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched.
         unchecked = [p for o in self.optimizers for p in _with_gradient(o) if p not in self._checked]
         self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
         if unchecked:
             self._check(unchecked, 2.0)
-        # 3. Update the weights, or not: the flag is on the device, and AdamOptimizer reads it there.
+        # 3. Update the weights. The skip flag is on the device; AdamOptimizer reads it there.
         try:
             for optimizer in self.optimizers:
                 self._update(optimizer)
@@ -310,7 +316,7 @@ class OptimManager:
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Send the flag to the host, which reads it in the next step; on CPU it is there already.
+        # 5. Start to copy the flag to the host, which reads it in the next step; on the CPU it is there already.
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
         self._skips.end_step()
@@ -321,7 +327,7 @@ class OptimManager:
             self._end_last_step()
 
     def _compare(self) -> None:
-        """Raise RuntimeError unless every rank has such a manager. Collective."""
+        """Raise RuntimeError unless the managers of all ranks have the same settings and optimizers. Collective."""
         facts: dict[str, Any] = {"loss_scale": self.loss_scale_enabled and self.loss_scale}
         facts |= {"loss_scale_factor": self._factor, "loss_scale_steps": self._interval, "bounds": self._bounds}
         facts |= {"grad_scale": self.grad_scale}
@@ -332,7 +338,7 @@ class OptimManager:
         self._compared = len(self.optimizers)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        # The divisor of its gradients, None for 1.
+        # The number by which to divide the gradients of this optimizer, None for 1.
         clip, divisor = self._clips.get(optimizer), self._scale
         if clip is not None:
             divisor = clip.reciprocal() if divisor is None else divisor / clip
@@ -349,7 +355,10 @@ class OptimManager:
             optimizer.step()
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
-        """Return the global norm of the parameters' gradients, and set the skip flag if it is inf or nan."""
+        """Return the norm over all ranks of the parameters' gradients, and set `_found_inf` if it is not finite.
+
+        Collective.
+        """
         norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
         self._checked.update(parameters)
@@ -366,11 +375,12 @@ class OptimManager:
         """Return the state of optimizers, schedulers and loss scale, in host memory, for torch.save. Collective.
 
         Args:
-            gather_opt: whether rank 0 gets the optimizers' full state, for any number of ranks, and other ranks get no
-                tensors. Otherwise every rank gets its own part, for the same rank of an equally large world.
+            gather_opt: True returns the optimizers' full state on rank 0, for any number of ranks, and no tensors on
+                the other ranks. False returns each rank's own state, which the same rank of a world of the same size
+                can load.
 
         Returns:
-            A dict for `load_state_dict`, with a checksum of each entry, of which it verifies all.
+            A dict for `load_state_dict`, which verifies it with the checksums in it.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -380,7 +390,7 @@ class OptimManager:
         return {**state, _CHECKSUMS: checksums(_by_entry(state))}
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of schedulers and loss scale, without the optimizers'. The same on every rank."""
+        """Return the state of the schedulers and the loss scale only. It is the same on every rank."""
         self._end_last_step()
         return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
@@ -389,24 +399,24 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
-        """Load a state, after the same calls of `add_optimizer` as when it was saved. Collective.
+        """Load a state. The same optimizers must have been added as when it was saved. Collective.
 
         Args:
-            state_dict: what `state_dict` returned. Every rank passes a state saved with `gather_opt` in full. To load
-                one that you have changed, remove its entry "checksums".
-            gather_opt: as it was saved; None takes either.
+            state_dict: what `state_dict` returned. If it was saved with gather_opt=True, all ranks pass rank 0's. If you
+                changed values in it, remove its entry "checksums".
+            gather_opt: the value with which it was saved; None accepts both.
 
         Raises:
-            ValueError: the state is of other optimizers or of another manager. The manager's own state is unchanged
-                then.
-            RuntimeError: the ranks pass states that differ in more than their own parts, or a value is not the one that
-                was saved: the file is damaged. Nothing is changed then.
+            ValueError: the state does not fit the optimizers or this manager. The state of the schedulers and the loss
+                scale is unchanged then.
+            RuntimeError: the ranks pass states that differ where they must be equal, or a value does not match its
+                checksum because the file is damaged. Nothing is changed then.
         """
         expect_kind("state_dict", state_dict, dict, "what OptimManager.state_dict() returned")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
         if lacking:
             raise ValueError(
-                f"state_dict must be what OptimManager.state_dict() returned: it lacks {', '.join(lacking)}"
+                f"state_dict must be what OptimManager.state_dict() returned, but it lacks {', '.join(lacking)}"
             )
         expect_flag("gather_opt", gather_opt)
         _verify(state_dict)
@@ -417,41 +427,43 @@ class OptimManager:
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"]):
             gathered = "sliced" in state
             if gather_opt is not None and gathered != gather_opt:
-                raise ValueError(f"the state was saved with gather_opt={gathered}: load it with that, or leave it out.")
+                raise ValueError(
+                    f"the state was saved with gather_opt={gathered}: pass the same value, or leave gather_opt out."
+                )
             load_state(optimizer, state, current_world())
         self.load_own_state(state_dict)
 
     def check_own_state(self, state: dict[str, Any]) -> None:
-        """Check that a state of `own_state` is of a manager with the same optimizers and schedulers.
+        """Check that a state comes from a manager with the same optimizers and schedulers as this one.
 
         Args:
             state: what `own_state` returned.
 
         Raises:
-            ValueError: it is not.
+            ValueError: it comes from another manager.
         """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
-                f"this is the state of {len(theirs)} optimizers with {sum(theirs)} schedulers, the manager has "
-                f"{len(mine)} with {sum(mine)}: add the same ones first."
+                f"this is the state of {len(theirs)} optimizers with {sum(theirs)} schedulers, but this manager has "
+                f"{len(mine)} with {sum(mine)}: call add_optimizer for the same ones first."
             )
         scale = None if self._scale is None else self.loss_scale
         if (state["loss_scale"] is None) != (scale is None):
             raise ValueError(
-                f"saved with loss_scale {state['loss_scale']}, this manager has {scale}: make "
-                "OptimManager with the same choice of a loss scale or None."
+                f"the state was saved with loss_scale {state['loss_scale']}, but this manager has {scale}: make the "
+                "OptimManager with a loss_scale in both cases, or with None in both."
             )
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Load what `own_state` returned.
+        """Load the state of the schedulers and the loss scale.
 
         Args:
             state: what `own_state` returned.
 
         Raises:
-            ValueError: it is of another manager.
+            ValueError: it comes from a manager with other schedulers, or only one of the two has a loss scale.
         """
         self.check_own_state(state)
         self._end_last_step()
@@ -465,7 +477,7 @@ class OptimManager:
     # -- the end of the last step -------------------------------------------------------------------------------
 
     def _end_last_step(self) -> None:
-        """Read the skip flag of the last step. Drop its gradients if it was skipped, else advance the schedulers."""
+        """Read the skip flag of the last step. Advance the schedulers or, if it was skipped, drop its gradients."""
         if self._skipped is None:
             return
         skipped, self._skipped = self._skipped.read(), None
@@ -474,12 +486,12 @@ class OptimManager:
         used, self._used = self._used, {}
         if skipped and self._updated_in_backward:
             raise RuntimeError(
-                "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped: "
-                "the weights are spoilt. Go on from a checkpoint, without update_in_backward."
+                "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped, so "
+                "that the weights are wrong now. Continue from a checkpoint, without update_in_backward()."
             )
         if skipped:
             for parameter, seen in used.items():
-                if is_unchanged(parameter, seen):  # not made by a backward since
+                if is_unchanged(parameter, seen):  # otherwise a later backward has computed it
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self, self._parameters(), scale, self._bounds[0])
@@ -493,7 +505,7 @@ class OptimManager:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of the last step, None for those that have changed since."""
+        """Return the gradients of the last step, None for one that has changed since."""
         used = self._used
         return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
 
@@ -503,18 +515,18 @@ def _expect_positive(name: str, value: Any, more: str = "") -> None:
 
 
 def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) -> None:
-    """Raise TypeError or ValueError for arguments of `clip_grad_norm` that would not clip."""
+    """Raise TypeError or ValueError if an argument of `clip_grad_norm` is invalid."""
     plain = {type(max_norm), type(norm_type), type(eps)} <= {int, float} and isinstance(param_groups, list)
     if plain and 0 <= max_norm and 0 < norm_type and 0 <= eps < float("inf"):
         if all(isinstance(group, dict) for group in param_groups):
-            return  # as in every step
+            return  # the fast path, for a check in every step
     wanted = 'optimizer.param_groups, a list of dicts with "params"'
     expect_kind("param_groups", param_groups, (list, tuple), wanted)
     for group in param_groups:
         expect_kind("param_groups", group, dict, wanted)
-    if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:  # a scalar on the device is not read
+    if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:  # a tensor is not read
         expect_number("max_norm", max_norm, "at least 0", lambda norm: norm >= 0)
-    if norm_type != "inf":  # as torch's
+    if norm_type != "inf":  # torch's clip_grad_norm_ accepts this string
         expect_number("norm_type", norm_type, "positive or inf", lambda order: order > 0)
     expect_number("eps", eps, "finite and at least 0", lambda number: 0 <= number < float("inf"))
 
@@ -550,7 +562,7 @@ def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
 
 
 def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(optimizer, "updated_in_backward", False)  # AdamOffloadOptimizer's
+    return getattr(optimizer, "updated_in_backward", False)  # only some optimizers have it
 
 
 # -- the norm of gradients over all ranks ---------------------------------------------------------------------------
@@ -559,9 +571,15 @@ def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 def global_norm(parameters: list, order: float, communicator: Communicator, device: torch.device) -> torch.Tensor:
     """Return the norm of the parameters' `.grad`s over all ranks, a scalar on `device`. Collective.
 
-    It is inf or NaN if an element is. The 2-norm is float64; it reads every gradient once, a flat range at a time, or
-    not at all if its reduction has measured it. Other orders are computed by torch in float32. One scalar is
-    all-reduced. Ordinary parameters count once, not once per rank. Raises ValueError unless order > 0.
+    It is inf or NaN if an element is. The 2-norm is computed in float64, in one pass over each run of adjacent
+    gradients, or from the sums of squares that the reduction has computed. Other norms are computed by torch in
+    float32. One scalar is all-reduced. Ordinary parameters, which all ranks have, count once.
+
+    Args:
+        parameters: the parameters, all with a `.grad`.
+        order: the order of the norm, above 0, or inf.
+        communicator: reduces over the ranks.
+        device: the device of the result.
     """
     infinite = order == float("inf")
     add = _squares if order == 2 else _powers
@@ -574,7 +592,10 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Return Σg² of all elements, (2,) float64; the second element is `accumulate_squared_norm`'s flag."""
+    """Return the sum of squares of this rank's gradients, (2,) float64.
+
+    The second element is the flag of `accumulate_squared_norm`.
+    """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     measured = []
     for members in neighbours(parameters):
@@ -595,7 +616,7 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 
 
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
-    """Return Σ|g|^order of all elements (the maximum for inf), (1,) float32."""
+    """Return the sum of |g|^order over this rank's gradients (the maximum of |g| for inf), (1,) float32."""
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
     filled = [flat.abs() if flat.is_complex() else flat for flat in filled]
     if not filled:
@@ -605,7 +626,10 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
 
 
 def _flat(members: list) -> list[torch.Tensor]:
-    """Return as few 1-D tensors as possible with every element of adjacent parameters' `.grad`s once, and zeros."""
+    """Return the `.grad`s of adjacent parameters as 1-D tensors that hold every element once.
+
+    One view of the flat gradient, whose padding is zeros, where possible; otherwise one tensor a parameter.
+    """
     flat = Run.over(members).flat_gradient() if isinstance(members[0], DistributedParameter) else None
     if flat is not None:
         return [flat]

@@ -1,4 +1,4 @@
-"""Runs: adjacent slices, updated in one launch and measured in one pass, and their AdamW state."""
+"""Runs: adjacent local parameters, updated in one kernel launch and measured in one pass, and their AdamW state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from ..sharding.parameter import DistributedParameter
 
 @dataclass(eq=False)
 class Run:
-    """Adjacent slices of one shard, or one ordinary parameter. The padding between slices is zero.
+    """Adjacent local parameters of one shard, or one ordinary parameter.
 
-    parameters: in the order of the buffer. weights: (n,) the range of storage that they cover. buffer: None for
-    an ordinary parameter. start: the first element of the range in the buffer's shard.
+    Attributes:
+        parameters: the parameters, in the order of the buffer.
+        weights: (n,) a view of all their elements, and of the padding between them, which is zero.
+        buffer: the flat buffer, None for an ordinary parameter.
+        start: the index in the shard of the first element of `weights`.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -31,29 +34,35 @@ class Run:
 
     @classmethod
     def over(cls, parameters: list[torch.nn.Parameter]) -> Run:
-        """Return the run of adjacent `parameters`. Raises ValueError for an ordinary one that is not contiguous."""
+        """Return the run of `parameters`, which are adjacent in one buffer, or a single ordinary parameter.
+
+        Raises ValueError if an ordinary parameter is not contiguous.
+        """
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
             start = first.buffer.local_ranges[first.index].shard_start
             stop = first.buffer.local_ranges[last.index].shard_stop
             return cls(parameters, first.buffer.shard[start:stop], first.buffer, start)
         if not first.is_contiguous():
-            raise ValueError(f"AdamOptimizer needs contiguous parameters, got shape {tuple(first.shape)}")
+            raise ValueError(
+                f"AdamOptimizer needs contiguous parameters, but one of shape {tuple(first.shape)} has strides "
+                "of another order: make it from tensor.contiguous()"
+            )
         return cls(parameters, first.detach().view(-1), None, 0)
 
     @property
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
-        """The buffer, or the ordinary parameter."""
+        """The flat buffer, or the ordinary parameter."""
         return self.parameters[0] if self.buffer is None else self.buffer
 
     def begin(self, parameter: torch.nn.Parameter) -> int:
-        """Return the index of the first element of `parameter` in the range."""
+        """Return the index in `weights` of the first element of `parameter`."""
         if not isinstance(parameter, DistributedParameter):
             return 0
         return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return the `.grad`s as one view, (n,), or None if the user has replaced one by another tensor."""
+        """Return the `.grad`s as one view, (n,), laid out like `weights`; None if the user has replaced a `.grad`."""
         if self.buffer is None:
             gradient = self.parameters[0].grad
             assert gradient is not None
@@ -64,13 +73,16 @@ class Run:
         return self.buffer.gradient.shard[self.start : self.start + self.weights.numel()]
 
     def gradient(self) -> torch.Tensor:
-        """Return the float32 running sum of an accumulation, or the `.grad`s without one; (n,), not to be written."""
+        """Return the gradient, (n,), laid out like `weights`; the caller must not write it.
+
+        It is the float32 running sum of an accumulation if there is one, and the `.grad`s otherwise.
+        """
         flat = self.flat_gradient()
         if flat is not None:
             stop = self.start + self.weights.numel()
             wide = None if self.buffer is None else self.buffer.gradient.wide(self.start, stop)
             return flat if wide is None else wide
-        # The user has replaced some of them.
+        # The user has replaced a `.grad`, so copy them together.
         flat = torch.zeros(self.weights.numel(), dtype=torch.float32, device=self.weights.device)
         for parameter in self.parameters:
             assert parameter.grad is not None
@@ -81,16 +93,16 @@ class Run:
 
 def with_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Return the parameters that have a `.grad`."""
-    with WithoutTorchFunction():  # each attribute of a slice looks for overrides otherwise
+    with WithoutTorchFunction():  # faster: otherwise every access to an attribute calls __torch_function__
         return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:
-    """Divide `parameters` into maximal lists that are adjacent in one buffer and of one `kind`.
+    """Divide `parameters` into lists, each as long as possible, that are adjacent in one buffer and of equal `kind`.
 
-    Each ordinary parameter is a list of its own.
+    Each ordinary parameter is in a list of its own.
     """
     runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
@@ -99,31 +111,31 @@ def neighbours(
 
     def shared(numbered: tuple[int, DistributedParameter]) -> tuple:
         position, sharded = numbered
-        return sharded.buffer, sharded.index - position, kind(sharded)  # from neighbour to neighbour both grow by one
+        return sharded.buffer, sharded.index - position, kind(sharded)  # the difference is equal for adjacent ones
 
     return [*runs, *([sharded for _, sharded in members] for _, members in groupby(enumerate(slices), shared))]
 
 
 def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
-    """Return whether two lists of lists hold the same objects."""
+    """Return whether two lists of lists have the same lengths and the same objects, in the same order."""
     return [*map(len, a)] == [*map(len, b)] and all(map(operator.is_, chain(*a), chain(*b)))
 
 
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
-    """Return the `.grad` of each parameter, which must have one, and its version, for `is_unchanged`."""
-    with WithoutTorchFunction():  # read a slice's version like that of any tensor
+    """Return the `.grad` of each parameter, and the `.grad`'s version, for `is_unchanged`. All must have a `.grad`."""
+    with WithoutTorchFunction():  # so that `_version` is read without __torch_function__
         return {parameter: (parameter.grad, parameter.grad._version) for parameter in parameters}
 
 
 def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) -> bool:
-    """Return whether the parameter has the `.grad` of `gradient_versions`, and nothing has been written to it since."""
+    """Return whether the parameter's `.grad` is still `seen` from `gradient_versions`, and was not written since."""
     gradient, version = seen
     with WithoutTorchFunction():
         return parameter.grad is gradient and gradient._version == version
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Number all elements of `groups` in order. Return the first number of every buffer or ordinary parameter."""
+    """Number the elements of all parameters in order, and return each buffer's or ordinary parameter's first number."""
     bases, end = {}, 0
     for parameter in (p for group in groups for p in group["params"]):
         sharded = isinstance(parameter, DistributedParameter)
@@ -138,10 +150,12 @@ def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
 
 
 class StateTensors(NamedTuple):
-    """The state of n elements, (n,) each.
+    """The state tensors of n elements, each (n,).
 
-    master: as it is stored (see Master), None where the weights are their own masters. exp_avg: float32 or bfloat16.
-    exp_avg_sq: float32, with the tie flags of residuals.
+    Attributes:
+        master: the masters as they are stored (see `Master`); None for float32 weights, which are their own masters.
+        exp_avg: float32 or bfloat16.
+        exp_avg_sq: float32; with residuals, its signs are the tie flags.
     """
 
     master: torch.Tensor | None
@@ -155,18 +169,25 @@ class StateTensors(NamedTuple):
 
 
 ParameterState = dict[str, torch.Tensor]
-"""step; exp_avg and exp_avg_sq, (n,); for half-precision weights the float32 "master", (n,), or for bfloat16 ones the
-int16 "residual" in its place, and then exp_avg_sq carries tie flags (engine/ops/residual.py)."""
+"""The state of a parameter with n local elements: "step", a scalar; "exp_avg" and "exp_avg_sq", (n,).
+
+Half-precision weights also have the float32 "master", (n,). bfloat16 weights may have the int16 "residual", (n,),
+instead; the signs of "exp_avg_sq" are its tie flags then (engine/ops/residual.py).
+"""
 
 
 @dataclass(eq=False)
 class RunState:
-    """What AdamW keeps of one run of n elements.
+    """AdamW's state of one run of n elements.
 
-    master: the float32 masters as they are stored, with exp_avg_sq, (n,) float32. exp_avg: (n,) float32 or bfloat16.
-    step: float32 (), the steps taken. index_base: the number of element 0 among all of the optimizer's, the same for
-    any number of ranks, but for float8 blocks on one. version: that of the weights when the optimizer last wrote them,
-    -1 before.
+    Attributes:
+        run: the run.
+        master: the masters as they are stored, together with exp_avg_sq, (n,) float32.
+        exp_avg: (n,) float32 or bfloat16.
+        step: (), float32, the number of steps taken.
+        index_base: the number of the run's first element among all elements of the optimizer (see `index_bases`). It
+            does not depend on the number of ranks, unless a storage lays out parameters differently on one rank.
+        version: the version of the weights after the optimizer last wrote them; -1 before the first step.
     """
 
     run: Run
@@ -178,15 +199,15 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if weights with float32 masters were written since the last step (a load, an average).
+        """True if weights with float32 masters were written since the last step, by loading or averaging for example.
 
-        Residuals follow the weights by themselves.
+        Masters that are stored as residuals never are stale, because they are relative to the weights.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and self.version not in (-1, self.run.weights._version)
 
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
-        """Return the views of one parameter's part, under the names of torch's AdamW."""
+        """Return views of one parameter's state, under the names of torch's AdamW."""
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + stored_numel(parameter)), self.master.stored
         views = {"step": self.step, "exp_avg": self.exp_avg[part], "exp_avg_sq": self.master.exp_avg_sq[part]}
@@ -196,11 +217,16 @@ class RunState:
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return the state `held` as in a state dict: float32 masters of the present weights, and no tie flags.
+    """Return a parameter's state in the form of a state dict: with float32 masters, and without tie flags.
 
-    loaded: the state was loaded and is in no run yet, so its master has precedence over the weights.
-    A master and exp_avg_sq assembled from residuals are new and in host memory: on the device they would take 8 bytes
-    more per element. All other tensors are the optimizer's own.
+    Masters and exp_avg_sq that are computed from residuals are new tensors in host memory, because on the device they
+    would take 8 more bytes per element. All other tensors are those of `held`.
+
+    Args:
+        parameter: the parameter.
+        held: its state.
+        loaded: True if `held` was loaded and is not in a run yet; its master then takes precedence over the weights.
+            False first updates a float32 master to weights that were written since the last step.
     """
     weights = _values(parameter)
     if "residual" in held:
@@ -212,11 +238,17 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
-    """Move the state that a parameter had `earlier` into `views`, its place in the flat tensors of a run.
+    """Copy a parameter's `earlier` state into `views`, its part of a run's flat tensors.
 
-    loaded: `earlier` was loaded; otherwise it is of another run, and writes to the weights since then count. If a
-    float32 master becomes a residual, the weights are written: with their own bits, unless the loaded state is of other
-    weights.
+    Storing a float32 master as a residual also rewrites the weight, as the master rounded: no change, unless a loaded
+    master belongs to different weights.
+
+    Args:
+        parameter: the parameter.
+        views: the views to fill.
+        earlier: the state to copy; empty for a new parameter.
+        loaded: True if `earlier` comes from a state dict, whose master then takes precedence over the weights; False if
+            it comes from a previous run, whose float32 master is first updated to weights that were changed meanwhile.
     """
     earlier = {name: value if name == "step" else _values(value) for name, value in earlier.items()}
     if not ("residual" in earlier and "residual" in views):
@@ -230,10 +262,10 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
 
 
 def stored_numel(parameter: torch.Tensor) -> int:
-    """Return how many elements of `parameter` this rank stores."""
+    """Return the number of elements of `parameter` that this rank stores."""
     return parameter.placement.range.length if isinstance(parameter, DistributedParameter) else parameter.numel()
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a slice or of an ordinary tensor, an ordinary 1-D view."""
+    """Return this rank's elements of a local or ordinary tensor, as an ordinary 1-D tensor; a view if contiguous."""
     return tensor.detach().as_subclass(torch.Tensor).reshape(-1)

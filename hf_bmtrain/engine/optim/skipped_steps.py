@@ -1,4 +1,4 @@
-"""Which steps a manager skips: read without a synchronization, counted, and too many of them end the training."""
+"""Skipped steps: read the skip flag asynchronously, report each skipped step, and stop training after too many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..base.arguments import expect_number
 from ..runtime.world import current_world
 
-if TYPE_CHECKING:  # it owns the class of this file
+if TYPE_CHECKING:  # manager.py imports this file
     from .manager import OptimManager
 
 _log = logging.getLogger("hf_bmtrain")
@@ -19,7 +19,11 @@ _WARN_EVERY = 8
 
 
 class HostFlag:
-    """An asynchronous copy to the host of the value that `flag` (1,) has at this point of the current stream."""
+    """Copies `flag`, (1,), to the host asynchronously, with the value that it has at this point of the current stream.
+
+    Attributes:
+        immediate: True if the flag was in host memory, so that `read` never waits.
+    """
 
     def __init__(self, flag: torch.Tensor) -> None:
         self.immediate = not flag.is_cuda
@@ -35,11 +39,11 @@ class HostFlag:
 
     @property
     def arrived(self) -> bool:
-        """True if `read` would not wait."""
+        """True if the copy is complete, so that `read` would not wait."""
         return self._event is None or self._event.query()
 
     def read(self) -> float:
-        """Return the value. Waits for the device if it has not reached that point yet."""
+        """Return the value; the host waits until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._value.item()
@@ -47,9 +51,9 @@ class HostFlag:
 
 @torch.no_grad()
 def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return the numbers of nan and of inf in this rank's part of each gradient, (k, 2) int64 on `device`.
+    """Return the number of nan and the number of inf in this rank's elements of each gradient, (k, 2) int64.
 
-    They are -1 for None. The host does not wait.
+    The result is on `device`, and the host does not wait for it. Both numbers are -1 for a gradient that is None.
     """
     counts = torch.full((len(gradients), 2), -1, dtype=torch.int64, device=device)
     for row, gradient in zip(counts, gradients):
@@ -60,11 +64,11 @@ def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.dev
 
 
 class SkippedSteps:
-    """Reports each skipped step in one line of rank 0, with what observers say of its cause.
+    """Logs every skipped step in one line on rank 0, with the cause that an observer gives.
 
-    While a loss scale is sought skips are normal: one is logged as info, and each eighth in a row as a warning. Without
-    a loss scale, or with one at its minimum, no lower scale could have avoided the skip: every one is a warning, and
-    after `limit` of these in a row `report` raises RuntimeError. limit: None for no limit.
+    With dynamic loss scaling, skipped steps are normal: they are logged at INFO, and every eighth in a row as a
+    warning. Without a loss scale, or at the minimum scale, a lower scale could not avoid the skip: every such step is
+    logged as a warning, and after `limit` of them in a row `report` raises RuntimeError. limit: None for no limit.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -77,17 +81,17 @@ class SkippedSteps:
         self._counts: torch.Tensor | None = None
 
     def end_step(self) -> None:
-        """Count a step, skipped or not."""
+        """Count a step, whether it was skipped or not."""
         self._steps += 1
         self._counts = None
 
     def look(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Look at the gradients of the step that was skipped, which are about to be dropped."""
+        """Count nan and inf in the gradients of a skipped step, before they are dropped."""
         if self._counts is None:
             self._counts = count_not_finite(gradients, current_world().device)
 
     def clear(self) -> None:
-        """Note that the last step was not skipped."""
+        """Start counting skipped steps from 0 again, because the last step was not skipped."""
         self._in_row = self._lost = 0
         self._at_minimum = False
 
@@ -96,10 +100,16 @@ class SkippedSteps:
     ) -> None:
         """Log that the last step of `manager` was skipped, and why. Collective.
 
-        parameters: of all optimizers; `look` was given their gradients. scale: the loss scale after the step, None
-        without one. Raises RuntimeError if training has not advanced for `limit` steps.
+        Args:
+            manager: the manager.
+            parameters: the parameters of all its optimizers, whose gradients were passed to `look`.
+            scale: the loss scale after the step, None without one.
+            minimum: the minimum loss scale.
+
+        Raises:
+            RuntimeError: `limit` steps in a row were skipped that a lower scale could not avoid.
         """
-        assert self._counts is not None, "look first"
+        assert self._counts is not None, "call look() first"
         world = current_world()
         lost = scale is None or self._at_minimum
         self._in_row, self._lost = self._in_row + 1, self._lost + 1 if lost else 0
@@ -117,7 +127,7 @@ class SkippedSteps:
             raise RuntimeError(
                 f"{self._lost} steps in a row were skipped, the last one step {self._steps}, and "
                 f"{'there is no loss scale' if scale is None else f'the loss scale is at its minimum, {scale:g}'}: "
-                f"{cause}. The weights are those from before these steps. Look at the data of the rank and at the "
-                "block that are named (bmt.check_parity compares the blocks with plain torch), lower the learning "
-                "rate, or go on from an earlier checkpoint. OptimManager(max_skipped_steps=None) never stops."
+                f"{cause}. The weights are unchanged since before these steps. Check the data of the rank and the "
+                "block that are named (bmt.check_parity compares blocks with plain torch), lower the learning rate, or "
+                "continue from an earlier checkpoint. OptimManager(max_skipped_steps=None) never stops."
             )

@@ -1,4 +1,4 @@
-"""Save and load the state of an optimizer over slices: this rank's slices, or whole tensors."""
+"""Save and load the state of an optimizer over sharded parameters: this rank's elements, or full tensors."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ from .runs import stored_numel
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
 _QUANTIZED = "__bnb_optimizer_quant_state__"
 _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
-"""State of bitsandbytes: of the blocks of a whole tensor, and tables. The same on all ranks."""
+"""Names of the scales and tables of 8-bit optimizer state, which are not laid out like a parameter."""
 States = dict[Any, dict[str, Any]]
-"""The "state" of an optimizer's state dict: by the number of the parameter, its values by name."""
+"""The "state" of an optimizer's state dict: for the number of each parameter, its values by name."""
 
 
 # -- OptimManager's checkpoints -----------------------------------------------------------------------------------
 
 
 def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> dict[str, Any]:
-    """Return a copy of the state in host memory: the sharded state or, with `gather`, the gathered one.
+    """Return a copy of an optimizer's state dict in host memory. Collective if `gather` is set.
 
-    The sharded state is this rank's, for the same rank of an equally large world. The gathered state is whole on rank
-    0; other ranks get the parameter groups alone. Its "sliced" names the tensors that are laid out like the parameters;
-    the others are whole on every rank. Collective with `gather`.
+    Args:
+        optimizer: the optimizer.
+        world: the ranks.
+        gather: False returns this rank's state, which the same rank of a world of the same size can load. True returns
+            the full state on rank 0, for any number of ranks, and only parameter groups on the others. Its entry
+            "sliced" then lists the names of the tensors that are laid out like the parameters.
     """
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -51,7 +54,7 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 
 
 def check_state(state_dict: Any) -> None:
-    """Raise TypeError or ValueError unless `state_dict` looks like an optimizer's."""
+    """Raise TypeError or ValueError unless `state_dict` has the form of an optimizer's state dict."""
     expect_kind("state_dict", state_dict, dict, "what state_dict() of an optimizer returned")
     lacking = [key for key in ("state", "param_groups") if key not in state_dict]
     if lacking:
@@ -62,11 +65,16 @@ def check_state(state_dict: Any) -> None:
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: World) -> None:
-    """Load a sharded state, or this rank's part of a gathered state, which every rank passes whole.
+    """Load a state of `save_state`. Collective.
 
-    What is loaded of a gathered state shares no memory with it. Raises ValueError for the sharded state of another rank
-    or another number of ranks, and RuntimeError unless gathered states, or the settings in sharded ones, are equal on
-    all ranks. Collective.
+    Args:
+        optimizer: the optimizer.
+        saved: this rank's own state or, on every rank, the full state, of which this rank copies its elements.
+        world: the ranks.
+
+    Raises:
+        ValueError: this is the state of another rank, or of a world of another size, or of other parameters.
+        RuntimeError: the ranks pass different full states, or different settings.
     """
     state: States = saved["state"]
     own = () if "sliced" in saved else ("state", "rank")
@@ -83,7 +91,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
                 values.update({name: parameter.take(values[name]) for name in saved["sliced"] if name in values})
     elif (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         raise ValueError(
-            f"this optimizer state is that of rank {saved['rank']} of {saved['world_size']}, loaded on rank "
+            f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
             f"{world.rank} of {world.size}: save it with state_dict(gather_opt=True) to load it on another number of "
             "ranks."
         )
@@ -91,34 +99,34 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
             if isinstance(value, ShardTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:
-                values[name] = value.clone()  # a view would keep the whole in memory
+                values[name] = value.clone()  # a view would keep the full tensor in memory
 
 
 # -- the optimizer's own state_dict -------------------------------------------------------------------------------
 
 
 class FullState:
-    """Makes `optimizer.state_dict()` return whole tensors while an Accelerator runs, and allows loading whole tensors.
+    """Makes `optimizer.state_dict()` return full tensors if there is an Accelerator, and allows loading full tensors.
 
-    An optimizer over slices has one as its attribute `full_state`. Accelerate saves rank 0's state_dict and loads the
-    file on every rank, so rank 0's slices would reach all. With an Accelerator `state_dict()` is therefore collective,
-    and `accelerator.save_state` calls it on every rank. Without one it returns this rank's slices. Either can be
-    loaded: a tensor with as many elements as the whole parameter is sliced before the next step.
-
+    An optimizer over sharded parameters has one as its attribute `full_state`. Accelerate saves rank 0's state dict
+    and loads the file on every rank, so that all ranks would get rank 0's shards. With an Accelerator `state_dict()`
+    is therefore collective, and `accelerator.save_state` calls it on every rank. Without one it returns this rank's
+    elements. Both forms can be loaded: before the next step, a tensor with as many elements as the full parameter is
+    replaced by this rank's elements.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._local = False
-        self._sharded: Any = None  # the optimizer's dict of states, which every load replaces, when it was sliced
+        self._sharded: Any = None  # the `optimizer.state` that `shard_loaded` has seen; a load replaces that dict
         optimizer.register_state_dict_post_hook(self._make_full)
 
     def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True from a load until `shard_loaded`, which the check before the next step calls."""
+        """Return whether a state was loaded and `shard_loaded`, which runs before the next step, has not run yet."""
         return optimizer.state is not self._sharded
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Make `optimizer.state_dict()` return this rank's slices under `with`, without communication."""
+        """Make `optimizer.state_dict()` return this rank's elements inside the context, without communication."""
         self._local = True
         try:
             yield
@@ -126,7 +134,7 @@ class FullState:
             self._local = False
 
     def shard_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace whole tensors in the state with this rank's slices, after a load."""
+        """Replace full tensors in the loaded state by this rank's elements."""
         self._sharded = optimizer.state
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
@@ -139,9 +147,10 @@ class FullState:
             return None
         world = current_world()
         _log_once(
-            "optimizer.state_dict() gathers the whole state in the host memory of every rank. Before "
-            "accelerator.save_state call bmt.hf.shard_checkpoints(accelerator): then nothing is gathered, and a kill "
-            "during a save loses no checkpoint; Accelerate deletes those beyond total_limit before it writes."
+            "optimizer.state_dict() gathers the full state in the host memory of every rank. Call "
+            "bmt.hf.shard_checkpoints(accelerator) before accelerator.save_state to write sharded checkpoints instead. "
+            "A job that is killed while saving then keeps its previous checkpoint, whereas Accelerate deletes the ones "
+            "beyond total_limit before it writes."
         )
         world.barrier("optimizer.state_dict")
         check_keys(optimizer, state_dict["state"])
@@ -149,9 +158,12 @@ class FullState:
 
 
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
-    """Return fingerprints of the whole tensors among (parameter, name, value) of a loaded state, for `World.agree`.
+    """Return fingerprints of the full tensors in a loaded state, for `World.check_same_on_all_ranks`.
 
-    Those of a parameter that one rank stores completely are left out: there its slice looks like the whole.
+    Parameters that are stored on a single rank are left out, because there a full tensor cannot be told from this
+    rank's elements.
+
+    entries: (parameter, name, value) of all state.
     """
     facts: dict[str, str] = {}
     for number, (parameter, name, value) in enumerate(entries):
@@ -167,9 +179,10 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 
 
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
-    """Return this rank's part of state `value`, a view if that is whole. Raises ValueError if it fits neither.
+    """Return this rank's elements of a parameter's state `value`: a view, if `value` is a full tensor.
 
-    Numbers, and the state of an ordinary parameter, are returned as they are.
+    Numbers, the factors of a factored state, and the state of ordinary parameters are returned as they are. Raises
+    ValueError if the shape fits neither the full parameter nor this rank's elements.
     """
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
@@ -182,23 +195,26 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     raise ValueError(
         f"Optimizer state '{name}' of shape {tuple(value.shape)} fits neither the parameter "
         f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it: it was saved for "
-        "another model, or on another rank."
+        "another model, or on another rank. Load the state that this rank saved, or a full one."
     )
 
 
 def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
-    """Return whether a tensor of `shape` has a value for each row, column or the like of one of `full_shape`."""
-    if len(shape) == len(full_shape):  # Adafactor of torch
+    """Return whether `shape` is that of a factor of a tensor of `full_shape`, as in the state of Adafactor."""
+    if len(shape) == len(full_shape):  # Adafactor of torch keeps reduced dimensions
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]
-    return len(full_shape) > 1 and shape in left_out  # that of transformers
+    return len(full_shape) > 1 and shape in left_out  # Adafactor of transformers
 
 
 # -- gathering ----------------------------------------------------------------------------------------------------
 
 
 def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
-    """Return the optimizer's parameters by the keys of a state dict. Raises ValueError for another number of them."""
+    """Return the optimizer's parameters by their keys in a state dict.
+
+    Raises ValueError unless both have the same numbers of parameters in their groups.
+    """
     mine = [group["params"] for group in optimizer.param_groups]
     theirs = [group["params"] for group in state["param_groups"]]
     if [len(group) for group in mine] != [len(group) for group in theirs]:
@@ -213,13 +229,13 @@ def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any
 def _gather(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], world: World, keep: bool
 ) -> tuple[States, list[str]]:
-    """Gather every tensor that is laid out like its parameter, into host memory. Collective.
+    """Gather every state tensor that is laid out like its parameter, into host memory. Collective.
 
-    Returns the state, empty unless `keep`, and the names of the gathered tensors.
+    Returns the full state, empty if not `keep`, and the names of the tensors that were gathered.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)
-    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # the keys of a buffer's slices, by index
+    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # keys by index in the buffer
     for name, key in sharded:
         place = name, parameters[key].buffer, state[key][name].dtype
         places.setdefault(place, {})[parameters[key].index] = key
@@ -232,13 +248,26 @@ def _gather(
 
 
 def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
-    """Return the (name, key) of slices' per-element tensors, in the same order on all ranks, and all other values.
+    """Divide a state into tensors that are laid out like their parameters, and all other values. Collective.
 
-    A tensor is per-element if it has its slice's shape on every rank; a single rank cannot distinguish a step count
-    from a slice of one element. Counters come from the rank that holds most of the parameter, because a rank that holds
-    none of it need not count. Collective. Raises RuntimeError if the ranks hold state for different parameters.
+    A tensor is laid out like its parameter if it has the shape of the local parameter on every rank: on one rank alone,
+    a step count and a local parameter of one element look the same. Other values, such as step counts, are taken from
+    the rank that has the most elements of the parameter, because an optimizer may not count on a rank without elements.
+
+    Args:
+        parameters: the parameters by their keys in `state`.
+        state: this rank's state.
+        world: the ranks.
+
+    Returns:
+        The (name, key) of the tensors that are laid out like their parameters, in the same order on all ranks, and a
+        state of copies of all other values.
+
+    Raises:
+        RuntimeError: the ranks have state for different parameters.
     """
-    mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}  # fits its slice, elements of the slice, a copy of few
+    # (whether it has the local parameter's shape, the local parameter's number of elements, a copy if it may be needed)
+    mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():
         parameter = parameters[key]
@@ -250,7 +279,9 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
             mine[name, key] = fits, numel, None if fits and numel != 1 else _copy(value)
     everyone = world.gather_objects(mine)
     if any(other.keys() != mine.keys() for other in everyone):
-        raise RuntimeError("The ranks' optimizers hold state for different parameters: build them alike on all ranks.")
+        raise RuntimeError(
+            "The ranks' optimizers have state for different parameters: make the same optimizer on all ranks."
+        )
     sharded = []
     for name, key in sorted(mine):
         held = [other[name, key] for other in everyone]
@@ -263,24 +294,25 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
 
 
 def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:
-    """Return whether `value` is a slice tensor, or an ordinary one with the shape of this rank's part."""
+    """Return whether `value`, local or ordinary, has the shape of this rank's elements of `parameter`."""
     part = value.part if isinstance(value, ShardTensor) else value
     return isinstance(part, torch.Tensor) and part.shape == (stored_numel(parameter),)
 
 
 def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
-    """Raise RuntimeError for an optimizer whose `state` has keys that are no parameters, such as names."""
+    """Raise RuntimeError if the keys of an optimizer's `state` are strings and not parameters."""
     names = [key for key in state if isinstance(key, str)]
     if names:
         raise RuntimeError(
             f"{type(optimizer).__name__} keeps its state under {len(names)} names, the first of which is '{names[0]}', "
-            "not under parameters: which part of it belongs to which slice is not known, and it cannot be saved. Save "
-            "the model alone (save_only_model=True in TrainingArguments, bmt.save), or use an optimizer of torch."
+            "and not under parameters. It is unknown which state belongs to which parameter, so it cannot be saved. "
+            "Save the model alone (bmt.save, or save_only_model=True in TrainingArguments), or use an optimizer of "
+            "torch."
         )
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter with what bitsandbytes keeps in a dict of its own beside the rest."""
+    """Return a parameter's state, merged with the nested dict in which 8-bit optimizers keep quantized state."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

@@ -91,7 +91,7 @@ def unknown_is_let_through_with_a_warning():
     model = bmt.auto_wrap(Tower())
     assert step(model, NeedsAGpu(model.parameters(), lr=0.1))
     logging.getLogger("hf_bmtrain").removeHandler(handler)
-    assert "NeedsAGpu could not be tried on a matrix (no kernel for the CPU)" in records[0].getMessage()
+    assert "NeedsAGpu could not be tested on a small matrix (no kernel for the CPU)" in records[0].getMessage()
 
 
 def scheduled_optimizer():
@@ -120,7 +120,7 @@ def wrapped_after_steps():
     bmt.auto_wrap(model)
     for optimizer, number in ((alone, "12 of 12"), (mixed, "2 of 14")):
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=f"SGD holds {number} parameters from before"):
+            with pytest.raises(RuntimeError, match=f"SGD has parameters from before .*{number}"):
                 optimizer.step()
 
 

@@ -402,8 +402,8 @@ class OptimManager:
         """Load a state. The same optimizers must have been added as when it was saved. Collective.
 
         Args:
-            state_dict: what `state_dict` returned. If it was saved with gather_opt=True, all ranks pass rank 0's. If you
-                changed values in it, remove its entry "checksums".
+            state_dict: what `state_dict` returned. If it was saved with gather_opt=True, all ranks pass rank 0's. Remove
+                its entry "checksums" if you have changed values in it.
             gather_opt: the value with which it was saved; None accepts both.
 
         Raises:
@@ -532,7 +532,10 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
 
 
 def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a manager's state by name: the state of each parameter, and all else of each optimizer."""
+    """Return the parts of a manager's state that have checksums, by name.
+
+    They are the state of each parameter, the rest of each optimizer's state, and every other entry.
+    """
     entries = {name: value for name, value in state_dict.items() if name not in ("optimizers", _CHECKSUMS)}
     for number, optimizer in enumerate(state_dict["optimizers"]):
         what = f"optimizer {number}"
@@ -544,7 +547,7 @@ def _by_entry(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verify(state_dict: dict[str, Any]) -> None:
-    """Raise RuntimeError on every rank if a value has not the checksum that was saved. Collective."""
+    """Raise RuntimeError on every rank if a value does not match its checksum on any rank. Collective."""
     problem = None
     try:
         if _CHECKSUMS in state_dict:

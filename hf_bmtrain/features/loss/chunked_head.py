@@ -101,7 +101,7 @@ class UnbornLogits:
 
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
         """Return what F.cross_entropy would. size_average, reduce: deprecated; None, see `_is_usual_loss`."""
-        # cap * tanh(scale * x) is linear_cross_entropy's softcap=cap applied to scale * cap * x.
+        # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x, which is a softcap of y.
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
             self._hidden if factor == 1 else self._hidden * factor,

@@ -161,7 +161,7 @@ class CrossEntropy:
             launch(logits.shape[0] * parts, 256, *arguments)
 
     def gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
-        """Return the gradient of `gradient_` as a new tensor; `logits` are not written."""
+        """Return what `gradient_` would write, as a new tensor; `logits` are not written."""
         # `gradient_` needs an `out` with the stride and alignment of the logits; a new tensor is contiguous, aligned.
         if logits.is_contiguous() and logits.data_ptr() % 16 == 0:
             gradient = torch.empty_like(logits)

@@ -216,10 +216,10 @@ class Residents:
     # -- a plan -------------------------------------------------------------------------------------------------
 
     def _plan(self, units: Sequence[Sequence[ShardedBuffer]], room: int) -> None:
-        """Choose the resident buffers, from the first to the last group that fits. Collective.
+        """Choose the resident buffers: each group, in order of execution, that still fits. Collective.
 
-        The first groups matter most: at the begin of a forward there is least computation to overlap an all-gather.
-        units: the groups of frozen buffers. room: the bytes that they may take.
+        The first groups matter most: when a forward begins, there is hardly any computation yet that could overlap with
+        an all-gather. units: the groups of frozen buffers. room: the bytes that they may take.
         """
         numbers, left = [], room
         for number, unit in enumerate(units):

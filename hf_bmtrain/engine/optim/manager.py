@@ -402,8 +402,8 @@ class OptimManager:
         """Load a state. The same optimizers must have been added as when it was saved. Collective.
 
         Args:
-            state_dict: what `state_dict` returned. If it was saved with gather_opt=True, all ranks pass rank 0's. Remove
-                its entry "checksums" if you have changed values in it.
+            state_dict: what `state_dict` returned. If it was saved with gather_opt=True, all ranks pass rank 0's.
+                Remove its entry "checksums" if you have changed values in it.
             gather_opt: the value with which it was saved; None accepts both.
 
         Raises:

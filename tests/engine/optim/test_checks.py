@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 import hf_bmtrain as bmt
-from cases import by_default, full, in_full, rows_by_default
+from cases import by_default, full, in_full, rows_by_default, rows_in_full
 from hf_bmtrain.engine.optim import compat as checks
 from ranks import on_ranks
 from twins import Tower, ids
@@ -260,7 +260,7 @@ def test_trial(world, case):
 
 @pytest.mark.parametrize(
     ("kind", "level"),
-    [(optim.AdamW, 3), (optim.SGD, 2), *in_full((optim.Adam, 2), (optim.Adagrad, 3))],
+    [(optim.AdamW, 3), (optim.SGD, 2), *rows_in_full([(optim.Adam, 2), (optim.Adagrad, 3)])],
     ids=lambda value: getattr(value, "__name__", value),
 )
 @on_ranks(2, full=(1,))

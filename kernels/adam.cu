@@ -1,4 +1,4 @@
-// AdamW over a flat range, everything that changes from step to step in device memory.
+// AdamW over a flat range. All numbers that change from step to step are read from device memory.
 //
 //     g = grad * grad_scale + l2 master          unscale and clip; coupled decay
 //     w = master * (1 - lr wd)                   decoupled decay
@@ -7,23 +7,30 @@
 //     master = w - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 //     weight = master rounded to 16 bits
 //
-// (Loshchilov and Hutter 2019, algorithm 2; eps outside the root.) Moves, for a 16-bit gradient and weight,
-// 14 bytes in and 14 out an element; a bf16 exp_avg takes 2 less each way.
-// GRAD: float, fp16 or bf16. EXP_AVG: float or bf16. WEIGHT: fp16, bf16, or none when the master is the
-// parameter. COUPLED: whether the decay is in the gradient. MASTER: float; or short, with a bf16 weight: how many float32 numbers the master lies above it
-// (engine/ops/residual.py). Then the weight is read, too: 14 bytes in and 12 out, 10 of each state.
+// (Loshchilov and Hutter 2019, algorithm 2; eps outside the root.)
+//
+// Macros:
+//   GRAD: float, fp16 or bf16.
+//   EXP_AVG: float or bf16.
+//   WEIGHT: fp16 or bf16; none if the master is the parameter itself.
+//   COUPLED: 1 to add the weight decay to the gradient (L2), 0 to decay the weight.
+//   MASTER: float; or short, with a bf16 weight, for the residual of engine/ops/residual.py: the number of float32
+//     values from the weight up to the master.
+//
+// Bytes per element, with a 16-bit gradient and weight: 14 read and 14 written with a float master; 14 read (the
+// weight too) and 12 written with a residual. A bf16 exp_avg takes 2 less each way.
 #include "device.cuh"
 
-struct Record {  // one run's numbers for this step, in the order of `adam.RECORD`
+struct Record {  // the numbers of one run for this step, in the order of RECORD in engine/ops/adam.py
     float skip, grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root,
         eps;
     unsigned seed;
     float l2;
 };
 
-// One thread a run. hyper: [lr, beta1, beta2, eps, weight_decay, hold_steps, l2] a run. The gradients are to be
-// divided by grad_scale[0]; a step with found_inf[0] != 0 is skipped and does not count. The first hold_steps
-// steps have learning rate 0: they update the moments and leave the master as it is.
+// Write the Record of each run, one thread per run. hyper: for each run [lr, beta1, beta2, eps, weight_decay,
+// hold_steps, l2]. Gradients will be divided by grad_scale[0]. If found_inf[0] != 0, the step is skipped and not
+// counted. The first hold_steps steps have learning rate 0: they update the moments but not the master.
 extern "C" __global__ void adam_prepare(const float* grad_scale, const float* found_inf, const double* hyper,
                                         int runs, float* steps, float* records) {
     int run = blockIdx.x * blockDim.x + threadIdx.x;
@@ -47,7 +54,7 @@ extern "C" __global__ void adam_prepare(const float* grad_scale, const float* fo
     ((Record*)records)[run] = r;
 }
 
-// 32 bits that depend on the element and the step alone; the finalizer of MurmurHash3 (Appleby), twice.
+// 32 pseudo-random bits that depend only on the element and the step: the finalizer of MurmurHash3 (Appleby), twice.
 __device__ __forceinline__ unsigned mix(unsigned h) {
     h ^= h >> 16, h *= 0x85ebca6bu, h ^= h >> 13, h *= 0xc2b2ae35u;
     return h ^ h >> 16;
@@ -56,7 +63,7 @@ __device__ __forceinline__ unsigned random_bits(long long element, unsigned seed
     return mix(mix((unsigned)element ^ seed * 0x9e3779b9u) + (unsigned)(element >> 32));
 }
 
-// To bf16, up with the probability of the part cut off; inf and NaN as they are.
+// Round to bf16 stochastically: up with a probability equal to the fraction that is cut off. inf and NaN stay.
 __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16& y) {
     unsigned u = __float_as_uint(x);
     if ((u & 0x7f800000u) != 0x7f800000u)
@@ -67,7 +74,7 @@ __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16&
 }
 
 __device__ __forceinline__ void update(const Record& r, float g, float& p, float& m, float& v) {
-    if (COUPLED) g = fmaf(r.l2, p, g);  // before the scaling, which the compiler fuses with what follows
+    if (COUPLED) g = fmaf(r.l2, p, g);  // before the scaling, which fuses with the next lines; l2 is times grad_scale
     g *= r.grad_scale;
     m = fmaf(r.one_minus_beta1, g - m, m);
     v = fmaf(r.beta2, v, r.one_minus_beta2 * g * g);
@@ -90,8 +97,9 @@ __device__ __forceinline__ void store_exp_avg(bf16* p, float m, long long elemen
     round_stochastic(m, random_bits(element, seed), *p);
 }
 
-// A residual has 65537 values; the last, a tie above, is written as the first with the sign of v for a mark.
-// A weight that was written since and that no master at this distance rounds to is its own master.
+// Restore a master from a weight, its 16-bit residual and v; and the reverse. There are 65537 possible residuals,
+// -32768 to 32768: the last one (a tie that was rounded down) is stored as the first, with the sign bit of v set.
+// If the master does not round to the weight, the weight was written by someone else since: it is the new master.
 __device__ __forceinline__ float join(bf16 weight, short residual, float& v) {
     unsigned bits = __float_as_uint(v), tie = bits >> 31;
     v = __uint_as_float(bits & 0x7fffffffu);
@@ -108,7 +116,8 @@ __device__ __forceinline__ void split(float p, bf16& weight, short& residual, fl
 }
 __device__ __forceinline__ bf16 as_bf16(unsigned bits) { return bf16{(unsigned short)bits}; }
 
-// Four masters with what goes with them, elements 4i .. 4i+3 of arrays aligned to four; then a single one.
+// Load or store four masters and their weights, elements 4i .. 4i+3 of arrays that are aligned to four elements.
+// load_master and store_master do it for a single element.
 template <typename W>
 __device__ __forceinline__ void load_master4(const float* p, const W*, long long i, float* y, float*) {
     load4(p, i, y);
@@ -153,9 +162,9 @@ __device__ __forceinline__ void store_master(short* p, bf16* weight, float x, fl
     split(x, *weight, *p, v);
 }
 
-// Elements head .. head + 4 * quads of every array are aligned to four elements and updated four at a time,
-// one quad a thread; what is left, before and after, one at a time by all threads of the grid. index_base:
-// the number of element 0 in the whole model, for the random bits.
+// Update n elements. Elements head .. head + 4 * quads, which are aligned to four elements in every array, are updated
+// four per thread; the elements before and after them one at a time, by all threads of the grid. index_base: the number
+// of element 0 in the whole model, for the random bits.
 extern "C" __global__ __launch_bounds__(256) void adam_update(
     const GRAD* __restrict__ grad, MASTER* __restrict__ master, EXP_AVG* __restrict__ exp_avg,
     float* __restrict__ exp_avg_sq, WEIGHT* __restrict__ weight, long long n, long long head, long long quads,

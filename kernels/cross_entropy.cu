@@ -1,17 +1,18 @@
-// Cross-entropy over rows of logits: the losses, and in the same launch the gradient written over the logits.
+// Cross-entropy over rows of logits: the losses, and optionally, in the same launch, the gradient, which replaces the
+// logits.
 //
-// A row belongs to one block, or to a cluster of blocks. Each thread copies its vectors into shared memory,
-// adds up exp(z) with a running maximum as they arrive, and after the sums of all threads are known writes
-// the gradient from the same shared memory: a logit is read once and written once. Vectors beyond `stage` do
-// not fit, and are read again.
+// One block, or one cluster of blocks, processes a row. Each thread copies its vectors into shared memory and, as they
+// arrive, sums exp(z) with a running maximum. When the sums of all threads are combined, it computes the gradient from
+// the copy in shared memory. So each logit is read once and written once. Shared memory has room for `stage` vectors
+// per block; the others are read from global memory a second time.
 //
-// Macros of cross_entropy.cuh, and CLUSTER: 1, 2, 4, 8 (more than 1 from sm_90).
+// Macros: those of cross_entropy.cuh, and CLUSTER, the blocks per row: 1, 2, 4 or 8 (more than 1 needs sm_90).
 #include "cross_entropy.cuh"
 
-constexpr int DEPTH = 4;     // groups of copies a thread keeps in flight
-constexpr int SCRATCH = 40;  // vectors of shared memory before the stage: 32 warps and 8 blocks of 4 floats
+constexpr int DEPTH = 4;     // pending groups of copies per thread
+constexpr int SCRATCH = 40;  // vectors of shared memory before the staged ones: 4 floats for each of 32 warps, 8 blocks
 constexpr float FLOOR =
-    -2.0e38f;  // start of the running maximum: finite, so that -inf logits never give inf - inf
+    -2.0e38f;  // initial value of the running maximum: finite, so that logits of -inf never give inf - inf
 #define INFINITE __uint_as_float(0x7f800000u)
 
 struct Statistics {
@@ -24,7 +25,7 @@ __device__ __forceinline__ Statistics combine(const Statistics& a, const Statist
             a.logits + b.logits};
 }
 
-// Adds vector v of the row to this thread's statistics.
+// Add vector v of the row, whose logits are `raw`, to this thread's statistics.
 __device__ __forceinline__ void add_vector(Statistics& s, const Formula& f, const Row& row, int v,
                                            uint4 raw) {
     float z[COUNT];
@@ -67,8 +68,8 @@ __device__ __forceinline__ Statistics warp_combine(Statistics s) {
     return s;
 }
 
-// The statistics of the whole row, in every thread of the cluster. Whoever calls it has arrived at the
-// cluster's barrier once before: no block writes to another that has not started.
+// Return the statistics of the full row in every thread of the cluster. The caller must have called cluster_arrive
+// once, so that no block writes into the shared memory of a block that has not started yet.
 __device__ __forceinline__ Statistics row_combine(Statistics s, int rank) {
     float* of_warps = (float*)shared_memory();
     float* of_blocks = of_warps + 128;
@@ -95,7 +96,7 @@ __device__ __forceinline__ Statistics row_combine(Statistics s, int rank) {
     return s;
 }
 
-// Reads vectors begin .. end of the row, the first `staged` of them into shared memory.
+// Return this thread's statistics of vectors begin .. end of the row. The first `staged` are copied to shared memory.
 __device__ __forceinline__ Statistics read_row(const Formula& f, const Row& row, int begin, int staged,
                                                int end) {
     uint4* stage = shared_memory() + SCRATCH;
@@ -151,14 +152,14 @@ __device__ __forceinline__ void cross_entropy_row(const Formula& f, ELEMENT* log
     int begin = min(rank * share, row.count), end = min(begin + share, row.count),
         staged = min(stage, end - begin);
     bool writer = rank == 0 && threadIdx.x == 0;
-    if (target < 0 || target >= f.classes || target == ignore_index) {  // the whole cluster
+    if (target < 0 || target >= f.classes || target == ignore_index) {  // true in all blocks of the cluster or in none
         if (GRADIENT) write_zeros(row, begin, end, f.classes);
         if (writer) losses[i] = target == ignore_index ? 0.0f : __uint_as_float(0x7fc00000u), lses[i] = 0.0f;
         return;
     }
     cluster_arrive();
     float target_logit =
-        writer ? f.capped(to_float(row.logits[target])) : 0.0f;  // before anyone overwrites it
+        writer ? f.capped(to_float(row.logits[target])) : 0.0f;  // before the gradient overwrites it
     Statistics s = row_combine(read_row(f, row, begin, staged, end), rank);
     float lse = s.top + logf(s.sum);
     if (writer) losses[i] = row_loss(f, s, target_logit, (int)target, lse), lses[i] = lse;
@@ -179,7 +180,8 @@ __device__ __forceinline__ void cross_entropy_row(const Formula& f, ELEMENT* log
 #define CLUSTERED
 #endif
 
-// losses[i] and lses[i] of row i; ignored: 0 and 0; target out of range: NaN and 0. CLUSTER blocks a row.
+// Write losses[i] and lses[i] of each row i: 0 and 0 if its target is ignored, NaN and 0 if it is out of range.
+// CLUSTER blocks per row.
 extern "C" __global__ CLUSTERED void cross_entropy_losses(const ELEMENT* logits, long long row_stride,
                                                           int classes, const long long* targets,
                                                           long long ignore_index, float smoothing,
@@ -191,8 +193,8 @@ extern "C" __global__ CLUSTERED void cross_entropy_losses(const ELEMENT* logits,
                              losses, lses);
 }
 
-// The same, and the gradient of scale[i * scale_stride] * losses[i] written over the logits; 0 where there is
-// none.
+// Do the same, and write the gradient of scale[i * scale_stride] * losses[i] over the logits; 0 for rows whose target
+// is ignored or out of range.
 extern "C" __global__ CLUSTERED void cross_entropy_fused(ELEMENT* logits, long long row_stride, int classes,
                                                          const long long* targets, long long ignore_index,
                                                          float smoothing, float z_loss, float cap,

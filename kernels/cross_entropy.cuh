@@ -1,22 +1,22 @@
-// Cross-entropy of a row of logits: its formula, and how a row lies in memory.
+// Cross-entropy of a row of logits: the formula, and how a row is divided into 16-byte vectors.
 //
 //     z = cap * tanh(x / cap), or x                      lse = log sum_j exp(z_j)
 //     loss = (1 - s) w_t (lse - z_t) + s / V * sum_j w_j (lse - z_j) + z_loss * lse^2
 //     dloss/dz_j = p_j A - (1 - s) w_t [j = t] - s / V * w_j,   A = (1 - s) w_t + s W / V + 2 z_loss lse
 //
-// with p = exp(z - lse), s the label smoothing, w the class weights and W their sum. The target's term is
-// subtracted in float32, before the gradient is rounded.
+// where x are the logits, t is the target, V the number of classes, p = exp(z - lse), s the label smoothing, w the
+// class weights and W their sum. The target's term is subtracted in float32, before the gradient is rounded.
 //
-// Rows may start anywhere: they are seen on a grid of 16-byte vectors, of which the first and the last may be
-// shared with the neighbours and are written element by element.
+// A row may start at any address. It is covered by aligned 16-byte vectors; the first and the last may contain elements
+// of the neighbouring rows, so these two are written element by element.
 //
-// ELEMENT: float, fp16 or bf16. GENERAL: 0 without smoothing, class weights and cap, 1 with any. WEIGHT:
-// float, or none.
+// ELEMENT: float, fp16 or bf16. GENERAL: 1 with label smoothing, class weights or a cap, else 0. WEIGHT: float; none
+// without class weights.
 #pragma once
 #include "device.cuh"
 
 constexpr int COUNT = Wide<ELEMENT>::count;
-constexpr int GROUP = 4;  // vectors a thread has in flight together
+constexpr int GROUP = 4;  // vectors that a thread loads together
 constexpr float LOG2E = 1.44269504088896341f;
 
 __device__ __forceinline__ float class_weight_of(const float* weight, int j) { return weight[j]; }
@@ -24,7 +24,7 @@ __device__ __forceinline__ float class_weight_of(const none*, int) { return 1.0f
 __device__ __forceinline__ float class_weight_sum(const float* sum, int) { return *sum; }
 __device__ __forceinline__ float class_weight_sum(const none*, int classes) { return classes; }
 
-struct Formula {  // the definition of the loss
+struct Formula {  // the options of the loss, and the terms of its formula
     float smoothing, z_loss, cap;
     int classes;
     const WEIGHT* weight;
@@ -45,10 +45,10 @@ struct Formula {  // the definition of the loss
     }
 };
 
-struct Row {  // one row on the grid of 16-byte vectors
+struct Row {  // one row, covered by aligned 16-byte vectors
     ELEMENT* logits;
     uint4* vectors;
-    int lead, count;  // elements of vector 0 that belong to the row before; vectors
+    int lead, count;  // lead: elements of vector 0 before the row's start; count: the number of vectors
 
     __device__ __forceinline__ Row(ELEMENT* start, int classes) : logits(start) {
         unsigned long long address = (unsigned long long)start;
@@ -74,7 +74,7 @@ struct Slope {  // gradient of z_j: exp2(z_j * LOG2E + offset) * all - smooth * 
     float offset, all, smooth, hit;
 };
 
-// Writes the gradient of vector v over it.
+// Write the gradient of vector v, whose logits are `raw`, to vector v of `row`.
 __device__ __forceinline__ void write_vector(const Slope& s, const Formula& f, const Row& row, int v,
                                              uint4 raw, int target) {
     float g[COUNT], slope[COUNT];

@@ -1,9 +1,9 @@
-// The gradient of the cross-entropy from the lses of an earlier pass, and the rescaling of a gradient already
-// written. Streaming: `parts` blocks a row, each vector read once and written once.
+// The gradient of the cross-entropy from the lse of each row, which an earlier pass stored, and the rescaling of a
+// gradient that is written already. `parts` blocks work on a row; each vector is read once and written once.
 #include "cross_entropy.cuh"
 
-// The gradient alone, from the lses of an earlier cross_entropy_losses. `gradient` is `logits`, or lies on the same
-// grid of vectors with the same distance between rows.
+// Write the gradient, given the lses from cross_entropy_losses. `gradient` is `logits` itself, or an array with the
+// same row stride and the same alignment to 16 bytes.
 extern "C" __global__ __launch_bounds__(256) void cross_entropy_gradient(
     const ELEMENT* logits, long long row_stride, int classes, const long long* targets, long long ignore_index,
     float smoothing, float z_loss, float cap, const WEIGHT* weight, const WEIGHT* weight_sum, int parts,
@@ -29,8 +29,7 @@ extern "C" __global__ __launch_bounds__(256) void cross_entropy_gradient(
     }
 }
 
-// Multiplies row i by wanted / used unless they are equal, which is the usual case: then nothing is read or
-// written.
+// Multiply row i by wanted / used. If the two are equal, as usual, the row is neither read nor written.
 extern "C" __global__ __launch_bounds__(256) void rescale(ELEMENT* x, long long row_stride, int classes,
                                                           int parts, const float* wanted, int wanted_stride,
                                                           const float* used, int used_stride) {

@@ -1,6 +1,6 @@
-// What the kernels need from the hardware, without any CUDA header: 16-bit formats, wide accesses, fast 2^x,
-// asynchronous copies into shared memory, thread-block clusters. Everything here has a fallback for older
-// architectures or is used only where it exists.
+// Device functions shared by all kernels, without CUDA headers: 16-bit formats, 16-byte accesses, a fast 2^x,
+// asynchronous copies into shared memory, thread-block clusters. Functions for newer architectures have a fallback
+// for older ones, or are called only where they exist.
 #pragma once
 
 struct fp16 {
@@ -13,7 +13,7 @@ struct e4m3 {
     unsigned char bits;
 };
 struct none {
-};  // a kernel's `none*` parameter is an array that this variant does without: the launcher takes None
+};  // type of an array parameter that this variant of a kernel does not use; the launcher passes None for it
 
 // ---- 16-bit formats --------------------------------------------------------------------------------------
 
@@ -91,16 +91,16 @@ template <> struct Wide<float> {
     }
 };
 
-// `.cs`: evict first, for data that is used once a step.
+// Cache hint `.cs` (evict first), for data that is used once per step.
 __device__ __forceinline__ uint4 load_once(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ uint2 load_once(const uint2* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(uint2* p, uint2 v) { __stcs(p, v); }
-// For data that is used again soon.
+// Without a cache hint, for data that is used again soon.
 template <typename V> __device__ __forceinline__ V load_cached(const V* p) { return *p; }
 template <typename V> __device__ __forceinline__ void store_cached(V* p, V v) { *p = v; }
 
-// Elements 4i .. 4i+3 of an array whose start is aligned to four elements.
+// Load or store elements 4i .. 4i+3 of an array whose start is aligned to four elements.
 __device__ __forceinline__ void load4(const float* p, long long i, float* y) {
     Wide<float>::unpack(load_once((const uint4*)p + i), y);
 }
@@ -117,7 +117,7 @@ template <typename T> __device__ __forceinline__ void store4(T* p, long long i, 
 
 // ---- arithmetic ------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float exp2_approx(float x) {  // 2 ulp; 2^-inf = 0, NaN stays NaN
+__device__ __forceinline__ float exp2_approx(float x) {  // 2^x with an error of 2 ulp; 2^-inf = 0, NaN stays NaN
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
@@ -130,7 +130,8 @@ __device__ __forceinline__ uint4* shared_memory() {
     return dynamic_shared;
 }
 
-// A thread sees the bytes it copied itself after wait_copies<N>() leaves at most N of its groups pending.
+// Each thread copies 16 bytes per call, and closes a group of copies with commit_copies. wait_copies<N> waits until at
+// most N of this thread's groups are pending; then the thread may read what the other groups copied.
 __device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
 #if __CUDA_ARCH__ >= 800
     unsigned address = (unsigned)__cvta_generic_to_shared(shared);
@@ -150,8 +151,8 @@ template <int PENDING> __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// Blocks of one cluster. Between arrive and wait a block may do other work; what it wrote before arriving is
-// visible to the others after they waited.
+// Barrier of the blocks of a cluster. What a block wrote before `cluster_arrive` is visible to the other blocks after
+// their `cluster_wait`. Between the two a block may do other work.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -162,7 +163,7 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
-// Writes into the shared memory of block `rank` of this cluster, at the place `local` has in this block's.
+// Store `value` in the shared memory of block `rank` of this cluster, at the address that `local` has in this block.
 __device__ __forceinline__ void store_remote(float* local, int rank, float value) {
 #if __CUDA_ARCH__ >= 900
     unsigned address = (unsigned)__cvta_generic_to_shared(local), remote;

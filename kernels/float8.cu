@@ -1,27 +1,28 @@
-// Matrices rounded to e4m3: see hf_bmtrain/ops/float8.py for scales and shapes. First the largest magnitude of each
-// row, each column or the matrix is found, of which NaN counts as the largest, then elements are rounded.
+// Round matrices to e4m3; hf_bmtrain/features/float8/arithmetic.py defines scales and shapes. First the largest
+// magnitude of each row, of each column or of the matrix is found, where NaN counts as larger than inf; then elements
+// are rounded.
 //
-// Moves, for each element of x:
+// Memory accesses for each element of x:
 //     quantize_rows                                       1 read, 1 byte written
 //     absmax_both, round_both                             2 reads, 2 bytes written
 //     absmax_whole, round_whole or round_transposed       2 reads, 1 byte written
-//     absmax_pieces, round_pieces                         the same, of parts of several matrices
+//     absmax_pieces, round_pieces                         the same, for ranges (pieces) of several matrices
 //     transpose_codes                                     1 byte read, 1 byte written
-// A row that is longer than what the registers of a block keep is read again, from the caches; the second of two reads
-// begins where the first has ended, so that it finds in L2 what that holds.
+// quantize_rows keeps a row in the registers of a block; what does not fit is read a second time, from the caches.
+// Where there are two passes, the second starts where the first ended, so that it finds those elements in L2.
 //
-// ELEMENT: float, fp16 or bf16. ALIGNED: 1 where x begins on 16 bytes and rows of x and of results are multiples of 16
-// elements; else 0, element by element.
+// ELEMENT: float, fp16 or bf16. ALIGNED: 1 if x is aligned to 16 bytes and rows of x and of the results are multiples
+// of 16 elements; else 0, and elements are accessed one by one.
 #include "device.cuh"
 
-constexpr int COUNT = Wide<ELEMENT>::count, WORDS = COUNT / 4;  // of a part: 16 bytes of x, and the words of its codes
-constexpr int KEPT = 4;                                         // parts of a row, or of a matrix, a thread
-constexpr int THREADS = 256, SIDE = 64;                         // rows of a tile
+constexpr int COUNT = Wide<ELEMENT>::count, WORDS = COUNT / 4;  // a part: 16 bytes of x, and the words of its codes
+constexpr int KEPT = 4;                                         // parts that a thread keeps in registers
+constexpr int THREADS = 256, SIDE = 64;                         // SIDE: rows of a tile
 constexpr float MOST = 448.0f, LEAST = 1e-30f;
 
 // ---- elements --------------------------------------------------------------------------------------------
 
-// Elements p[0 .. COUNT), of which `left` exist. The others are 0.
+// Load elements p[0 .. COUNT) into y. Only the first `left` exist; the others are set to 0.
 __device__ __forceinline__ void load_part(const ELEMENT* p, long long left, float* y) {
     if constexpr (ALIGNED) {
         Wide<ELEMENT>::unpack(left > 0 ? load_cached((const uint4*)p) : make_uint4(0, 0, 0, 0), y);
@@ -31,7 +32,7 @@ __device__ __forceinline__ void load_part(const ELEMENT* p, long long left, floa
     }
 }
 
-// Codes p[0 .. 4 N), of which `left` exist, four a word.
+// Store codes p[0 .. 4 N), four per word of `codes`. Only the first `left` exist; the others are not written.
 template <int N> __device__ __forceinline__ void store_codes(e4m3* p, long long left, const unsigned* codes) {
     if constexpr (!ALIGNED) {
 #pragma unroll
@@ -46,13 +47,13 @@ template <int N> __device__ __forceinline__ void store_codes(e4m3* p, long long 
 
 // ---- rounding --------------------------------------------------------------------------------------------
 
-// Magnitudes are compared by their bits: those of NaN are larger than those of inf.
+// Magnitudes are compared as integers, by their bits. This puts NaN above inf.
 __device__ __forceinline__ int magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 __device__ __forceinline__ int warp_max(int x) {
     for (int offset = 16; offset > 0; offset >>= 1) x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
 }
-__device__ __forceinline__ int block_max(int x) {  // in thread 0
+__device__ __forceinline__ int block_max(int x) {  // the result is valid in thread 0
     __shared__ int warps[THREADS / 32];
     x = warp_max(x);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
@@ -66,16 +67,16 @@ struct Scale {
     float scale, factor;
     __device__ __forceinline__ explicit Scale(int most) {
         float absmax = __uint_as_float((unsigned)most);
-        if (absmax < LEAST) absmax = LEAST;  // NaN stays
+        if (absmax < LEAST) absmax = LEAST;  // false for NaN, which stays
         scale = absmax / MOST, factor = MOST / absmax;
     }
 };
 
-// x is at most 448 after rounding, or NaN.
+// Return the e4m3 code of x, rounded to nearest even. |x| must round to at most 448, or x is NaN.
 __device__ __forceinline__ unsigned code(float x) {
     unsigned u = __float_as_uint(x), sign = u >> 24 & 0x80u, bits = u & 0x7fffffffu;
     if (bits > 0x7f800000u) return 0x7fu;
-    if (bits < 0x3c800000u)  // less than 2^-6: a multiple of 2^-9, as the last place of 2^14 is
+    if (bits < 0x3c800000u)  // below 2^-6 results are multiples of 2^-9, the spacing of float32 at 2^14: adding rounds
         return sign | (__float_as_uint(__fadd_rn(__uint_as_float(bits), 16384.0f)) - 0x46800000u);
     return sign | ((bits + 0x7ffffu + (bits >> 20 & 1u) >> 20) - (127 - 7 << 3));
 }
@@ -106,7 +107,7 @@ __device__ __forceinline__ int part_max(const float* y, int most) {
     return most;
 }
 
-// One block a row.
+// Round each row of x under its own scale, one block per row.
 extern "C" __global__ __launch_bounds__(256) void quantize_rows(const ELEMENT* x, int width, e4m3* values,
                                                                 float* scales) {
     x += (long long)blockIdx.x * width, values += (long long)blockIdx.x * width;
@@ -137,8 +138,8 @@ extern "C" __global__ __launch_bounds__(256) void quantize_rows(const ELEMENT* x
 
 // ---- two passes ------------------------------------------------------------------------------------------
 
-// A block has KEPT THREADS COUNT elements of a flat x, a thread those from `first` on in steps of THREADS COUNT, up to
-// `stop`.
+// A block processes KEPT * THREADS * COUNT elements of a flat x. A thread has KEPT parts of COUNT elements: the first
+// begins at `first`, the others follow at distances of THREADS * COUNT. None extends beyond `stop`.
 __device__ __forceinline__ void load_span(const ELEMENT* x, long long first, long long stop, float (&y)[KEPT][COUNT]) {
 #pragma unroll
     for (int u = 0; u < KEPT; u++) load_part(x + first + u * THREADS * COUNT, stop - first - u * THREADS * COUNT, y[u]);
@@ -153,16 +154,16 @@ __device__ __forceinline__ void find_most(const ELEMENT* x, long long first, lon
     if (threadIdx.x == 0) atomicMax(most, found);
 }
 
-// most[0] becomes the bits of the largest magnitude; 0 before.
+// Set most[0], which must be 0 before, to the bits of the largest magnitude of x.
 extern "C" __global__ __launch_bounds__(256) void absmax_whole(const ELEMENT* x, long long n, int* most) {
     find_most(x, ((long long)blockIdx.x * KEPT * THREADS + threadIdx.x) * COUNT, n, most);
 }
 
-// Piece p of x begins at pieces[p], ends at pieces[count + p], and has the blocks from pieces[2 count + p] on, up to
-// the next piece's first; none if it is empty.
+// Piece p of x begins at pieces[p] and ends at pieces[count + p]. Its first block of threads is pieces[2 * count + p],
+// and its last the one before the first of piece p + 1; an empty piece has none.
 struct Piece {
     int number;
-    long long first, stop;  // of this thread's elements
+    long long first, stop;  // the first of this thread's elements, and the end of the piece
     __device__ __forceinline__ Piece(const long long* pieces, int count) {
         const long long* blocks = pieces + 2 * count;
         number = 0;
@@ -176,14 +177,14 @@ struct Piece {
     }
 };
 
-// most[p] becomes the bits of the largest magnitude of piece p; 0 before.
+// Set each most[p], which must be 0 before, to the bits of the largest magnitude of piece p.
 extern "C" __global__ __launch_bounds__(256) void absmax_pieces(const ELEMENT* x, const long long* pieces, int count,
                                                                 int* most) {
     Piece piece(pieces, count);
     find_most(x, piece.first, piece.stop, most + piece.number);
 }
 
-// values of the elements of all pieces, under the scale of most[p].
+// Round the elements of each piece p under the scale of most[p].
 extern "C" __global__ __launch_bounds__(256) void round_pieces(const ELEMENT* x, const long long* pieces, int count,
                                                                const int* most, e4m3* values) {
     Piece piece(pieces, count);
@@ -195,11 +196,11 @@ extern "C" __global__ __launch_bounds__(256) void round_pieces(const ELEMENT* x,
                    factor);
 }
 
-// The largest magnitudes of each row and column. A block has a tile of SIDE rows and 32 COUNT columns; a warp reads
-// whole rows of it.
+// Set rows and columns, which must be 0 before, to the bits of the largest magnitude of each row and of each column.
+// A block processes a tile of SIDE rows and 32 * COUNT columns, of which each warp reads full rows.
 extern "C" __global__ __launch_bounds__(256) void absmax_both(const ELEMENT* x, int height, int width, int* rows,
                                                               int* columns) {
-    constexpr int ACROSS = 32 * COUNT, WARPS = THREADS / 32, STRIDE = 36;  // STRIDE keeps the banks apart
+    constexpr int ACROSS = 32 * COUNT, WARPS = THREADS / 32, STRIDE = 36;  // STRIDE avoids bank conflicts
     __shared__ int found[WARPS][COUNT * STRIDE];
     int tiles = (width + ACROSS - 1) / ACROSS, left = blockIdx.x % tiles * ACROSS, top = blockIdx.x / tiles * SIDE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = left + lane * COUNT, most[COUNT] = {};
@@ -229,7 +230,8 @@ extern "C" __global__ __launch_bounds__(256) void absmax_both(const ELEMENT* x, 
     }
 }
 
-// factors[i] for row or column number first + i, i < N. Where STEP is 0, all have that of most[0].
+// Set factors[i], i < N, for row or column number first + i; with STEP 0 all have the factor of most[0]. Write the
+// scales to global memory too, unless `scales` is null.
 template <int N, int STEP>
 __device__ __forceinline__ void find_factors(const int* most, int first, int count, float* factors, float* scales) {
     int i = threadIdx.x, at = first + i;
@@ -239,8 +241,9 @@ __device__ __forceinline__ void find_factors(const int* most, int first, int cou
     if (scales) scales[at] = found.scale;
 }
 
-// The second pass over a tile of SIDE rows and 16 COUNT columns, the last tile first. A thread has a part of four rows,
-// so that it makes whole words of both copies. Rows of the transpose have `stride` codes, beyond `height` of zeros.
+// Second pass: round a tile of SIDE rows and 16 * COUNT columns; block 0 has the last tile. A thread has one part of
+// each of four rows, so that it can write full words of four codes both of `rows` and of the transpose, `columns`. A
+// row of the transpose has `stride` codes; those beyond `height` are zeros.
 template <bool ROWS, bool COLUMNS, int STEP>
 __device__ __forceinline__ void round_tile(const ELEMENT* x, int height, int width, const int* row_most, e4m3* rows,
                                            float* row_scales, const int* column_most, e4m3* columns,
@@ -273,7 +276,7 @@ __device__ __forceinline__ void round_tile(const ELEMENT* x, int height, int wid
                 codes4(__fmul_rn(y[0][k], f), __fmul_rn(y[1][k], f), __fmul_rn(y[2][k], f), __fmul_rn(y[3][k], f));
         }
         __syncthreads();
-        int from = top + threadIdx.x % 4 * 16;  // 16 rows of a column
+        int from = top + threadIdx.x % 4 * 16;  // each thread writes the codes of 16 rows of one column
         for (int slot = threadIdx.x / 4; slot < ACROSS; slot += THREADS / 4) {
             int at = left + slot % 16 * COUNT + slot / 16;
             if (at < width)
@@ -301,8 +304,9 @@ extern "C" __global__ __launch_bounds__(256) void round_transposed(const ELEMENT
 
 // ---- codes -----------------------------------------------------------------------------------------------
 
-// y (width, height) is the transpose of x (height, width), both multiples of 16. A block has SIDE rows and 256 columns,
-// a thread 16 columns of four rows, so that it makes words of four codes of y. Does not depend on ELEMENT.
+// Write the transpose y (width, height) of the codes x (height, width); both sizes are multiples of 16. A block
+// processes SIDE rows and 256 columns, a thread 16 columns of four rows, so that it can write words of four codes of y.
+// This kernel does not depend on ELEMENT.
 extern "C" __global__ __launch_bounds__(256) void transpose_codes(const e4m3* x, int height, int width, e4m3* y) {
     constexpr int ACROSS = 256, STRIDE = SIDE / 4 + 1;
     __shared__ unsigned words[ACROSS * STRIDE];
@@ -326,7 +330,7 @@ extern "C" __global__ __launch_bounds__(256) void transpose_codes(const e4m3* x,
         words[(k * 16 + vector) * STRIDE + group] = word;
     }
     __syncthreads();
-    int part = threadIdx.x % 4, from = top + 16 * part;  // 16 rows of a column of x
+    int part = threadIdx.x % 4, from = top + 16 * part;  // each thread writes the codes of 16 rows of one column of x
     for (int slot = threadIdx.x / 4; slot < ACROSS; slot += THREADS / 4) {
         int at = left + slot % 16 * 16 + slot / 16;
         const unsigned* four = words + slot * STRIDE + 4 * part;

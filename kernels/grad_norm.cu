@@ -1,13 +1,13 @@
-// Sum of squares of flat gradients, whole or segment by segment, bitwise reproducible: every element has a
-// fixed thread, every partial sum a fixed place, and places are added in order.
+// Sum of squares of a flat gradient, or of each of its segments. The result is bitwise reproducible: each element
+// belongs to a fixed thread, and partial sums are added in a fixed order.
 //
-// Moves 1 read of each element. ELEMENT: float, fp16 or bf16.
+// Every element is read once. ELEMENT: float, fp16 or bf16.
 #include "squares.cuh"
 
-constexpr int UNROLL = 4;  // 16-byte loads in flight a thread
+constexpr int UNROLL = 4;  // pending 16-byte loads per thread
 
-// This thread's part of the sum over x[0..n), shared out over `step` blocks of which this one is number
-// `first`.
+// Return this thread's part of the sum over x[0..n), which is divided among `step` blocks. This is block number `first`
+// of them.
 __device__ double thread_squares(const ELEMENT* x, long long n, long long first, long long step) {
     const int count = Wide<ELEMENT>::count;
     long long head =
@@ -30,7 +30,7 @@ __device__ double thread_squares(const ELEMENT* x, long long n, long long first,
         }
         sum += tile_squares<UNROLL>(v);
     }
-    if (first == 0) {  // fewer than one vector at each end, one element a thread
+    if (first == 0) {  // the elements before the first and after the last full vector, one per thread
         long long tail = head + vector_count * count, i = threadIdx.x;
         long long at = i < head ? i : tail + i - head;
         if (at < n) sum += (double)to_float(x[at]) * (double)to_float(x[at]);
@@ -44,7 +44,7 @@ extern "C" __global__ __launch_bounds__(256) void squared_norm_partials(const EL
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// out[0] += the sum of the partials; out[1] becomes 1 if it is not finite. One block.
+// Add the sum of the partials to out[0], and set out[1] to 1 if that sum is not finite. One block.
 extern "C" __global__ __launch_bounds__(256) void add_squared_norm(const double* partials, int count,
                                                                    double* out) {
     double sum = 0.0;
@@ -56,14 +56,15 @@ extern "C" __global__ __launch_bounds__(256) void add_squared_norm(const double*
     }
 }
 
-// One block a piece; piece i is x[begins[i] .. begins[i] + lengths[i]).
+// Write the sum of squares of each piece of x to partials, one block per piece. Piece i is x[begins[i] .. begins[i] +
+// lengths[i]).
 extern "C" __global__ __launch_bounds__(256) void piece_squares(const ELEMENT* x, const long long* begins,
                                                                 const int* lengths, double* partials) {
     double sum = block_sum(thread_squares(x + begins[blockIdx.x], lengths[blockIdx.x], 0, 1));
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// One warp a segment: out[s] = the sum of partials[firsts[s] .. firsts[s + 1]).
+// Write out[s] = the sum of partials[firsts[s] .. firsts[s + 1]), one warp per segment.
 extern "C" __global__ __launch_bounds__(256) void segment_squares(const double* partials,
                                                                   const long long* firsts, int segments,
                                                                   double* out) {

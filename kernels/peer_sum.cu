@@ -1,9 +1,11 @@
-// The mean over ranks of one part of a gradient. The other ranks' values lie in rows of memory, this rank's own where
-// autograd left them. Added in float32 in the order of ranks, divided once, rounded once: the same bits on every run.
+// The mean over ranks of this rank's part of a gradient. The other ranks have written their values into rows of this
+// GPU's memory; this rank's own values are read where autograd left them. Values are added in float32 in the order of
+// ranks, divided once and rounded once, so the result has the same bits in every run.
 //
-// Moves 1 read of each row and 1 write; with a running sum, that is read and written besides. The squares of what is
-// written come with it, and with them whether all is finite.
-// ELEMENT: float, fp16 or bf16. TOTAL: float, or none where there is no running sum.
+// Every row is read once and the mean is written once. A running sum of accumulated gradients is read and written too.
+// The kernel also returns the sum of squares of what it writes, from which the norm, and whether all is finite, follow.
+//
+// ELEMENT: float, fp16 or bf16. TOTAL: float; none if there is no running sum.
 #include "squares.cuh"
 
 constexpr int COUNT = Wide<ELEMENT>::count;
@@ -19,15 +21,17 @@ __device__ __forceinline__ void add_total4(none*, long long, float*) {}
 __device__ __forceinline__ float add_total(float* total, long long i, float mean) { return total[i] += mean; }
 __device__ __forceinline__ float add_total(none*, long long, float mean) { return mean; }
 
-// Rank r's values: the others' are `rows`, `stride` elements apart, in the order of ranks without `own`.
+// Return the values of rank r: `mine` if r is `own`, else one of the `rows`, which are `stride` elements apart and in
+// the order of ranks, leaving out `own`.
 __device__ __forceinline__ const ELEMENT* values(const ELEMENT* rows, long long stride, const ELEMENT* mine, int own,
                                                  int r) {
     return r == own ? mine : rows + (r - (r > own)) * stride;
 }
 
-// The first `vectors` 16-byte vectors of every row and array are aligned, one a thread; the rest goes element by
-// element. squares: one sum a block, of the squares of what it has written. `total` may be `out` itself where both are
-// float.
+// Write the mean to `out`. If there is a running sum `total`, add the mean to it and write the new sum to `out` too.
+// The first `vectors` 16-byte vectors, aligned in every array, are processed one per thread, the remaining elements one
+// by one. squares: for each block of threads, the sum of squares of what it has written. `total` and `out` may be the
+// same array if both are float.
 extern "C" __global__ __launch_bounds__(256, 4) void peer_mean(const ELEMENT* rows, long long stride,
                                                                const ELEMENT* mine, int own, int size, ELEMENT* out,
                                                                TOTAL* total, long long n, long long vectors,

@@ -1,15 +1,17 @@
-// Packed weights, unpacked into the whole parameters that a block computes with: see hf_bmtrain/ops/quantize.py for the
-// bytes of a cell. Moves 1 read of the cells (0.52, 0.56 or 1.06 bytes an element) and 1 write of the elements.
+// Unpack quantized weights into the full parameters that a block computes with.
+// hf_bmtrain/features/packed/arithmetic.py defines the bytes of a cell. The cells are read once (0.52, 0.56 or 1.06
+// bytes per element) and the elements are written once.
 //
-// BITS: 4 (nf4) or 8 (e4m3). SCALE_BITS: 8 (compressed) or 32. ELEMENT: float, fp16 or bf16. TABLES: float, or none where
-// codes are numbers themselves.
+// BITS: 4 (nf4) or 8 (e4m3). SCALE_BITS: 8 (the scales are quantized too) or 32. ELEMENT: float, fp16 or bf16.
+// TABLES: float; none if no table is needed, because codes are numbers and scales are float32.
 #include "device.cuh"
 
 constexpr int CELL = 16384, THREADS = 256, AT_ONCE = 8;
-constexpr int CODE_WORDS = CELL * BITS / 32;                                // of 4 bytes
+constexpr int CODE_WORDS = CELL * BITS / 32;                                // words of 4 bytes
 constexpr int CELL_WORDS = CODE_WORDS + (SCALE_BITS == 8 ? 256 / 4 + 4 : 256);
 
-// Products and sums are rounded one by one, as torch's are: the compiler must not fuse them.
+// The scale of a block of 64 elements. Product and sum are rounded separately, as in torch, so that the results are
+// equal: the compiler must not fuse them.
 __device__ __forceinline__ float scale_of(const int* tail, int block, const TABLES* tables) {
 #if SCALE_BITS == 8
     int number = tail[block / 4] >> (8 * (block % 4)) & 255;
@@ -20,7 +22,7 @@ __device__ __forceinline__ float scale_of(const int* tail, int block, const TABL
 #endif
 }
 
-// e4m3 has the bits of a fp16 number that is 256 times smaller, subnormals included.
+// The bits of an e4m3 number, shifted to fp16, are a number that is 256 times smaller. This holds for subnormals too.
 __device__ __forceinline__ float from_e4m3(unsigned code) {
     return to_float(fp16{(unsigned short)((code & 0x80u) << 8 | (code & 0x7fu) << 7)}) * 256.0f;
 }
@@ -30,8 +32,8 @@ template <typename T> __device__ __forceinline__ void store8(T* out, const float
     for (int k = 0; k < AT_ONCE; k += Wide<T>::count) store_once((uint4*)(out + k), Wide<T>::pack(x + k));
 }
 
-// A block of threads a cell. Each thread first makes the scale of one block of 64 elements; then 8 adjacent elements at
-// a time, so that a warp reads and writes whole sectors.
+// Unpack one cell per block of threads. Each thread first computes the scale of one group of 64 elements, then unpacks
+// 8 adjacent elements at a time, so that a warp reads and writes full sectors.
 extern "C" __global__ __launch_bounds__(256) void unpack_cells(const int* packed, const TABLES* tables, ELEMENT* out) {
     __shared__ float scales[THREADS], values[16];
     const int* cell = packed + (long long)blockIdx.x * CELL_WORDS;

@@ -1,8 +1,8 @@
-// Sums of squares of vectors, and over a block.
+// Sum of squares of a thread's vectors, and sum over the threads of a block.
 //
-// A tile's squares are added in float32 and the tile sums in float64. Should a tile's float32 sum not be
-// finite, the same elements are added again in float64, where no finite float32 can overflow: so a sum is inf
-// or NaN if and only if an element is, and no second pass or flag is needed.
+// Squares of one tile (N vectors of one thread) are added in float32, and tile sums in float64. If a tile's float32
+// sum is not finite, its squares are added again in float64, where squares of finite float32 numbers cannot overflow.
+// So a sum is inf or NaN if and only if an element is, without a second pass or a flag.
 //
 // ELEMENT: float, fp16 or bf16.
 #pragma once
@@ -37,7 +37,7 @@ template <int N> __device__ __forceinline__ double tile_squares(const uint4* v) 
     return exact;
 }
 
-// The sum over the block, in thread 0. Blocks are whole warps, at most 32.
+// Return, in thread 0, the sum of `x` over all threads of the block, which has at most 32 warps, all of them full.
 __device__ double block_sum(double x) {
     __shared__ double warp_sums[32];
     for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);

@@ -1,12 +1,12 @@
-"""Measure the kernels and torch's equivalents on one GPU, relative to the speed of a device copy in the same run.
+"""Measure the kernels and torch's equivalents on one GPU, relative to the rate of a device copy in the same run.
 
     python kernels/bench/all.py [part ...] [--json FILE]
 
 Parts: norm, adam, step, offload, exposed (a training step of 1.5 B parameters with the update on the GPU, offloaded,
 and offloaded during the backward), float8, cross_entropy, and sweep (launch shapes of cross-entropy; runs only if
-named). If a part fails, its error is printed and the next part runs. Takes about two minutes, most of them
-torch.compile. GB/s count the bytes that the operation must move, see kernels/README.md; "of copy" is their share of the
-copy's speed.
+named). If a part fails, its error is printed and the next part runs. The run takes about two minutes, mostly for
+torch.compile. GB/s count the bytes that the operation must move, see kernels/README.md; "of copy" is the share of the
+copy's rate.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = options.parts or list(parts)[:-1]
     if unknown := set(chosen) - set(parts):
-        parser.error(f"no part named {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+        parser.error(f"there is no part named {', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
     name = torch.cuda.get_device_name()
     copy = copy_speed()
     lines, failed = [], []

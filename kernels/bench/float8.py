@@ -1,4 +1,4 @@
-"""Rounding to float8, compared with the reference in eager torch."""
+"""Measures rounding to float8, compared with eager torch."""
 
 import torch
 from measuring import Line, measure
@@ -28,9 +28,9 @@ def bench_shape(shape: tuple[int, int]) -> list[Line]:
     return [
         Line(f"float8 {shape[0]}x{shape[1]} bf16, by rows", measure(lambda: float8.quantize_rows(x)), 3 * size),
         Line("  by rows and columns", measure(lambda: float8.quantize_both(x)), 6 * size),
-        Line("  whole", measure(lambda: float8.quantize_full(x)), 5 * size),
-        Line("  whole, transposed", measure(lambda: float8.quantize_transposed(x)), 5 * size),
-        Line("  a shard's pieces", measure(lambda: by_pieces(x.view(-1))), 5 * size),
+        Line("  one scale", measure(lambda: float8.quantize_full(x)), 5 * size),
+        Line("  one scale, transposed", measure(lambda: float8.quantize_transposed(x)), 5 * size),
+        Line("  two ranges of a shard", measure(lambda: by_pieces(x.view(-1))), 5 * size),
         Line("  codes transposed", measure(lambda: float8.transpose(codes)), 2 * size),
         Line("  eager torch, codes transposed", measure(lambda: codes.t().contiguous()), 2 * size),
         Line("  eager torch, by rows", measure(lambda: eager_rows(x)), 3 * size),

@@ -2,10 +2,11 @@
 
     python kernels/bench/linear_loss.py [--rows N --width H --classes V] [--json FILE]
 
-Compared are hf_bmtrain, torch and, where installed, Liger and cut-cross-entropy. TFLOP/s count three matrix products
-(6 N H V). Memory is the peak in addition to the inputs; it includes both gradients. Errors are those of the gradients
-of some rows and classes against float32, relative to their norm. Then the cross-entropy alone is measured, on given
-logits. If a case fails, its error is printed and the next one runs; no case is started after 80 seconds.
+It compares hf_bmtrain, torch and, if they are installed, Liger and cut-cross-entropy. TFLOP/s count three matrix
+products (6 N H V). Memory is the peak in addition to the inputs; it includes both gradients. An error is the norm of
+the difference to float32, relative to the norm in float32, of some rows of a gradient. Then the cross-entropy alone is
+measured, with logits as its input. If a case fails, its error is printed and the next one runs; no case starts after 80
+seconds.
 """
 
 import argparse
@@ -22,12 +23,12 @@ from hf_bmtrain.loss import cross_entropy, linear_cross_entropy
 
 SECONDS = 80
 SHAPES = ((8192, 32000), (4096, 128256))
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of hidden, weight and targets
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of (hidden, weight, targets)
 LogitLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Result(NamedTuple):
-    """The measurement of one implementation. gb: peak memory. The errors are relative."""
+    """The measurement of one implementation. gb: peak memory. The errors are relative to the norm of the gradient."""
 
     name: str
     ms: float
@@ -38,7 +39,7 @@ class Result(NamedTuple):
 
 
 class Problem:
-    """Inputs, and reference gradients in float32 of the first rows and classes."""
+    """The inputs, and float32 reference gradients for the first rows of `hidden` and of `weight`."""
 
     def __init__(self, rows: int, width: int, classes: int) -> None:
         torch.manual_seed(0)
@@ -46,7 +47,7 @@ class Problem:
         self.hidden = torch.randn(rows, width, device="cuda").bfloat16().requires_grad_()
         self.weight = (torch.randn(classes, width, device="cuda") * width**-0.5).bfloat16().requires_grad_()
         self.targets = torch.randint(classes, (rows,), device="cuda")
-        self.targets[::3] = self.targets[::3] % 100  # some classes are frequent, as some words are
+        self.targets[::3] = self.targets[::3] % 100  # some classes are frequent, as in language
         self.some = min(256, rows, classes)
         self.weight_gradient, self.hidden_gradient = self._exact()
 
@@ -145,7 +146,7 @@ def _liger_of_logits() -> LogitLoss:
 
 
 class Logits(torch.autograd.Function):
-    """Logits that came out of a layer: to be overwritten, and where their gradient ends."""
+    """Makes given logits look like the output of a layer, which a loss may overwrite. Their gradient is dropped."""
 
     @staticmethod
     def forward(ctx, leaf: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -157,7 +158,7 @@ class Logits(torch.autograd.Function):
 
 
 def time_logits(shape: tuple[int, int], loss: LogitLoss) -> float:
-    """Return the milliseconds of forward and backward, on the same logits each time."""
+    """Return the milliseconds of forward and backward. The logits are reset before each repetition."""
     torch.manual_seed(0)
     fresh = torch.randn(shape, device="cuda").bfloat16() * 2
     logits, targets = fresh.clone(), torch.randint(shape[1], shape[:1], device="cuda")
@@ -166,7 +167,7 @@ def time_logits(shape: tuple[int, int], loss: LogitLoss) -> float:
 
 
 class Clock:
-    """Run functions that may fail, and none after SECONDS seconds."""
+    """Runs cases that may fail, and skips those that would start more than SECONDS seconds after its creation."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -174,7 +175,7 @@ class Clock:
     def attempt(self, name: str, function: Callable[[], Result | float]) -> Result | float | None:
         elapsed = time.monotonic() - self._start
         if elapsed > SECONDS:
-            print(f"{name}: left out, {elapsed:.0f} s have passed", flush=True)
+            print(f"{name}: skipped, because {elapsed:.0f} s have passed", flush=True)
             return None
         try:
             return function()
@@ -196,7 +197,7 @@ def bench_linear(clock: Clock, problem: Problem) -> list[Result]:
 
 
 def bench_logits(clock: Clock) -> list[tuple[str, float, float]]:
-    """Return (name, milliseconds, ratio to ours in place)."""
+    """Return (name, milliseconds, ratio to the time of our loss in place) of each implementation and shape."""
     lines = []
     for shape in SHAPES:
         ours = float("nan")

@@ -1,4 +1,4 @@
-"""Cross-entropy, compared with torch's and Liger's."""
+"""Measures the cross-entropy, compared with torch's and Liger's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SHAPES = ((8192, 32000), (4096, 128256), (2048, 256000), (8192, 50257))
 
 
 class Rows:
-    """Logits of one shape. fresh: the values before each repetition."""
+    """The inputs of one shape. fresh: a copy of the logits, from which they are reset before each repetition."""
 
     def __init__(self, shape: tuple[int, int]):
         self.shape = shape
@@ -62,12 +62,12 @@ def rivals() -> dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Ten
 
         found["Liger"] = (LigerCrossEntropyLoss(), "1.3 times")
     except ImportError:
-        print("Liger is not installed: left out", flush=True)
+        print("Liger is not installed, and is skipped", flush=True)
     return found
 
 
 def time_rival(rows: Rows, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """Return the milliseconds of forward and backward, with the gradient allocated anew."""
+    """Return the milliseconds of forward and backward, which allocates the gradient."""
     logits = rows.logits.detach().requires_grad_()
 
     def reset() -> None:
@@ -95,7 +95,7 @@ def bench_cross_entropy() -> list[Line]:
 
 @dataclass(frozen=True)
 class Planned(CrossEntropy):
-    """The plain loss with a given plan."""
+    """The loss without options, launched with a given plan instead of the one it would choose."""
 
     chosen: Plan = Plan(1, 256, 0)
 
@@ -120,6 +120,9 @@ def sweep_shape(rows: Rows, limit: int) -> list[Line]:
 
 
 def bench_sweep() -> list[Line]:
-    """Measure the fused kernel for each (cluster, threads, stage), with as much staged as fits, or nothing."""
+    """Measure the fused kernel for combinations of (cluster, threads, stage).
+
+    stage is either as many vectors as fit into shared memory, or 0.
+    """
     limit = cross_entropy.shared_memory_limit(torch.device("cuda", 0))
     return [line for shape in SHAPES for line in sweep_shape(Rows(shape), limit)]

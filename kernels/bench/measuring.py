@@ -1,4 +1,4 @@
-"""Timing on one GPU, and the table of measurements."""
+"""Measures times on one GPU, and prints the table of measurements."""
 
 import statistics
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 
 
 class Line(NamedTuple):
-    """One measurement. moved: bytes. least: the project's requirement and the column it applies to."""
+    """One measurement. moved: the bytes that must move. least: the project's requirement, "" if there is none."""
 
     name: str
     ms: float
@@ -17,10 +17,10 @@ class Line(NamedTuple):
 
 
 def measure(function: Callable[[], object], setup: Callable[[], object] = lambda: None, repeats: int = 15) -> float:
-    """Return the median milliseconds on the device.
+    """Return the median milliseconds that `function` takes on the device.
 
-    setup: called before each repetition, not timed. A sleep of the device lets the host run ahead, so that the host's
-    time does not count.
+    setup: called before each repetition, and not measured. The device sleeps before each repetition, so that the host
+    has queued all work when it starts, and the time of the host is not included.
     """
     times = []
     for _ in range(repeats + 3):
@@ -46,7 +46,7 @@ def copy_speed() -> float:
 
 
 def show(lines: list[Line], copy: float) -> None:
-    """Print the lines. copy: GB/s of the device copy."""
+    """Print the measurements. copy: the GB/s of the device copy."""
     print(f"{'':58} {'ms':>8} {'GB/s':>7} {'of copy':>7}  at least")
     for line in lines:
         speed = line.moved / line.ms / 1e6

@@ -1,4 +1,4 @@
-"""AdamOffloadOptimizer compared with the PCIe rate and the CPU, and the time that it adds to a training step."""
+"""Measures AdamOffloadOptimizer, compared with PCIe and the CPU, and the time that it adds to a training step."""
 
 import gc
 import time
@@ -14,7 +14,7 @@ from hf_bmtrain.engine.base.pinned import pinned_bytes
 
 ELEMENTS = 1 << 28
 KINDS = {10: (torch.bfloat16, torch.float32), 8: (torch.bfloat16, torch.bfloat16), 12: (torch.float16, torch.float32)}
-"""dtypes of weights and exp_avg, by the bytes of state per element that are transferred each way."""
+"""The bytes of state per element that are transferred each way: (dtype of weights, dtype of exp_avg)."""
 WIDTH, LAYERS, VOCABULARY = 2048, 28, 32000  # 1.48 B parameters; with the head 1.54 B
 BATCH, LENGTH = 4, 1024
 
@@ -42,7 +42,7 @@ def duplex_speed() -> float:
 
 
 def time_offload(weight: torch.dtype, exp_avg: torch.dtype) -> float:
-    """Return the milliseconds of a step over ELEMENTS weights until the last is written, by the host's clock."""
+    """Return the milliseconds, by the host's clock, of a step over ELEMENTS weights until the last one is written."""
     parameter = torch.nn.Parameter(torch.randn(ELEMENTS, device="cuda").to(weight))
     parameter.grad = torch.randn_like(parameter)
     optimizer = bmt.optim.AdamOffloadOptimizer([parameter], lr=1e-4, weight_decay=0.1, exp_avg_dtype=exp_avg)
@@ -64,7 +64,7 @@ def time_torch_on_cpu() -> float:
 
 
 def time_torch_with_copies() -> float:
-    """The same, including the copies of bfloat16 gradients from the device and of bfloat16 weights to it."""
+    """Return the milliseconds of the same update with copies of bfloat16 gradients from, and weights to, the device."""
     master, wide, exp_avg, exp_avg_sq = (torch.zeros(ELEMENTS).uniform_(0, 1) for _ in range(4))
     gradient, weight = (torch.randn(ELEMENTS, device="cuda").bfloat16() for _ in range(2))
     down, up = (torch.empty(ELEMENTS, dtype=torch.bfloat16, pin_memory=True) for _ in range(2))
@@ -80,7 +80,7 @@ def time_torch_with_copies() -> float:
 
 
 def best(function: Callable[[], object], repeats: int) -> float:
-    """Return the minimum milliseconds, by the host's clock, until the device has done what `function` queues."""
+    """Return the minimum milliseconds, by the host's clock, until the device has finished the work of `function`."""
     times = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def best(function: Callable[[], object], repeats: int) -> float:
 def bench_offload() -> list[Line]:
     """Measure the offloaded update. GB/s count both directions.
 
-    "Times" are relative to ours with bfloat16 weights, and with a bfloat16 exp_avg as well.
+    The two "times" of torch are relative to ours with bfloat16 weights, and with a bfloat16 exp_avg as well.
     """
     duplex, lines, streamed = duplex_speed(), [], {}
     for size, kind in KINDS.items():
@@ -115,7 +115,7 @@ def bench_offload() -> list[Line]:
 
 
 class Model(torch.nn.Module):
-    """Pre-norm transformer layers between an embedding and a head. forward returns the loss."""
+    """A model of pre-norm transformer layers between an embedding and a head. Its forward returns the loss."""
 
     def __init__(self, width: int, layers: int, vocabulary: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def in_backward(model, optimizer, manager, ids: torch.Tensor) -> None:
 
 
 def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) -> float:
-    """Return the milliseconds per step over consecutive steps."""
+    """Return the mean milliseconds per step over consecutive steps."""
     for number in range(steps + 3):
         if number == 3:
             bmt.synchronize()
@@ -180,7 +180,7 @@ def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) ->
 
 
 def exposed(sizes: tuple[int, int, int], shape: tuple[int, int], device: str, steps: int = 10) -> list[Line]:
-    """Measure a step without the update and with each kind of update; the difference is exposed."""
+    """Measure a step without an update and with each kind of update. The difference is the exposed time."""
     adam, offload = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
     ways = {
         "with the resident update": (adam, clipped),

@@ -1,4 +1,4 @@
-"""Gradient norm, AdamW and a whole optimizer step, compared with torch's."""
+"""Measures the gradient norm, AdamW and a full optimizer step, compared with torch's."""
 
 import torch
 from measuring import COPY_BYTES, Line, measure
@@ -9,7 +9,7 @@ ELEMENTS = 1 << 28
 
 
 def bench_norm() -> list[Line]:
-    """Measure the norm of a buffer as large as the copied one."""
+    """Measure the norm of a buffer that is as large as that of `copy_speed`."""
     moved = COPY_BYTES
     flat, wide = torch.randn(moved // 2, device="cuda").bfloat16(), torch.randn(moved // 4, device="cuda")
     out = torch.zeros(2, dtype=torch.float64, device="cuda")
@@ -28,7 +28,7 @@ def bench_norm() -> list[Line]:
 
 
 class Step:
-    """The tensors of a flat parameter, our optimizer step, and torch's, which needs a float32 master."""
+    """The tensors of one flat parameter, with our optimizer step and torch's, which needs a float32 master."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Step:
     def whole(self) -> None:
         self.squares.zero_()
         grad_norm.accumulate_squared_norm(self.grad, self.squares)
-        self.grad_scale.copy_((self.squares[:1].sqrt() + 1e-6).clamp(min=1.0))  # the maximum norm is 1
+        self.grad_scale.copy_((self.squares[:1].sqrt() + 1e-6).clamp(min=1.0))  # clips the gradient to a norm of 1
         self.found_inf.copy_(self.squares[1:])
         self.prepare()
         self.update()
@@ -93,7 +93,7 @@ class Step:
 
 
 def bench_adam() -> list[Line]:
-    """Measure the update for several dtypes."""
+    """Measure AdamW for several dtypes."""
     lines = []
     half, full = torch.bfloat16, torch.float32
     for name, dtypes, moved, least in (
@@ -113,11 +113,11 @@ def bench_adam() -> list[Line]:
 
 
 def bench_step() -> list[Line]:
-    """Measure a whole step. All lines count the bytes that ours moves."""
+    """Measure a full step: norm, clipping and AdamW. GB/s of all lines count the bytes that ours moves."""
     half, full, moved = torch.bfloat16, torch.float32, 28 * ELEMENTS
     ours = measure(Step(half, full, half, torch.int16).whole)
     pieces = measure(Step(half, full, half).torch_whole)
     return [
         Line("whole step: norm, prepare, adam", ours, moved),
-        Line(f"  torch pieces ({pieces / ours:.2f} times ours)", pieces, moved, "2.0 times"),
+        Line(f"  torch's operations ({pieces / ours:.2f} times ours)", pieces, moved, "2.0 times"),
     ]

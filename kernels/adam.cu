@@ -74,7 +74,7 @@ __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16&
 }
 
 __device__ __forceinline__ void update(const Record& r, float g, float& p, float& m, float& v) {
-    if (COUPLED) g = fmaf(r.l2, p, g);  // before the scaling, which fuses with the next lines; l2 is times grad_scale
+    if (COUPLED) g = fmaf(r.l2, p, g);  // before the scaling: r.l2 is premultiplied by 1 / r.grad_scale
     g *= r.grad_scale;
     m = fmaf(r.one_minus_beta1, g - m, m);
     v = fmaf(r.beta2, v, r.one_minus_beta2 * g * g);

@@ -136,7 +136,7 @@ extern "C" __global__ __launch_bounds__(256) void quantize_rows(const ELEMENT* x
     }
 }
 
-// ---- two passes ------------------------------------------------------------------------------------------
+// ---- in two passes: columns, or one scale ------------------------------------------------------------------
 
 // A block processes KEPT * THREADS * COUNT elements of a flat x. A thread has KEPT parts of COUNT elements: the first
 // begins at `first`, the others follow at distances of THREADS * COUNT. None extends beyond `stop`.

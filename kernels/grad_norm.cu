@@ -11,7 +11,7 @@ constexpr int UNROLL = 4;  // pending 16-byte loads per thread
 __device__ double thread_squares(const ELEMENT* x, long long n, long long first, long long step) {
     const int count = Wide<ELEMENT>::count;
     long long head =
-        ((16 - ((unsigned long long)x & 15)) & 15) / sizeof(ELEMENT);  // elements before 16-byte alignment
+        ((16 - ((unsigned long long)x & 15)) & 15) / sizeof(ELEMENT);  // elements before the first 16-byte boundary
     if (head > n) head = n;
     const uint4* vectors = (const uint4*)(x + head);
     long long vector_count = (n - head) / count, tile = (long long)blockDim.x * UNROLL;
@@ -69,7 +69,7 @@ extern "C" __global__ __launch_bounds__(256) void segment_squares(const double* 
                                                                   const long long* firsts, int segments,
                                                                   double* out) {
     int segment = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (segment >= segments) return;  // the whole warp
+    if (segment >= segments) return;  // true for all threads of a warp or for none
     double sum = 0.0;
     for (long long i = firsts[segment] + lane; i < firsts[segment + 1]; i += 32) sum += partials[i];
     for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);

@@ -85,8 +85,8 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % world.size:
         raise ValueError(
-            f"reduce_scatter splits dimension 0 of x evenly over {world.size} ranks, so its size must be a multiple of "
-            f"that: got shape {tuple(x.shape)}"
+            f"reduce_scatter splits dimension 0 of x evenly over {world.size} ranks, so its size must be a multiple "
+            f"of the world size: got shape {tuple(x.shape)}"
         )
     rows = x.shape[0] // world.size
     return all_reduce(x, op, comm)[world.rank * rows : (world.rank + 1) * rows]

@@ -256,7 +256,7 @@ def inspect_tensor() -> Iterator[InspectTensor]:
     """
     schedule = current_world().schedule
     if schedule.observer(_Recording) is not None:
-        raise RuntimeError("inspect_tensor is already active: one `with inspect_tensor()` at a time.")
+        raise RuntimeError("inspect_tensor is already active: use one `with inspect_tensor()` at a time.")
     inspector = InspectTensor()
     handle = schedule.observe(_Recording(inspector))
     try:

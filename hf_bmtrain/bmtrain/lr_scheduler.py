@@ -139,9 +139,9 @@ class NoDecay(WarmupLRScheduler):
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the peak learning rate.
-        warmup_iter: w, the steps of warm-up; 0 for none.
+        warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: ignored (-1 is customary).
-        num_iter: t, the steps taken already.
+        num_iter: t, the number of steps taken already.
 
     Raises:
         ValueError: an argument is out of range.
@@ -159,9 +159,9 @@ class Noam(WarmupLRScheduler):
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the peak learning rate.
-        warmup_iter: w, the steps of warm-up; 0 for none.
+        warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: ignored (-1 is customary).
-        num_iter: t, the steps taken already.
+        num_iter: t, the number of steps taken already.
 
     Raises:
         ValueError: an argument is out of range.
@@ -180,9 +180,9 @@ class Linear(WarmupLRScheduler):
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the peak learning rate.
-        warmup_iter: w, the steps of warm-up; 0 for none.
+        warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: e, the step at which the learning rate is 0; above `warmup_iter`.
-        num_iter: t, the steps taken already.
+        num_iter: t, the number of steps taken already.
 
     Raises:
         ValueError: an argument is out of range.
@@ -214,9 +214,9 @@ class Cosine(WarmupLRScheduler):
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the peak learning rate.
-        warmup_iter: w, the steps of warm-up; 0 for none.
+        warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: e, the step at which the learning rate is 0; at least `warmup_iter`.
-        num_iter: t, the steps taken already.
+        num_iter: t, the number of steps taken already.
 
     Raises:
         ValueError: an argument is out of range.
@@ -246,9 +246,9 @@ class Exponential(WarmupLRScheduler):
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the peak learning rate.
-        warmup_iter: w, the steps of warm-up; 0 for none.
+        warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: ignored (-1 is customary).
-        num_iter: t, the steps taken already.
+        num_iter: t, the number of steps taken already.
         gamma: the factor per step, in (0, 1].
 
     Raises:

@@ -1,4 +1,4 @@
-"""Helpers for the output of training scripts."""
+"""The helpers of BMTrain's module `utils`: averages, printing, a version check, and memory."""
 
 from __future__ import annotations
 

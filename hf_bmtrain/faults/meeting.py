@@ -154,7 +154,7 @@ def _ranks_of(shown: bytes) -> list[int]:
 
 
 def _say_farewell(store: TCPStore, rank: int) -> None:
-    """Note that this rank knows the missing ranks. Rank 0 waits until all have noted it: the store ends with it."""
+    """Note that this rank knows which ranks are missing. Rank 0 waits for the others, because it serves the store."""
     end = time.monotonic() + _FAREWELL_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0 may have ended already
         told = store.add(_key("told"), 1)

@@ -1,8 +1,8 @@
-"""What training on several ranks changes in this process. `install` changes it and returns a function that undoes it.
+"""Changes to this process while it trains with other ranks. `install` makes them, and returns a function to undo them.
 
 * `sys.excepthook`: the rank that raises first prints its full traceback; every other rank prints one line that says
   where it was and which rank to look at.
-* `sys.exit`, `exit` and `quit` note the calling line and the exit code, because exit handlers are not told.
+* `sys.exit`, `exit` and `quit` note the calling line and the exit code, which an exit handler cannot find out later.
 * An exit handler closes the communicators of all ranks together.
 
 Two more effects are elsewhere. Once every rank must stop, for example after the timeout of `init_distributed`,

@@ -20,7 +20,8 @@ _log = logging.getLogger("hf_bmtrain")
 _TEXT_BYTES = 32 << 10
 """Size of each of the two text areas of a page: 8 bytes for the length of the text, then the text in UTF-8.
 
-A page is (8 bytes) the number of texts written so far, two text areas, and _JOURNALS collective logs of WORDS int64.
+A page has 8 bytes for the number of texts written so far, two text areas, and _JOURNALS collective logs of WORDS words
+of 8 bytes each.
 """
 _JOURNALS = 8
 _JOURNALS_START = 8 + 2 * _TEXT_BYTES

@@ -247,7 +247,7 @@ class Watch(Monitor):
         Returns the explanation once the timeout is over, else None.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
-        over = waited >= self._control.timeout and not self.status.ended  # a rank that has ended may wait for nothing
+        over = waited >= self._control.timeout and not self.status.ended  # after its end a rank may wait in vain
         if waited < self._next and not over:
             return None
         ranks = self._read_all()
@@ -255,7 +255,7 @@ class Watch(Monitor):
         text = self._explain_wait(ranks, waiting)
         if over:
             self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
-            return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, is over."
+            return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
         self._next = max(2 * self._next, waited + self._delay)
         if self._rank == min(waiting, default=self._rank):
             _log.warning("%s", text)

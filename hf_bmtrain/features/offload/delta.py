@@ -35,7 +35,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
         (2,) float64 on the weights' device: mean, variance.
     """
     totals = torch.zeros(2, 3, dtype=torch.float64, device=states[0].run.weights.device)
-    ordinary, sharded = totals.unbind()  # the number of elements, Σδ, Σδ²
+    ordinary, sharded = totals.unbind()  # of each: the number of elements, Σδ, Σδ²
     for state, values in zip(states, settings):
         sums = ordinary if state.run.buffer is None else sharded
         sums[0] += sum(stored_numel(parameter) for parameter in state.run.parameters)

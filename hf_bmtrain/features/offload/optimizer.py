@@ -34,11 +34,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
     copied, and the optimizer works like AdamOptimizer.
 
     `step` copies and updates the state in chunks, on separate streams, and returns before the last chunks are updated.
-    The first buffers of the model come first, so that the next forward can begin early: each buffer's all-gather waits
-    for the update of that buffer (see PendingUpdate). Forward, backward, `parameter.gather()`, `state_dict`, loading,
-    `.data` and the next `step` wait by themselves. After a `step`, call `wait()` before any other read or write of
-    parameters or of `optimizer.state` (an average over `model.parameters()`, for example), and before writing to
-    gradients.
+    It begins with the parameters that the model uses first, so that the next forward can begin early: each buffer's
+    all-gather waits for the update of that buffer (see PendingUpdate). Forward, backward, `parameter.gather()`,
+    `state_dict`, loading, `.data` and the next `step` wait by themselves. After a `step`, call `wait()` before any
+    other read or write of parameters or of `optimizer.state` (an average over `model.parameters()`, for example), and
+    before writing to gradients.
 
     Args:
         params: the parameters, or parameter groups, as for AdamOptimizer.
@@ -46,7 +46,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         betas: β₁ and β₂.
         eps: added to √v, outside the square root.
         weight_decay: the weight decay.
-        hold_steps: the number of first steps that update the moments but not the weights.
+        hold_steps: the number of steps at the start of training that update the moments but not the weights.
         record_delta: whether to compute, after every step, the mean and variance of its update over all elements, in
             units of the learning rate (see `delta_moments`), for `get_avg_delta()` and `get_var_delta()`. For
             inspection only, because it is slow: the host waits for the step, all state is copied to the device once
@@ -181,8 +181,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
         Use it only if no update depends on all gradients together: it is too late then for clipping, loss scaling and
         skipping, and `clip_grad_norm` and `step` raise. An inf or nan reaches the weights, and OptimManager raises.
-        `step` alone updates ordinary parameters; and a whole buffer in the first step, in the first step after a load,
-        and whenever the set of its parameters that have a gradient differs from the last step's.
+        Only `step` updates ordinary parameters. It also updates all parameters of a buffer in the first step, in the
+        first step after a load, and whenever the set of its parameters with a gradient is not that of the last step.
 
         Returns:
             A context manager for the last backward of a step.

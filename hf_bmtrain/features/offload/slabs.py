@@ -49,9 +49,9 @@ class Chunk:
     Attributes:
         owner: the flat buffer or ordinary parameter whose state all of them are.
         slab: the slab.
-        start: the first element.
-        stop: the end of the range.
-        parts: the division into runs.
+        start: the first element in the slab.
+        stop: the element after the last one.
+        parts: one Part for each run that has elements in the chunk.
     """
 
     owner: ShardedBuffer | torch.nn.Parameter

@@ -265,7 +265,7 @@ def losses() -> Iterator[Row]:
     yield entropy("a matrix of weights", "class weights .* one number per class", weight=torch.ones(2, 3))
     yield entropy("items of a sum", "num_items_in_batch is what the mean", reduction="sum", num_items_in_batch=3)
     yield entropy("two items", "num_items_in_batch must be one number", num_items_in_batch=torch.ones(2))
-    yield entropy("a leaf in place", "use inplace=False", inplace=True)
+    yield entropy("a leaf in place", "Use inplace=False", inplace=True)
     yield "FusedCrossEntropy", "parallel", lambda: bmt.loss.FusedCrossEntropy(parallel=True), "not offered"
     rows, head = torch.randn(4, 3), torch.randn(5, 3)
 
@@ -338,7 +338,7 @@ def states() -> Iterator[Row]:
     yield "load_state", "a damaged one", damaged, "no checkpoint in .* is whole"
     yield "load_state", "swapped", lambda: bmt.load_state(wrapped(), "a"), "folder must be a path"
     loads = lambda state: trained()[2].load_state_dict(state)  # noqa: E731
-    yield "OptimManager.load_state_dict", "{}", lambda: loads({}), "state_dict must be .*: it lacks optimizers"
+    yield "OptimManager.load_state_dict", "{}", lambda: loads({}), "state_dict must be .*, but it lacks optimizers"
     yield "OptimManager.load_state_dict", "an optimizer's", lambda: loads(adam().state_dict()), "it lacks optimizers"
     yield (
         "OptimManager.load_state_dict",
@@ -346,7 +346,7 @@ def states() -> Iterator[Row]:
         lambda: loads(bmt.optim.OptimManager().state_dict()),
         "call add_optimizer for the same",
     )
-    yield "OptimManager.load_state_dict", "scaled", lambda: loads(manager(loss_scale=2.0).state_dict()), "loss scale"
+    yield "OptimManager.load_state_dict", "scaled", lambda: loads(manager(loss_scale=2.0).state_dict()), "both cases"
 
 
 def constant() -> Any:

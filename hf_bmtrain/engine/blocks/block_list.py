@@ -13,11 +13,11 @@ from .block import CheckpointBlock
 
 
 class TransformerBlockList(torch.nn.ModuleList):
-    """CheckpointBlocks in execution order, each linked to its neighbours for prefetching.
+    """CheckpointBlocks in execution order, each linked to its neighbours for prefetching. Collective.
 
-    Makes every module a CheckpointBlock. Collective. The list can be iterated over, indexed and sliced like any
-    ModuleList (a slice is a plain ModuleList). It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x`
-    through all blocks, each of which gets the same `args` and `kwargs`.
+    Makes every module a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList (a slice
+    is a plain ModuleList). It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x` through all blocks,
+    each of which gets the same `args` and `kwargs`.
 
     Args:
         modules: the layers, in execution order.

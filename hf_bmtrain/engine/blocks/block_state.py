@@ -26,8 +26,8 @@ class BlockState:
     The slots are set to full parameters exactly while the block's forward or backward runs. The block that ran last
     stays unsharded until another block starts. When a block starts, its neighbour is prefetched.
 
-    A block's gradients are reduced depending on `pending` and `_entered`, which are the same on every rank, and not on
-    which gradients exist, which may differ.
+    Whether a block's gradients are reduced follows from `pending` and `_entered`, which are the same on every rank. It
+    must not follow from which gradients exist, which may differ between ranks.
 
     Attributes:
         schedule: the schedule of the world.

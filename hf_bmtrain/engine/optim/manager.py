@@ -100,7 +100,7 @@ class OptimManager:
         # About the next step:
         self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # clip factors that optimizers apply in the update
         self._checked: set[torch.nn.Parameter] = set()  # parameters whose gradients were searched for inf and nan
-        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found; (1,)
+        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found
         # About the last step:
         self._skipped: HostFlag | None = None  # the skip flag, until the host has read it
         self._updated_in_backward = False  # whether an optimizer made a part of the step during the backward

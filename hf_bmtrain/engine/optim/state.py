@@ -219,7 +219,7 @@ def _by_key(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any
     theirs = [group["params"] for group in state["param_groups"]]
     if [len(group) for group in mine] != [len(group) for group in theirs]:
         raise ValueError(
-            f"the state has parameter groups of {[len(g) for g in theirs]} parameters, the optimizer of "
+            f"the state has parameter groups of {[len(g) for g in theirs]} parameters, but the optimizer has groups of "
             f"{[len(g) for g in mine]}: make the optimizer from the same model, with the same groups."
         )
     return dict(zip(chain(*theirs), chain(*mine)))

@@ -235,7 +235,8 @@ class ShardedBuffer:
     def unsharded(self) -> Iterator[None]:
         """Make the full parameters readable inside the context. Collective.
 
-        At the end the buffer is unsharded only if it was before, and no rank reads shards: they may be written.
+        At the end, the buffer is resharded unless it was unsharded before, and the current stream waits until no rank
+        reads shards, so that they may be written.
         """
         try:
             with self.storage.full_values():
@@ -269,7 +270,7 @@ class ShardedBuffer:
     # -- refused ------------------------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Raise RuntimeError if a forward wrote to a full parameter or cast it. Cast ones are restored.
+        """Raise RuntimeError if a forward wrote to a full parameter or cast it. A cast is undone.
 
         The change would be lost when the buffer is resharded, or be kept on one rank only, whose shard contains the
         whole parameter.

@@ -185,7 +185,7 @@ class GradientBuffer:
     def _note_absent(self, lacking: list[int]) -> None:
         """Post which parameters this rank did not use, except those that already have a `.grad`.
 
-        lacking: the indices of full parameters without `.grad`; their gradients may have been collected.
+        lacking: the indices of full parameters without `.grad`. Those whose gradients were collected are left out.
         """
         present = self._gradients
         self._absent = [
@@ -331,7 +331,7 @@ class GradientBuffer:
                     continue
                 if required[index] and (handed[index] is None or local.grad_now is not handed[index]):
                     part: Any = parts[self._parts[index]]
-                    part.__class__ = ShardTensor  # `part` has no other reference, and `of` would make a second tensor
+                    part.__class__ = ShardTensor  # cheaper than ShardTensor.of, which would make a second tensor
                     part.placement, part.segment = placements[index], None if norms is None else (norms, index)
                     SET_GRAD(local, part)
                     handed[index] = local.grad_now = part

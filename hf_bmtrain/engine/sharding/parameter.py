@@ -34,13 +34,14 @@ class Origin(NamedTuple):
 
 
 class DistributedParameter(ShardBase, torch.nn.Parameter):
-    """This rank's elements of a parameter, 1-D. `model.parameters()` yields them, and optimizers update them.
+    """A sharded parameter. `model.parameters()` yields such parameters, and optimizers update them.
 
     `DistributedParameter(data)` shards a tensor over all ranks, as in BMTrain. Collective.
 
-    The elements are a view of the shard of a `ShardedBuffer`: writing to the parameter writes to the shard. `part` is
-    the plain tensor of these elements; it may be empty. When a forward reads the parameter as an attribute of a
-    `DistributedModule`, it gets the full parameter.
+    The parameter has the full shape, but its memory contains only this rank's elements: a 1-D view of the shard of a
+    `ShardedBuffer`, so that writing to the parameter writes to the shard. `part` is the plain tensor of these elements;
+    it may be empty. When a forward reads the parameter as an attribute of a `DistributedModule`, it gets the full
+    parameter.
 
     A backward sets the `.grad` of every parameter that any rank used, in the blocks that backward passed through and
     in the root buffers that forward read. A rank that did not use the parameter counts as zero in the mean. The

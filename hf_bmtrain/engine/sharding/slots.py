@@ -28,7 +28,7 @@ class Slot(NamedTuple):
         sharded: the local parameter.
     """
 
-    parameters: dict[str, Any]  # not the module itself, which may refer to the slot
+    parameters: dict[str, Any]  # not the module, which may refer to the slot: a reference cycle
     name: str
     full: torch.nn.Parameter
     sharded: DistributedParameter

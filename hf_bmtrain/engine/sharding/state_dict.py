@@ -80,7 +80,7 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     keep: whether this rank keeps the values. If not, it takes part in the collectives and gets empty tensors.
     """
     destination = StateDict(keep)
-    type(model).state_dict(model, destination=destination)  # not a state_dict set on the instance
+    type(model).state_dict(model, destination=destination)  # the instance may have a patched method
     return destination.on_cpu()
 
 

@@ -88,7 +88,8 @@ class Storage:
         local_range = buffer.local_ranges[index]
         if self.full is not None and local_range.length < shape.numel():
             return self.full.view(buffer.layout.offsets[index], shape)
-        shard = buffer.shard if self.full is None else buffer.shard.data  # `.data` has a version counter of its own
+        # Through `.data`, which has its own version, writes to the shard do not count as writes to the full parameter.
+        shard = buffer.shard if self.full is None else buffer.shard.data
         return shard[local_range.shard_start : local_range.shard_stop].view(shape)
 
     @torch.no_grad()

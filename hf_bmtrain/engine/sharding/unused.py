@@ -10,10 +10,11 @@ from ..comm.object_comm import ObjectComm
 class UnusedParameters:
     """Finds the parameters of one flat buffer that no rank used in a backward.
 
-    A rank that used all parameters does nothing. A rank that did not posts the unused ones before it starts the
-    reduction of the buffer's gradient, and reads all ranks' posts when its host has waited for the mean. Every rank
-    has started the reduction by then, so a rank without a post used all parameters. The posts of one gradient are
-    deleted when the host has waited for the mean of a later one: every rank has read them by then.
+    A rank that used all parameters does nothing. A rank that did not writes the unused ones to the ranks' key-value
+    store (a post) before it starts the reduction of the buffer's gradient. When its host has waited for the mean, it
+    reads all ranks' posts: every rank has started the reduction by then, so a rank without a post used all parameters.
+    The posts of one gradient are deleted when the host has waited for the mean of a later one, because every rank has
+    read them by then.
 
     Attributes:
         sent: the number of reductions started so far. The owner increments it.

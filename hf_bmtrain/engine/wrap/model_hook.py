@@ -30,7 +30,7 @@ def install_hook(model: torch.nn.Module) -> None:
         model.register_forward_pre_hook(ModelHook(), with_kwargs=True)
 
 
-@disable_compiler  # for users who compile the whole model
+@disable_compiler  # observers must not be compiled, even if the user compiles the whole model
 def _tell_observers(world: World, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     world.schedule.before_forward(model, args, kwargs)
 
@@ -114,7 +114,7 @@ class ModelHook:
 
 
 def _is_sharded(kind: type) -> bool:
-    """Return whether the `_parameters` of a wrapped module may contain values of class `kind`."""
+    """Return whether a wrapped module's `_parameters` may have values of class `kind`: DistributedParameter or None."""
     return issubclass(kind, (DistributedParameter, type(None)))
 
 

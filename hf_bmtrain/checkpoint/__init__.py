@@ -1,4 +1,5 @@
-"""Checkpoints of everything that training needs, as byte ranges of safetensors files.
+"""Save and load checkpoints in safetensors files; each rank writes and reads only the byte ranges of its own elements.
 
-Knows files, folders and which bytes of a full tensor this rank holds; must not know layers or Hugging Face's packages.
+This package knows files, folders, and which bytes of a full tensor this rank has. It must not know layers or Hugging
+Face's packages.
 """

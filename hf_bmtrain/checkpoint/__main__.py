@@ -1,11 +1,11 @@
-"""Inspect checkpoints, and make models of them, without a GPU or a process group.
+"""Verify, inspect and merge checkpoints, without a GPU or a process group.
 
     python -m hf_bmtrain.checkpoint verify FOLDER     read every byte and compare it with its checksum
-    python -m hf_bmtrain.checkpoint inspect FOLDER    print what a checkpoint contains
-    python -m hf_bmtrain.checkpoint merge FOLDER      write its model to a folder that from_pretrained opens
+    python -m hf_bmtrain.checkpoint inspect FOLDER    print the step, files and tensors of a checkpoint
+    python -m hf_bmtrain.checkpoint merge FOLDER      write its model to a new folder that from_pretrained can open
 
-FOLDER is one checkpoint, or contains several; `merge` takes the newest intact one. The exit status is 1 if a checkpoint
-is damaged, or nothing was written.
+FOLDER is a checkpoint, or a folder of checkpoints, of which `merge` takes the newest intact one. The exit status is 1
+if `verify` finds a damaged checkpoint, or if `merge` writes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     for folder, reason in damaged:
         print(f"{folder}: damaged: {reason}")
     if not found and not damaged:
-        sys.exit(f"{given.folder}: no checkpoint of save_state, and no folder that holds one")
+        sys.exit(f"{given.folder}: neither a checkpoint of save_state, nor a folder that contains one")
     if given.command == "merge":
         sys.exit(_merge_newest(found, given))
     good = [verify(each) if given.command == "verify" else describe(each) for each in found]
@@ -46,30 +46,32 @@ def _arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, purpose in (
         ("verify", "read every byte and compare it with its checksum"),
-        ("inspect", "print what a checkpoint contains"),
-        ("merge", "write its model to a folder that from_pretrained opens"),
+        ("inspect", "print the step, files and tensors of a checkpoint"),
+        ("merge", "write its model to a new folder that from_pretrained can open"),
     ):
         command = commands.add_parser(name, help=purpose, description=purpose)
         command.add_argument("folder", type=Path, help="a checkpoint, or a folder of checkpoints")
-    command.add_argument("--output", type=Path, help="the new folder; default: merged-NAME beside the checkpoint NAME")
+    command.add_argument("--output", type=Path, help="the new folder; default: merged-NAME next to the checkpoint NAME")
     command.add_argument(
-        "--max-shard-size", type=_bytes, default=FILE_BYTES, metavar="SIZE", help="of a file, such as 5GB (the default)"
-    )
+        "--max-shard-size", type=_bytes, default=FILE_BYTES, metavar="SIZE",
+        help="maximum size of a file, such as 5GB (the default)",
+    )  # fmt: skip
     command.add_argument(
-        "--optimizer", action="store_true", help="also all else that bmt.load_state needs to go on training"
-    )
+        "--optimizer", action="store_true",
+        help="also write the optimizer state and everything else that bmt.load_state needs to resume training",
+    )  # fmt: skip
     command.add_argument(
         "--base", type=Path, nargs="+", default=[], metavar="PATH",
-        help="for a checkpoint of trained_only: the folder, or the safetensors files, of the model that was trained",
+        help="required for a checkpoint saved with trained_only: the folder or the safetensors files of the base model",
     )  # fmt: skip
     return parser.parse_args()
 
 
 def _bytes(text: str) -> int:
-    """Return the bytes that a size such as 500MB or 2GiB means."""
+    """Return a size such as 500MB or 2GiB in bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB, 500MB or 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 5GB, 500MB or 2GiB")
     size = int(float(match[1]) * _UNITS[match[2]])
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is less than one byte: name a size such as 5GB")
@@ -77,7 +79,7 @@ def _bytes(text: str) -> int:
 
 
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
-    """Write the model of the newest intact checkpoint. Returns the error, None if it was written."""
+    """Write the model of the newest intact checkpoint to a new folder. Returns the error message, None on success."""
     for checkpoint in found:
         output = given.output or checkpoint.folder.with_name(f"merged-{checkpoint.folder.name}")
         try:
@@ -90,13 +92,13 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
         else:
             for note in notes:
                 print(f"note: {note}")
-            print(f"{output}: the model of {checkpoint.folder}, step {checkpoint.manifest.step}")
+            print(f"{output}: written from {checkpoint.folder}, step {checkpoint.manifest.step}")
             return None
-    return f"merge: nothing was written: no checkpoint in {given.folder} is whole"
+    return f"merge: nothing was written: no checkpoint in {given.folder} is intact"
 
 
 def verify(checkpoint: Found) -> bool:
-    """Compare every byte with its checksum, print what is wrong, and return whether nothing is."""
+    """Compare every byte with its checksum and print the result. Returns whether the checkpoint is intact."""
     files = checkpoint.manifest.files
     total = sum(map(checkpoint.manifest.size, files))
     problems: list[str] = []
@@ -113,12 +115,12 @@ def verify(checkpoint: Found) -> bool:
     for problem in problems:
         print(f"{checkpoint.folder}: damaged: {problem}")
     if not problems:
-        print(f"{checkpoint.folder}: whole, {len(files)} files, {total:,} bytes, step {checkpoint.manifest.step}")
+        print(f"{checkpoint.folder}: intact, {len(files)} files, {total:,} bytes, step {checkpoint.manifest.step}")
     return not problems
 
 
 def describe(checkpoint: Found) -> bool:
-    """Print step, ranks, versions, files and tensors."""
+    """Print a checkpoint's step, ranks, package versions, files and tensors. Returns True."""
     manifest = checkpoint.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     print(f"{checkpoint.folder}: step {manifest.step}, saved by {manifest.world_size} ranks with {versions}")

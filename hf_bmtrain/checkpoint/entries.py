@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: those of a model and of its optimizers, and this rank's part of each."""
+"""List the tensors of a checkpoint, the model's and the optimizers', and which elements of each this rank saves."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from .header import TensorSpec
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a checkpoint.
+    """One tensor of a checkpoint, and the elements of it that this rank has.
 
     Attributes:
-        first: the element of the full tensor at which this rank's part begins.
-        part: 1-D, this rank's part. If `sharded` is False, every rank has the full tensor. It may share the tensor's
-            memory, or be a copy of one that is not contiguous.
+        spec: name, dtype and shape of the full tensor.
+        first: index of this rank's first element in the flattened full tensor.
+        part: 1-D, this rank's elements. A view of the model's or optimizer's tensor; a copy if that is not contiguous.
+        sharded: whether each rank has different elements. If False, every rank has the full tensor.
     """
 
     spec: TensorSpec
@@ -37,18 +38,21 @@ class Entry:
 
 
 MODEL, TRAINED = "model", "trained"
-"""The names of the files of a model, without their endings: of all its tensors, or of what is trained."""
+"""Base names of a model's files: `model*.safetensors` has all tensors, `trained*.safetensors` only trained ones."""
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
-    """Return the entries of a model's state dict, a tied weight under the first of its names. Not collective.
+    """Return an entry for each tensor of a model's state dict. Not collective.
+
+    A tied weight has one entry, under its first name.
 
     Args:
         model: the model.
-        chosen: which parameters to take, by name and parameter, in addition to all buffers. None takes all.
+        chosen: called with (name, parameter), returns whether to include the parameter; None includes all. Persistent
+            buffers are always included.
 
     Raises:
-        ValueError: `chosen` is None, and a weight is quantized.
+        ValueError: `chosen` is None, and the model has quantized weights.
     """
     if chosen is None:
         refuse_quantized(model)
@@ -63,21 +67,21 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
 
 def was_trained(name: str, parameter: Any) -> bool:
-    """Return whether a parameter is trained, or was: PEFT freezes an adapter that is not active."""
+    """Return whether a parameter is trainable, or was since `auto_wrap`: PEFT freezes adapters that are not active."""
     return parameter.requires_grad or (isinstance(parameter, DistributedParameter) and parameter.trained)
 
 
 def refuse_quantized(model: torch.nn.Module) -> None:
-    """Raise ValueError if a weight is quantized: quantized weights are not saved in checkpoints."""
+    """Raise ValueError if the model has quantized weights, which a checkpoint cannot contain."""
     if any(is_read_only(parameter) for parameter in model.parameters()):
         raise ValueError(
-            "a model with quantized weights is saved and resumed by what is trained: save_state(..., "
-            "trained_only=True). bmt.save(model, file) writes all of it, the quantized weights as they are unpacked."
+            "a checkpoint cannot contain quantized weights: save and resume only what is trained, with save_state(..., "
+            "trained_only=True). bmt.save(model, file) writes all weights to a file, the quantized ones dequantized."
         )
 
 
 def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) for the buffers that a state dict contains, each once."""
+    """Yield (name, buffer) for each persistent buffer. A shared buffer is yielded once, under its first name."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -87,7 +91,7 @@ def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torc
 
 
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
-    """Return the entry of `values`, which are laid out like `parameter`."""
+    """Return the entry `name` of the tensor `values`, which has the layout of `parameter`."""
     if not isinstance(parameter, DistributedParameter):
         return _full(name, values)
     part = values.part if isinstance(values, ShardBase) else values
@@ -104,7 +108,7 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of an OptimManager, of a sequence or of None, or the one that was given."""
+    """Return the optimizers in an OptimManager or a sequence; [given] for one optimizer, [] for None."""
     if given is None:
         return []
     if isinstance(given, OptimManager):
@@ -113,66 +117,73 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raise TypeError or ValueError for an argument of `save_state` or `load_state` that is not what they document."""
+    """Raise TypeError or ValueError if an argument of `save_state` or `load_state` has the wrong type or value."""
     expect_path("folder", folder)
     expect_module("model", model)
     for each in optimizers_of(optimizer):
-        expect_kind("optimizer", each, torch.optim.Optimizer, "an OptimManager, an optimizer, several or None")
+        expect_kind("optimizer", each, torch.optim.Optimizer, "an OptimManager, one or several optimizers, or None")
     for each in schedulers_of(scheduler):
         if isinstance(each, (torch.nn.Module, type)) or not callable(getattr(each, "load_state_dict", None)):
             raise TypeError(f"scheduler must be one or several objects with a state_dict, or None, got {each!r:.80}")
 
 
 def schedulers_of(given: Any) -> list[Any]:
-    """Return the schedulers of a sequence or of None, or the one that was given."""
+    """Return the schedulers in a sequence; [given] for one scheduler, [] for None."""
     if given is None:
         return []
     return list(given) if isinstance(given, Iterable) else [given]
 
 
 def file_base(number: int) -> str:
-    """Return the name of the files of optimizer `number`, without its ending."""
+    """Return the base name of the files of optimizer `number` (0, 1, …): optimizer, optimizer2, …"""
     return "optimizer" if number == 0 else f"optimizer{number + 1}"
 
 
 def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
-    """Return the optimizer's parameters by their names in `model`, in its order. Raises ValueError for another's."""
+    """Return the optimizer's parameters, in its order, by their names in `model`.
+
+    Raises ValueError if a parameter is not in `model`.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = [tuple(parameter.shape) for parameter in mine if parameter not in names]
     if strangers:
         raise ValueError(
-            f"{type(optimizer).__name__} updates {len(strangers)} parameters that are not the model's, of shapes "
-            f"{', '.join(map(str, strangers[:5]))}: pass the module that holds all that it updates."
+            f"{type(optimizer).__name__} updates {len(strangers)} parameters that are not in the model, of shapes "
+            f"{', '.join(map(str, strangers[:5]))}: pass the module that contains all parameters of the optimizer."
         )
     return {names[parameter]: parameter for parameter in mine}
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the parameter groups with the names of their parameters."""
+    """Return the optimizer's parameter groups, with names in place of the parameters."""
     names = {parameter: name for name, parameter in named(optimizer, model).items()}
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
 
 
 def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError unless parameter groups, with the names of their parameters, have the same ones."""
+    """Raise ValueError unless the groups `saved` and `mine` (see `groups_of`) contain the same parameters.
+
+    kind: the class name of the saved optimizer, for the message.
+    """
     theirs, own = ([sorted(group["params"]) for group in groups] for groups in (saved, mine))
     if theirs != own:
         counts = [", ".join(str(len(names)) for names in groups) for groups in (theirs, own)]
         raise ValueError(
-            f"its {kind} has parameter groups of {counts[0]} parameters, this one of {counts[1]}, or of others: make "
-            "the optimizer with the same groups"
+            f"the parameter groups of the saved {kind} have {counts[0]} parameters, those of this optimizer "
+            f"{counts[1]}; where the numbers are equal, the parameters differ. Create the optimizer with the same "
+            "groups"
         )
 
 
 def optimizer_entries(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, world: World
 ) -> tuple[list[Entry], dict[str, dict[str, Any]]]:
-    """Return the entries `<parameter>.<name>` of the state that has its parameter's layout, and all other state.
+    """Return an entry `<parameter>.<key>` for each state tensor with its parameter's layout, and all other state.
     Collective.
 
-    All other state (step counts and the like) is copied to the CPU, by the parameter's name. Raises RuntimeError for
-    state that is neither.
+    The other state, such as step counts, is copied to the CPU and returned as {parameter name: {key: value}}. Raises
+    RuntimeError if it contains a sharded tensor, which then has another layout than its parameter.
     """
     parameters = named(optimizer, model)
     check_keys(optimizer, optimizer.state)
@@ -186,8 +197,9 @@ def optimizer_entries(
         for key, value in values.items():
             if _holds_local(value):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} keeps '{key}' of {name}, which is not laid out like a parameter: its "
-                    "state cannot be saved in parts. Save optimizer.state_dict() of each rank with torch.save."
+                    f"{type(optimizer).__name__} keeps '{key}' of {name} in sharded tensors that do not have the "
+                    "parameter's layout, so save_state cannot save it: save each rank's optimizer.state_dict() with "
+                    "torch.save."
                 )
     entries = [_of_parameter(f"{name}.{key}", parameters[name], held[name][key]) for key, name in sharded]
     return sorted(entries, key=lambda entry: entry.spec.name), others
@@ -200,14 +212,16 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """The state of an optimizer that is being loaded. Constructing one for an AdamOptimizer discards its present state.
+    """The state of an optimizer while it is loaded: `target` returns the memory to read into, then `load` loads it.
+
+    Constructing one for an AdamOptimizer discards the optimizer's present state.
 
     Args:
         optimizer: the optimizer.
         parameters: its parameters, as `named` returns them.
-        names: (parameter, name) of the tensors that `target` is asked for.
-        others: all other state, by the parameter's name.
-        groups: parameter groups as they were saved, in the order of the optimizer's own.
+        names: (parameter name, key) of each tensor that `target` will be called for.
+        others: the other state, which is in no safetensors file: {parameter name: {key: value}}.
+        groups: the saved parameter groups, in the order of the optimizer's groups.
     """
 
     def __init__(
@@ -220,12 +234,12 @@ class LoadedState:
     ) -> None:
         numbers = {name: number for number, name in enumerate(parameters)}
         self._optimizer, self._parameters, self._numbers = optimizer, parameters, numbers
-        # Parameters may be in another order in a group than they were: state goes by their names.
+        # The order of parameters in a group may have changed since they were saved, so state is matched by name.
         counts = itertools.count()
         self._groups = []
         for saved, mine in zip(groups, optimizer.param_groups):
             own = {"params": [next(counts) for _ in mine["params"]]}
-            if "param_names" in mine:  # torch's, in the order of its parameters
+            if "param_names" in mine:  # torch keeps them in the order of "params": not the saved order
                 own["param_names"] = mine["param_names"]
             settings = {key: value for key, value in saved.items() if key != "param_names"}
             self._groups.append({**settings, **own})
@@ -234,10 +248,13 @@ class LoadedState:
         if names and isinstance(optimizer, AdamOptimizer):
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
             if all(what in places.get(parameters[name], ()) for name, what in names):
-                self._places = places  # else masters were saved in the form of another device
+                self._places = places  # else masters were saved in another device's format, which `load` converts
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return 1-D memory for this rank's part of a tensor that is stored as `dtype`."""
+        """Return a 1-D tensor to read this rank's elements of state `what` of parameter `name` into.
+
+        dtype: the dtype of the stored tensor.
+        """
         parameter = self._parameters[name]
         if self._places:
             return self._places[parameter][what]
@@ -247,7 +264,7 @@ class LoadedState:
         return values
 
     def load(self) -> None:
-        """Load the values that were written to the targets."""
+        """Load the state into the optimizer, once all targets have been filled."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             self._optimizer.load_state_dict(state)

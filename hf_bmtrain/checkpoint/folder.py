@@ -1,4 +1,4 @@
-"""A folder of checkpoints: staging, publishing, and finding the newest one."""
+"""Manage a folder of checkpoints: stage and publish new ones, find the newest, delete old ones."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from .ranges import check_file
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
 ADDED = "complete.json"
-"""The checksums of files that others have added to a published checkpoint."""
+"""The file with the checksums of files that were added to a checkpoint after it was published."""
 _LOCK = ".lock"
 _REPLACED = ".replaced-"
-_PREFIXES = ("checkpoint-", "checkpoint_")  # `save_state`'s and Accelerate's names
+_PREFIXES = ("checkpoint-", "checkpoint_")  # the names that `save_state` and Accelerate give to checkpoints
 
 
 class Found(NamedTuple):
-    """A checkpoint whose manifest and file sizes are right."""
+    """A checkpoint with a valid manifest, whose files have the recorded sizes."""
 
     folder: Path
     manifest: Manifest
 
 
 def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
-    """Keep other jobs from saving to a folder until the returned file is closed or this process ends.
+    """Lock a folder, so that no other job saves to it until the returned file is closed or this process ends.
 
     Args:
-        root: the folder, which is created.
-        held: what an earlier call returned. It is returned again unless the folder has been removed since.
+        root: the folder, created if it does not exist.
+        held: the file that an earlier call returned, or None. It is returned again, unless the folder was
+            deleted since.
 
     Returns:
-        The locked file, or None, with a warning in the log, if the file system has no locks.
+        The locked file; None, with a warning in the log, if the file system does not support locks.
 
     Raises:
         RuntimeError: another process holds the lock.
@@ -55,15 +56,15 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
         return held
     file = open(root / _LOCK, "a+")
     try:
-        # Not flock: workers that were forked would hold that after this process was killed.
+        # Not flock: forked workers inherit that lock, and would keep it after this process was killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
-        raise RuntimeError(f"{holder} saves to {root} as well: give each job a folder of its own") from error
+        raise RuntimeError(f"{holder} is also saving to {root}: give each job its own folder") from error
     except OSError as error:
-        _log.warning("%s: no lock (%s), so another job that saves there is not noticed", root, error.strerror)
+        _log.warning("%s cannot be locked (%s), so a second job that saves to it is not detected", root, error.strerror)
         file.close()
         return None
     file.truncate(0)
@@ -79,15 +80,16 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a checkpoint of this name would not be found, or be deleted as left by an interrupted save."""
+    """Return whether `find` ignores a folder of this name, or a later save deletes it as a leftover."""
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
 
 def stage(root: Path, step: int, nbytes: int) -> Path:
-    """Create an empty folder for `nbytes` of files, and delete what killed jobs have left. Needs the lock.
+    """Create an empty temporary folder for `nbytes` of files, and delete those of killed jobs. The caller has the lock.
 
-    Its name is new each time, since another rank of a killed job may live a while, and write. Raises OSError if there
-    is too little space. No space is reserved: some file systems would write zeros for that.
+    The folder's name is never reused, since a rank of a killed job may survive for a while and still write to its own.
+    Raises OSError if the disk has too little free space. Does not reserve the space, because some file systems do that
+    by writing zeros.
     """
     for kind in ("checkpoint", "removed"):
         for left in root.glob(f"{_STAGING}{kind}-*"):
@@ -99,7 +101,7 @@ def stage(root: Path, step: int, nbytes: int) -> Path:
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Raise OSError, with the numbers, if `nbytes` do not fit on the disk of `folder`."""
+    """Raise OSError, with both sizes, if the disk of `folder` has less than `nbytes` of free space."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         sizes = f"the checkpoint takes {nbytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
@@ -107,9 +109,12 @@ def check_space(folder: Path, nbytes: int) -> None:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Rename a complete staging folder to its final name. The files are on disk already."""
+    """Rename a complete temporary folder to its final name. The caller has flushed its files to disk.
+
+    An earlier checkpoint of that name is renamed first, and deleted by `prune`.
+    """
     flush(staging)
-    if os.path.lexists(final):  # until it is pruned it remains a checkpoint, of a lower number
+    if os.path.lexists(final):  # it stays a valid checkpoint, with a lower number, until `prune`
         aside = 1
         while os.path.lexists(replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")):
             aside += 1
@@ -121,7 +126,7 @@ def publish(staging: Path, final: Path) -> None:
 def prune(root: Path, keep: int | None) -> None:
     """Delete replaced checkpoints and, unless `keep` is None, all but the newest `keep` intact ones.
 
-    Links to checkpoints remain, unless they were replaced, and do not count.
+    Symbolic links to checkpoints are not counted, and are deleted only if they were replaced.
     """
     for link in root.glob(f"*{_REPLACED}*"):
         if link.is_symlink():
@@ -133,7 +138,7 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint. A part of it that cannot be deleted is never taken for a checkpoint."""
+    """Delete a checkpoint. It is renamed first, so that nothing takes a partly deleted folder for a checkpoint."""
     doomed = folder.with_name(f"{_STAGING}removed-{folder.name}-{secrets.token_hex(4)}")
     try:
         os.rename(folder, doomed)
@@ -144,7 +149,7 @@ def remove(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder that is no checkpoint. What cannot be deleted is logged, and left for the next save."""
+    """Delete a folder that is not a checkpoint. If that fails, log it; the next save tries again."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -152,19 +157,19 @@ def _delete(folder: Path) -> None:
 
 
 def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
-    """Delete the checkpoints that were saved first until `limit` remain.
+    """Delete the oldest checkpoints until `limit` remain.
 
     Args:
-        folders: the checkpoints. Those of other libraries, whose order of saving is not known, are taken for the
-            oldest, in this order. Links remain, and do not count.
+        folders: the checkpoints. Those of other libraries have no number, so they count as the oldest, in the given
+            order. Symbolic links are neither counted nor deleted.
         limit: how many remain.
-        kept: these are not deleted.
+        kept: checkpoints that are not deleted, even if more than `limit`.
     """
 
     def number(folder: Path) -> int:
         try:
             return Manifest.read(folder).number
-        except Damaged:  # of another library, or deleted in part
+        except Damaged:  # saved by another library, or partly deleted
             return 0
 
     ordered = sorted((folder for folder in folders if not folder.is_symlink()), key=number)
@@ -174,14 +179,14 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path]) -> None:
 
 
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
-    """Find the checkpoints in a folder. Reads manifests and file sizes, not contents.
+    """Find the checkpoints in a folder. Reads manifests and file sizes, but not the files' contents.
 
     Args:
         path: a folder of checkpoints, or one checkpoint.
-        without: see `Manifest.without`.
+        without: base names of files to ignore, see `Manifest.without`.
 
     Returns:
-        The intact checkpoints, the one that was saved last first; and the others, with what is wrong with each.
+        The intact checkpoints, newest first; and the damaged ones, as (folder, what is wrong with it).
     """
     found: list[Found] = []
     damaged: list[tuple[Path, str]] = []
@@ -203,11 +208,11 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
     return found, sorted(damaged)
 
 
-# -- files that others add to a published checkpoint ------------------------------------------------------------------
+# -- files that other code adds to a published checkpoint -----------------------------------------------------------
 
 
 def add_checksums(folder: Path) -> None:
-    """Write the checksums of the files that were added to a checkpoint since it was published."""
+    """Write `ADDED`: the checksums of the files that were added to a checkpoint since it was published."""
     known = {NAME, *Manifest.read(folder).files}
     sums = {
         path.name: zlib.crc32(path.read_bytes())
@@ -219,9 +224,10 @@ def add_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path, rank: int, size: int) -> str | None:
-    """Return what is wrong with a checkpoint or the files added to it, None if nothing is.
+    """Return what is wrong with a checkpoint or the files added to it; None if this rank finds nothing.
 
-    Reads the `rank`-th of `size` parts of the contents. Raises Damaged if the manifest or a file's size is wrong.
+    The `size` ranks share the work: each reads every `size`-th chunk of each file, and rank 0 the added files. Raises
+    Damaged if the manifest is damaged or a file has the wrong size.
     """
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
@@ -243,5 +249,5 @@ def find_damage_of_added(folder: Path) -> str | None:
     sums = json.loads((folder / ADDED).read_bytes()) if (folder / ADDED).exists() else {}
     for name, crc in sums.items():
         if zlib.crc32((folder / name).read_bytes()) != crc:
-            return f"{name} does not have the checksum that was saved (if you have edited it, delete {ADDED})"
+            return f"the contents of {name} do not match the saved checksum (if you have edited it, delete {ADDED})"
     return None

@@ -1,8 +1,8 @@
-"""Safetensors files as byte ranges: where each tensor is, computed from names, shapes and dtypes alone.
+"""Compute where each tensor is in a safetensors file, from names, shapes and dtypes alone.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON) and the tensors, without gaps, in C
-order (https://github.com/huggingface/safetensors, "Format"). Every rank can compute the header, so a rank's part of a
-tensor is a byte range of the final file.
+A file consists of the length of its header (8 bytes, little-endian), the header (JSON), and the tensors in C order
+without gaps (https://github.com/huggingface/safetensors, "Format"). Every rank computes the same header, so it knows
+which byte range of the final file its elements of a tensor belong to.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 FILE_BYTES = 5 * 10**9
-"""Tensors are divided into files of at most this many bytes; a larger tensor has a file of its own."""
+"""Maximum size of a file in bytes; a tensor larger than that gets its own file."""
 LARGEST_HEADER = 100_000_000
-"""Bytes; the safetensors library refuses longer ones."""
+"""Maximum size of a header in bytes; the safetensors library refuses longer ones."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Damaged(ValueError):
-    """A file of a checkpoint does not contain what was saved, or is missing."""
+    """Raised if a file of a checkpoint is missing, or does not contain what was saved."""
 
 
 class TensorSpec(NamedTuple):
@@ -49,7 +49,7 @@ class TensorSpec(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A full tensor in a file, its bytes start:stop."""
+    """Where a full tensor is stored: in bytes start:stop of `file`, a name without its folder."""
 
     file: str
     dtype: torch.dtype
@@ -63,10 +63,10 @@ class FilePlan:
     """A file to be written.
 
     Attributes:
-        name: of the file.
-        head: its bytes up to the first tensor.
-        tensors: the tensors, by name.
-        size: bytes of the file.
+        name: the file's name, without its folder.
+        head: the bytes before the first tensor, including the header.
+        tensors: where each tensor is, by name.
+        size: the file's size in bytes.
     """
 
     name: str
@@ -76,20 +76,20 @@ class FilePlan:
 
 
 def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) -> tuple[list[FilePlan], bytes | None]:
-    """Divide tensors into files as Hugging Face names them: `base`.safetensors, or `base`-00001-of-0000n.safetensors.
+    """Assign tensors to files, named as by Hugging Face: `base`.safetensors, or `base`-00001-of-0000n.safetensors.
 
-    The result depends on the arguments alone.
+    The result depends only on the arguments, so all ranks plan the same files.
 
     Args:
-        base: the beginning of the files' names.
+        base: the part that all file names begin with.
         specs: the tensors.
         limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
 
     Returns:
-        The files, and the bytes of `base`.safetensors.index.json, None if there is one file.
+        The files; and the contents of `base`.safetensors.index.json, None if there is only one file.
 
     Raises:
-        ValueError: a dtype that safetensors lacks, or a header that it would refuse.
+        ValueError: safetensors does not support a dtype, or a header would be longer than it allows.
     """
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -113,15 +113,15 @@ def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) 
 
 
 def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
-    # Wide elements first, so that each tensor is aligned to its elements.
+    # The largest element sizes come first, so that each tensor starts at a multiple of its element size.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, end = [], 0
     for spec in ordered:
         if spec.dtype not in _NAMES:
             raise ValueError(
-                f"{spec.name} is {spec.dtype}, which a safetensors file cannot hold: cast it, or register it as a "
-                "buffer that is not persistent."
+                f"{spec.name} is {spec.dtype}, which safetensors files do not support: cast it, or register it as a "
+                "non-persistent buffer."
             )
         places.append((end, end + spec.nbytes))
         described[spec.name] = {
@@ -132,7 +132,7 @@ def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
         raise ValueError(
-            f"{name} would have a header of {len(text):,} bytes for {len(specs):,} tensors; safetensors admits "
+            f"{name} would have a header of {len(text):,} bytes for {len(specs):,} tensors, and safetensors allows "
             f"{LARGEST_HEADER:,}."
         )
     head = len(text).to_bytes(8, "little") + text
@@ -144,12 +144,12 @@ def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file. Raises Damaged if the header is not consistent with the file."""
+    """Return the tensors in a safetensors file, by name. Raises Damaged if header and file size disagree."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, LARGEST_HEADER):
-            raise Damaged(f"{path.name} has {size:,} bytes and claims a header of {length:,}")
+            raise Damaged(f"{path.name} has {size:,} bytes, but its first 8 bytes announce a header of {length:,}")
         text = file.read(length)
     try:
         described = json.loads(text)
@@ -162,12 +162,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if tensor.start != end or tensor.stop - tensor.start != nbytes or tensor.stop > size:
             raise Damaged(
-                f"{path.name}: {name} of shape {tensor.shape} takes {nbytes:,} bytes, the header gives it bytes "
-                f"{tensor.start:,} to {tensor.stop:,} of {size:,}"
+                f"{path.name}: {name} of shape {tensor.shape} takes {nbytes:,} bytes, but the header places it at "
+                f"bytes {tensor.start:,} to {tensor.stop:,} of {size:,}"
             )
         end = tensor.stop
     if end != size:
-        raise Damaged(f"{path.name} has {size:,} bytes, its header describes {end:,}")
+        raise Damaged(f"{path.name} has {size:,} bytes, but its header describes {end:,}")
     return tensors
 
 
@@ -175,51 +175,51 @@ def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
     (start, stop), shape = value["data_offsets"], value["shape"]
     numbers = (start, stop, *shape)
     if {*map(type, numbers)} != {int} or min(numbers) < 0:
-        raise ValueError(f"shape {shape}, data_offsets {[start, stop]}")
+        raise ValueError(f"shape {shape} or data_offsets {[start, stop]} are not integers of at least 0")
     return StoredTensor(file, DTYPES[value["dtype"]], tuple(shape), begin + start, begin + stop)
 
 
 def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
-    """Return the tensors of `base`.safetensors, or of the files that its index names, in `folder`.
+    """Return the tensors, by name, in `base`.safetensors or in the files that `base`.safetensors.index.json lists.
 
-    Raises Damaged if a file is missing or contradicts the index, FileNotFoundError if neither is there.
+    Raises Damaged if a listed file is missing or contradicts the index, FileNotFoundError if `folder` has neither.
     """
     single, index = folder / f"{base}.safetensors", folder / f"{base}.safetensors.index.json"
     return read_indexed(index, read_header) if index.exists() else read_header(single)
 
 
 def read_indexed(index: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Read the files that an index of Hugging Face names.
+    """Read the files that a Hugging Face index (`*.index.json`) lists.
 
     Args:
-        index: the index, a JSON file.
-        read: reads one file.
+        index: the path of the index.
+        read: a function that returns the tensors in one file, by name.
 
     Returns:
         The tensors of all files, by name.
 
     Raises:
-        Damaged: the file is no index, names files of other folders, or its files are missing or lack tensors.
+        Damaged: the file is not an index, lists a file of another folder, or lists files or tensors that are missing.
     """
     try:
         places = dict(json.loads(index.read_text("utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(
-            f"{index.name} is not an index of Hugging Face, which has a weight_map of names to files "
+            f"{index.name} is not a Hugging Face index, which has a weight_map from tensor names to files "
             f"({type(error).__name__}: {error})"
         ) from error
     tensors: dict[str, Tensor] = {}
     names: dict[str, set[str]] = {}
     for file in sorted({*map(str, places.values())}):
         if not re.fullmatch(r"[^./\0][^/\0]*", file):
-            raise Damaged(f"{index.name} names a file {file!r}, which is not in its folder")
+            raise Damaged(f"{index.name} lists the file {file!r}, which is not in its folder")
         try:
             found = read(index.with_name(file))
         except FileNotFoundError as error:
-            raise Damaged(f"{file} is missing, which {index.name} names") from error
+            raise Damaged(f"{file} is missing, although {index.name} lists it") from error
         tensors.update(found)
         names[file] = {*found}
     lost = sorted(name for name, file in places.items() if name not in names[str(file)])
     if lost:
-        raise Damaged(f"{index.name}: its files lack {len(lost)} of the tensors it names: {', '.join(lost[:5])}")
+        raise Damaged(f"{index.name} lists {len(lost)} tensors that its files do not contain: {', '.join(lost[:5])}")
     return tensors

@@ -1,4 +1,4 @@
-"""Copies of a checkpoint's values in host memory, written while training continues."""
+"""Copy a checkpoint's values to host memory, so that a thread can write them while training continues."""
 
 from __future__ import annotations
 
@@ -21,28 +21,33 @@ from .ranges import Part, write_parts
 _log = logging.getLogger("hf_bmtrain")
 _ALIGNMENT = 64
 _TURN_BYTES = 256 << 20
-"""Of one copy at a time: a flag that training sends to the host (transformers' masks do) waits for no more."""
+"""Size of the largest single copy. When training copies a flag to the host meanwhile, as transformers' masks do, the
+flag waits for at most one such copy."""
 
 
 class HostMemory:
-    """Host memory for the copies, reused by later checkpoints: reserving it takes longer than copying."""
+    """Host memory for the copies. Later checkpoints reuse it, because allocating it takes longer than copying."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return uint8 (nbytes,), which `device` can write. Raises RuntimeError if there is not as much memory."""
+        """Return uint8 (nbytes,) that `device` can write to; each call may return the same memory.
+
+        Raises RuntimeError if there is too little host memory.
+        """
         if len(self._memory) < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old one first
-            self._memory = pinned_bytes(nbytes, device, "copies of what is being saved")
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory before allocating
+            self._memory = pinned_bytes(nbytes, device, "copies of the values to save")
         return self._memory[:nbytes]
 
 
 class Snapshot:
-    """The values of `parts` at the time of the call, for a thread that writes them.
+    """The values that `parts` have when this object is constructed, for a thread to write.
 
-    Forward and backward only read them, and the next optimizer step waits until they are copied. Other writes in the
-    meantime are found by the tensors' versions. The world's device must have finished its queued work.
+    Training continues meanwhile: forward and backward only read the values, and the next optimizer step waits until
+    they are copied. Any other write is detected by the tensors' versions. The caller has synchronized the world's
+    device.
     """
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
@@ -56,15 +61,15 @@ class Snapshot:
         self._taken.wait()
 
     def close(self) -> None:
-        """Let optimizers step without checking this snapshot. Called after `write` by the thread that steps them."""
+        """Remove the hook that makes optimizer steps wait. Called after `write`, by the thread that trains."""
         self._hook.remove()
         self._copying.discard(self._taken)
 
     def write(self, folder: Path, memory: HostMemory) -> dict[str, list[Checked]]:
-        """Copy the values to `memory` and write them into files that exist. Returns the pieces by file.
+        """Copy the values to `memory`, and write them into existing files. Returns the written chunks by file name.
 
-        Without enough memory they are written where they are, and optimizers wait for that. Raises RuntimeError if
-        something wrote them in the meantime.
+        If there is too little host memory, the values are written without the copy, and optimizer steps wait until that
+        is done. Raises RuntimeError if anything but an optimizer step has changed the values in the meantime.
         """
         try:
             copies = self._copy(memory)
@@ -78,7 +83,7 @@ class Snapshot:
             self._taken.set()
 
     def _copy(self, memory: HostMemory) -> list[Part] | None:
-        """Return the parts with copies of their values, None without enough memory."""
+        """Copy the values to host memory and return parts with the copies; None if there is too little memory."""
         starts, end = [], 0
         for part in self._parts:
             starts.append(end)
@@ -86,7 +91,11 @@ class Snapshot:
         try:
             host = memory.reserve(end, self._device)
         except RuntimeError as error:
-            _log.warning("save_state: the next optimizer step waits until the checkpoint is written. %s", error)
+            _log.warning(
+                "save_state: there is no memory for a copy, so the next optimizer step waits until the checkpoint is "
+                "written. %s",
+                error,
+            )
             return None
         targets = [
             host[start : start + part.values.nbytes].view(part.values.dtype) for start, part in zip(starts, self._parts)
@@ -95,21 +104,22 @@ class Snapshot:
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
-                stream.record_event().synchronize()  # a copy engine lets others in when its queue is empty
+                stream.record_event().synchronize()  # other streams can copy only when this queue is empty
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
-        """Let optimizers step. Raises RuntimeError if the values were written."""
+        """Raise RuntimeError if something has changed the values; otherwise let optimizers step."""
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []
         if changed:
             raise RuntimeError(
-                "Weights or optimizer state were written before they were copied, and not by an optimizer's step: call "
-                "`wait()` of what save_state returned before you write them, or save without non_blocking."
+                "something other than an optimizer step changed weights or optimizer state before they were copied: "
+                "call wait() of the SavingState that save_state returned before you change them, or save without "
+                "non_blocking."
             )
         self._taken.set()
 
 
 def _in_turns(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return 1-D `values` in views of at most `_TURN_BYTES`."""
+    """Split 1-D `values` into views of at most `_TURN_BYTES` each."""
     return values.split(max(1, _TURN_BYTES // values.itemsize))

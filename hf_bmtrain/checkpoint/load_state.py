@@ -35,14 +35,14 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Resumed(int):
-    """What `load_state` has loaded. It is the step of the checkpoint, an int, and true even for step 0.
+    """What `load_state` loaded: the step of the checkpoint as an int, which is true in a condition even for step 0.
 
-    It can be unpacked, `step, folder, extra = bmt.load_state(...)`, and equals the tuple of the three.
+    It can be unpacked, `step, folder, extra = bmt.load_state(...)`, and equals the tuple of these three.
 
     Attributes:
         step: the step of the checkpoint.
         folder: the checkpoint's folder.
-        extra: what this rank passed to `save_state`; with another number of ranks, what rank 0 passed.
+        extra: what this rank passed to `save_state`. If another number of ranks saved, what rank 0 passed.
     """
 
     step: int
@@ -81,27 +81,27 @@ def load_state(
     weights: bool = True,
     random: bool = True,
 ) -> Resumed | None:
-    """Load the newest intact checkpoint in `folder`, or the checkpoint that `folder` is. Collective.
+    """Load the newest intact checkpoint in `folder`, or `folder` itself if it is a checkpoint. Collective.
 
-    Each rank reads its own part of the files, whatever number of ranks saved them, and compares every byte that it uses
-    with its checksum. An incomplete or damaged checkpoint is passed over for the one before it, with a warning that
-    names the file and the tensor. With as many ranks as saved, training continues bit by bit; with another number, the
+    Each rank reads its own elements, whatever number of ranks saved them, and verifies the checksums of all bytes that
+    it uses. If a checkpoint is incomplete or damaged, the previous one is loaded instead, with a warning that names the
+    file and the tensor. With the number of ranks that saved, training continues bit by bit; with another number, the
     random generators are seeded anew.
 
     Args:
-        folder: the folder of the checkpoints, or one checkpoint.
-        model: the model, made and wrapped as when it was saved.
-        optimizer: as for `save_state`; the state of what is not passed is not loaded.
-        scheduler: as for `save_state`.
-        weights: whether to load the model's tensors.
-        random: whether to restore the random generators.
+        folder: a folder of checkpoints, or one checkpoint.
+        model: the model, created and wrapped as it was when it was saved.
+        optimizer: as for `save_state`. If None, no optimizer state is loaded.
+        scheduler: as for `save_state`. If None, no scheduler state is loaded.
+        weights: whether to load the model's parameters and buffers.
+        random: whether to restore the random generators of Python, NumPy, torch and the device.
 
     Returns:
-        A `Resumed`, which is the step of the checkpoint. None if `folder` has no checkpoint; nothing is changed then.
+        A `Resumed`, which is the step of the checkpoint. None if `folder` has no checkpoint; then nothing is changed.
 
     Raises:
-        RuntimeError: on every rank, if no checkpoint is intact, or if it is of another model or optimizer. Values that
-            fit may have been loaded then.
+        RuntimeError: on every rank, if no checkpoint is intact, or if the checkpoint does not fit the model or the
+            optimizer. Some values may have been loaded before the error.
 
     Example::
 
@@ -132,20 +132,27 @@ def load_state(
             passed_over.append(f"{each}: {problem}")
             continue
         for reason in passed_over if world.rank == 0 else ():
-            _log.warning("load_state passed over %s", reason)
+            _log.warning("load_state skipped the checkpoint %s", reason)
         return Resumed(loading.manifest.step, each, loading.apply(random))
-    raise RuntimeError(f"load_state: no checkpoint in {root} is whole. {'; '.join(passed_over)}")
+    raise RuntimeError(f"load_state: no checkpoint in {root} is intact. {'; '.join(passed_over)}")
 
 
 def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
-    """Return what rank 0 finds, on all ranks. Raises RuntimeError on all if it cannot read the folder."""
+    """Find the checkpoints in `given` on rank 0, and return them on all ranks. Collective.
+
+    Raises RuntimeError on all ranks if rank 0 cannot read the folder.
+    """
     found, problem, root = None, None, given.resolve()
     if world.rank == 0:
         try:
             if root.is_file():
-                raise NotADirectoryError("it is a file: name a checkpoint's folder, or the folder that holds several")
+                raise NotADirectoryError(
+                    "it is a file: pass the folder of a checkpoint, or the folder that contains checkpoints"
+                )
             if given.is_symlink() and not root.exists():
-                raise FileNotFoundError(f"it is a link to {root}, which does not exist (deleted, or moved?)")
+                raise FileNotFoundError(
+                    f"it is a symbolic link to {root}, which does not exist: was it deleted or moved?"
+                )
             found = find(root, without)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -154,7 +161,10 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
 
 
 def _attempt(world: World, stage: Any) -> str | None:
-    """Run a stage, and return how the files are damaged, on all ranks. Raises RuntimeError for any other problem."""
+    """Call `stage` and return, on all ranks, how the checkpoint's files are damaged; None if they are not. Collective.
+
+    Raises RuntimeError on all ranks if `stage` fails for another reason.
+    """
     damage = problem = None
     try:
         stage()
@@ -171,7 +181,7 @@ def _attempt(world: World, stage: Any) -> str | None:
 
 
 class _Loading:
-    """One checkpoint that is being loaded."""
+    """A checkpoint while it is being loaded: `open`, then `read`, then `apply`."""
 
     manifest: Manifest
     _state: dict[str, Any]
@@ -187,7 +197,7 @@ class _Loading:
         self._trained: list[DistributedParameter] = []
 
     def open(self) -> None:
-        """Read what is small, and find out what this rank needs of the rest. Changes nothing."""
+        """Read headers and small state, check that they fit, and list what this rank has to read. Changes nothing."""
         self.manifest = Manifest.read(self._folder).without(() if self._weights else (MODEL, TRAINED))
         self.manifest.check_sizes(self._folder)
         check_heads(self._folder, self.manifest)
@@ -200,10 +210,12 @@ class _Loading:
             for key, stored in find_tensors(self._folder, file_base(number)).items():
                 full = parameters[key.rpartition(".")[0]].full_shape
                 if stored.shape != tuple(full):
-                    raise ValueError(f"{key} has shape {stored.shape}, its parameter here {tuple(full)}")
+                    raise ValueError(
+                        f"{key} has shape {stored.shape} in the checkpoint, but its parameter {tuple(full)}"
+                    )
 
     def facts(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, for `World.agree`: the arguments, and every byte of the files."""
+        """Return what must be the same on all ranks: the arguments, and the checkpoint's files with their checksums."""
         number = len(optimizers_of(self._optimizer))
         facts = {"weights": self._weights, "number of optimizers": number, "step": self.manifest.step}
         return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
@@ -235,7 +247,8 @@ class _Loading:
         left = [name for name in left if name not in tensors]
         if left and self._world.rank == 0:
             _log.warning(
-                "load_state: %d frozen parameters that were trained are not in %s, and stay as they are: %s",
+                "load_state: %d parameters that were trained, but are frozen now, are not in %s and keep their values: "
+                "%s",
                 len(left), self._folder, ", ".join(left[:5]),
             )  # fmt: skip
 
@@ -251,7 +264,7 @@ class _Loading:
             self._states.append(state)
 
     def read(self) -> None:
-        """Read this rank's parts into place, or where the optimizer takes them from."""
+        """Read this rank's elements: of sharded parameters in place, all others into memory that `apply` loads from."""
         self._want_optimizers()
         parameters = self._model.parameters() if self._weights else ()
         buffers = {p.buffer for p in parameters if isinstance(p, DistributedParameter)}
@@ -259,16 +272,19 @@ class _Loading:
             buffer.prepare_write()
         try:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
-            wait_loader()  # the threads' copies to the device are on a stream of their own
-        finally:  # a rank that holds none of a buffer must gather it anew as well
+            wait_loader()  # the reading threads copy to the device on another stream
+        finally:  # also on ranks that read nothing, since all ranks must all-gather the buffers again
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:
-        """Load what was read, now that all ranks have, and with `random` generators. Returns this rank's `extra`."""
+        """Load what `read` has read, after all ranks have succeeded. Returns this rank's `extra`.
+
+        random: whether to restore the random generators.
+        """
         with torch.no_grad():
             for target, values in self._full_params:
                 target.copy_(values.view(target.shape))
-        for parameter in self._trained:  # it may be frozen now, and is part of the next checkpoint as well
+        for parameter in self._trained:  # so that the next checkpoint has it even if it is frozen now
             parameter.trained = True
         for loaded in self._states:
             loaded.load()
@@ -280,26 +296,27 @@ class _Loading:
 
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if a tensor of what was trained is a weight that is quantized here: that is not written."""
+    """Raise ValueError if the checkpoint has values for weights that are quantized in this model, thus read-only."""
     packed = [name for name in tensors if is_read_only(parameters.get(name))]
     if packed:
         raise ValueError(
-            f"it has the trained values of {len(packed)} weights that are quantized here ({', '.join(packed[:5])}): "
-            "load it into a model that was wrapped without quantize_frozen"
+            f"the checkpoint has trained values of {len(packed)} weights that are quantized in this model "
+            f"({', '.join(packed[:5])}): load it into a model that was wrapped without quantize_frozen"
         )
 
 
 def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError unless the tensors are those of the model, in names and shapes."""
+    """Raise ValueError unless the checkpoint's tensors have the same names and shapes as the model's entries."""
     mine = {entry.spec.name: tuple(entry.spec.shape) for entry in entries}
     missing, unexpected = [name for name in mine if name not in tensors], [name for name in tensors if name not in mine]
     shapes = [
-        f"{name} {tensors[name].shape}, here {shape}"
+        f"{name} {tensors[name].shape}, in the model {shape}"
         for name, shape in mine.items()
         if name in tensors and tensors[name].shape != shape
     ]
     if missing or unexpected or shapes:
         raise ValueError(
-            f"it is of another model: missing {len(missing)} ({', '.join(missing[:5])}), unexpected "
-            f"{len(unexpected)} ({', '.join(unexpected[:5])}), of other shapes {len(shapes)} ({', '.join(shapes[:5])})"
+            f"the checkpoint is of another model: it lacks {len(missing)} tensors ({', '.join(missing[:5])}), "
+            f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), {len(shapes)} have other shapes "
+            f"({', '.join(shapes[:5])})"
         )

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files and the checksums of their pieces. It is written last."""
+"""The manifest of a checkpoint: its files and the checksums of their chunks. Written last, it marks a complete one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _FORMAT = 1
 
 
 class Checked(NamedTuple):
-    """Bytes of a file, from `start`, that were written at once, and their CRC-32 (zlib's), None if it is not known."""
+    """A chunk of a file and its checksum.
+
+    Attributes:
+        start: the offset of its first byte.
+        length: its size in bytes.
+        crc: the CRC-32 (zlib's) of its bytes; None if it is not known.
+    """
 
     start: int
     length: int
@@ -29,11 +35,11 @@ class Manifest:
     """The contents of a checkpoint.
 
     Attributes:
-        step: the caller's count.
-        number: one more than that of the checkpoint saved before it in the same folder.
+        step: the step that was passed to `save_state`.
+        number: one more than the number of the checkpoint that was saved to the same folder before this one.
         world_size: the number of ranks that saved it.
-        versions: of packages, by name.
-        files: by name, pieces that cover each file without gaps.
+        versions: the versions of the packages that saved it, by package name.
+        files: the chunks of each file, by file name. They are sorted and cover the file without gaps.
     """
 
     step: int
@@ -43,17 +49,17 @@ class Manifest:
     files: dict[str, list[Checked]] = field(default_factory=dict)
 
     def without(self, bases: tuple[str, ...]) -> Manifest:
-        """Return the manifest without the safetensors files whose names begin with one of `bases`."""
+        """Return a copy that omits the safetensors files whose names begin with one of `bases`."""
         left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
         return replace(self, files={name: chunks for name, chunks in self.files.items() if name not in left_out})
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
+        """Return the size of a file in bytes."""
         chunks = self.files[name]
         return chunks[-1].start + chunks[-1].length if chunks else 0
 
     def add(self, name: str, chunks: Iterable[Checked], size: int) -> None:
-        """Add a file of `size` bytes. Raises Damaged unless the pieces cover it."""
+        """Add a file of `size` bytes. Raises Damaged unless `chunks` cover it without gaps."""
         ordered = sorted(Checked(*chunk) for chunk in chunks)
         end = 0
         for chunk in ordered:
@@ -70,32 +76,37 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of a checkpoint. Raises Damaged unless it is what was written."""
+        """Return the manifest of the checkpoint in `folder`. Raises Damaged if it is missing or was changed."""
         try:
             outer = json.loads((folder / NAME).read_bytes())
             content = outer["content"]
             if outer["hf_bmtrain"] != _FORMAT:
-                raise ValueError(f"format {outer['hf_bmtrain']}, this version reads {_FORMAT}")
+                raise ValueError(
+                    f"the checkpoint has format {outer['hf_bmtrain']}, and this version of hf_bmtrain reads only "
+                    f"format {_FORMAT}: load it with the version that saved it"
+                )
             if zlib.crc32(content.encode()) != outer["crc"]:
-                raise ValueError("its checksum differs")
+                raise ValueError("its contents do not match its checksum")
             fields: dict[str, Any] = json.loads(content)
             files = {name: [Checked(*map(int, chunk)) for chunk in all_] for name, all_ in fields.pop("files").items()}
             manifest = cls(**fields, files=files)
         except FileNotFoundError as error:
-            raise Damaged(f"{NAME} is missing: it was never completed, or something else wrote the folder") from error
+            raise Damaged(
+                f"{NAME} is missing: the checkpoint was never completed, or not written by save_state"
+            ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {error}") from error
         outside = [name for name in files if not name.strip(".") or Path(name).name != name or "\0" in name]
         if outside:
-            raise Damaged(f"{NAME} names files outside its folder: {', '.join(map(repr, outside[:5]))}")
+            raise Damaged(f"{NAME} lists files outside its folder: {', '.join(map(repr, outside[:5]))}")
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """Raise Damaged unless every file is there with its size. Reads no contents."""
+        """Raise Damaged unless every file exists and has the recorded size. Does not read the contents."""
         for name in self.files:
             try:
                 size = os.path.getsize(folder / name)
             except OSError as error:
                 raise Damaged(f"{name} is missing") from error
             if size != self.size(name):
-                raise Damaged(f"{name} has {size:,} bytes, {self.size(name):,} were saved")
+                raise Damaged(f"{name} has {size:,} bytes, but {self.size(name):,} were saved")

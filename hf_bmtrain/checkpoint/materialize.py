@@ -1,4 +1,4 @@
-"""Values from files for a model on the meta device, before it is sharded."""
+"""Load values from files into a model on the meta device, before it is sharded."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from ..engine.sharding.sourced import SourcedParameter, divide_unless_mapped_eve
 from .store import read_state
 
 Named = dict[int, tuple[torch.Tensor, list[str]]]
-"""Tensors of a model by id, each with its names."""
+"""Tensors of a model and all their names in the state dict: {id(tensor): (tensor, names)}."""
 
 
 def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
-    """Fill the parameters and buffers of a model with the values in files. Collective.
+    """Replace the meta parameters and buffers of a model by values from files. Collective.
 
-    Each rank maps the files and reads its part of each parameter, in the model's dtype. Weights that a Hugging Face
-    model ties are tied first, and its `_init_weights` computes the buffers that are not in files.
+    Each rank maps the files into memory and reads only its own elements of each parameter, cast to the parameter's
+    dtype. For a Hugging Face model, tied weights are tied first, and `_init_weights` computes the buffers that are not
+    in the files.
 
     Args:
         model: the model, on the meta device, not sharded.
-        weights: a folder or file, as `auto_wrap` takes it.
-        world: the ranks.
+        weights: a folder or file, as for `auto_wrap`.
+        world: the ranks that share each parameter.
 
     Raises:
-        RuntimeError: on every rank, if one cannot read, if a tensor has no value, or if names or shapes differ.
+        RuntimeError: on every rank, if a rank cannot read the files, if a tensor has no value, or if names or shapes
+            differ.
     """
     problem = None
     try:
         if any(isinstance(parameter, DistributedParameter) for parameter in model.parameters()):
-            raise ValueError("it is sharded already: bmt.load(model, weights) loads into it")
+            raise ValueError("the model is sharded already: load the weights with bmt.load(model, weights)")
         if callable(getattr(model, "tie_weights", None)):
-            model.tie_weights()  # accelerate.init_empty_weights unties them
+            model.tie_weights()  # accelerate.init_empty_weights has untied them
         state = read_state(Path(weights), (world.rank, world.size))
         parameters, buffers = _named(model, False), _named(model, True)
         _compute_buffers(model, model)
@@ -45,13 +47,13 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
         _put(model, parameters, buffers, state, world)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"auto_wrap: {type(model).__name__} could not be filled from weights={weights}", problem)
+    world.raise_everywhere(f"auto_wrap: {type(model).__name__} could not be loaded from weights={weights}", problem)
     scattered = {name: p for name, p in model.named_parameters() if isinstance(p, SourcedParameter)}
     divide_unless_mapped_everywhere(scattered, world)
 
 
 def _named(model: torch.nn.Module, of_buffers: bool) -> Named:
-    """Return the parameters or the persistent buffers by id, with all their names in a state dict."""
+    """Return the parameters or, if `of_buffers`, the persistent buffers, with all their names in the state dict."""
     found: Named = {}
     for module, prefix in _modules(model):
         tensors: Mapping[str, Any] = module._buffers if of_buffers else module._parameters
@@ -67,24 +69,27 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
 
 
 def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless each tensor on the meta device has one value, and each value a tensor of its shape."""
+    """Raise ValueError unless `state` has a value of the right shape for each meta tensor, and no other values."""
     entries = [*parameters.values(), *buffers.values()]
     known = {name for _, names in entries for name in names}
     missing = [names[0] for tensor, names in entries if tensor.is_meta and not any(name in state for name in names)]
     unexpected = [name for name in state if name not in known]
     if missing or unexpected:
         raise ValueError(
-            f"missing {len(missing)} ({', '.join(missing[:5])}), unexpected {len(unexpected)} "
-            f"({', '.join(unexpected[:5])}). Names must be those of state_dict(); bmt.hf.from_pretrained converts "
-            "others. What the files lack, such as a new head, needs values of its own before auto_wrap"
+            f"the files lack {len(missing)} tensors of the model ({', '.join(missing[:5])}), and have "
+            f"{len(unexpected)} others ({', '.join(unexpected[:5])}). Names in the files must be those of "
+            "state_dict(); bmt.hf.from_pretrained converts other names. Initialize what the files lack, such as a new "
+            "head, before auto_wrap"
         )
     for tensor, names in entries:
         present = [name for name in names if name in state]
         for name in present:
             if state[name].shape != tensor.shape:
-                raise ValueError(f"{name} has shape {tuple(state[name].shape)}, in the model {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(state[name].shape)} in the files, but {tuple(tensor.shape)} in the model"
+                )
             if name != present[0] and not torch.equal(state[name], state[present[0]]):
-                raise ValueError(f"{present[0]} and {name} are tied in the model, and differ in the files")
+                raise ValueError(f"{present[0]} and {name} are tied in the model, but differ in the files")
     empty = [
         prefix + name
         for module, prefix in _modules(model)
@@ -93,9 +98,9 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
     ]
     if empty:
         raise ValueError(
-            f"{len(empty)} buffers are on the meta device, and in no file because they are not persistent "
-            f"({', '.join(empty[:5])}): give them values, or make the model under accelerate.init_empty_weights(), "
-            "which leaves buffers as they are"
+            f"{len(empty)} buffers on the meta device have no values: they are not persistent, so no file contains "
+            f"them ({', '.join(empty[:5])}). Give them values, or create the model under "
+            "accelerate.init_empty_weights(), which does not put buffers on the meta device"
         )
 
 
@@ -103,7 +108,7 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
 def _put(
     model: torch.nn.Module, parameters: Named, buffers: Named, state: Mapping[str, torch.Tensor], world: World
 ) -> None:
-    """Put sharded parameters and buffers with the values of `state` into the modules; tied ones stay tied."""
+    """Set the model's parameters (to `SourcedParameter`s) and buffers to the values in `state`; tied ones stay tied."""
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:
         name = next((name for name in names if name in state), None)
@@ -124,9 +129,10 @@ def _put(
 
 @torch.no_grad()
 def _compute_buffers(module: Any, owner: Any) -> None:
-    """Let `_init_weights` of the innermost Hugging Face model around a module compute its buffers that are in no file.
+    """Compute the non-persistent meta buffers of `module` and its children with Hugging Face's `_init_weights`.
 
-    Buffers that it does not write stay on the meta device. Parameters are initialized only if they have no values.
+    The method is that of the innermost Hugging Face model around each module; `owner` is the one around `module`.
+    Buffers that it does not write stay on the meta device, and tensors that have values keep them.
     """
     owner = module if callable(getattr(module, "_init_weights", None)) else owner
     for child in module.children():
@@ -142,7 +148,7 @@ def _compute_buffers(module: Any, owner: Any) -> None:
     kept = [tensor for tensor in kept if not tensor.is_meta and not hasattr(tensor, "_is_hf_initialized")]
     before = {**module._buffers}
     for tensor in kept:
-        tensor._is_hf_initialized = True  # transformers' functions of initialisation leave such tensors
+        tensor._is_hf_initialized = True  # transformers' init functions skip tensors with this mark
     module._buffers.update(empty)
     try:
         owner._init_weights(module)

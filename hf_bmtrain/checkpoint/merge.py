@@ -1,4 +1,4 @@
-"""Write the model of a checkpoint to a folder of its own: `python -m hf_bmtrain.checkpoint merge`."""
+"""Write the model in a checkpoint to a new folder: `python -m hf_bmtrain.checkpoint merge`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _CONFIGS = ("config.json", "generation_config.json")
 
 
 class _Source(NamedTuple):
-    """A tensor that is to be copied.
+    """A tensor to copy, and where it is stored.
 
     Attributes:
         folder: the folder of its file.
-        manifest: the checksums, None if there are none.
-        stored: where it is in the file.
-        in_base: whether it is one of `--base`, not of the checkpoint.
+        manifest: the manifest with the checksums of the file; None if there are none.
+        stored: its position in the file.
+        in_base: whether it comes from `--base`. If False, it comes from the checkpoint.
     """
 
     folder: Path
@@ -40,23 +40,26 @@ class _Source(NamedTuple):
 
 
 def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, base: Sequence[Path]) -> list[str]:
-    """Write the model of a checkpoint to a new folder, which Hugging Face's `from_pretrained` opens.
+    """Write the model in a checkpoint to a new folder that Hugging Face's `from_pretrained` can open.
 
-    One tensor is in memory at a time, and everything that is read is compared with its checksum. The folder is written
-    under another name, flushed to disk and renamed into place; what a killed `merge` has left is deleted by the next.
+    Only one tensor is in memory at a time, and everything read is compared with its checksum. The folder is written
+    under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the next one deletes the
+    temporary folder.
 
     Args:
         checkpoint: the checkpoint.
         output: the new folder.
         limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
-        with_optimizer: whether to write the optimizers' state and all else that `load_state` needs as well.
-        base: for a checkpoint with `trained_only`, the folder or the safetensors files with the model's other tensors.
+        with_optimizer: whether to also write the optimizer state and everything else that `load_state` needs.
+        base: for a checkpoint saved with `trained_only`, the folder or the safetensors files with the model's other
+            tensors; otherwise empty.
 
     Returns:
-        Notes for the user.
+        Notes to print for the user.
 
     Raises:
-        Damaged, ValueError, OSError: nothing was written.
+        Damaged, ValueError, OSError: a file is damaged, an argument does not fit, or a file cannot be read or written.
+            Nothing was written.
     """
     if output.exists():
         raise ValueError(f"{output} exists already: name another --output, or delete it")
@@ -82,19 +85,19 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
 
 
 def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base: Sequence[Path]) -> None:
-    """Raise ValueError for arguments that do not go together with this checkpoint."""
+    """Raise ValueError if `base` does not fit the checkpoint, or `output` would be taken for a checkpoint itself."""
     if _has_trained_only(checkpoint) and not base:
         raise ValueError(
-            f"{checkpoint.folder} holds what was trained alone (trained_only=True): pass --base with the folder of the "
-            "model that was trained, which has the other tensors"
+            f"{checkpoint.folder} contains only the trained tensors (trained_only=True): pass --base with the folder "
+            "of the model that was trained, for the other tensors"
         )
     if base and not _has_trained_only(checkpoint):
-        raise ValueError(f"{checkpoint.folder} holds the whole model: leave out --base")
+        raise ValueError(f"{checkpoint.folder} contains the full model: leave out --base")
     beside = output.absolute().parent == checkpoint.folder.absolute().parent
     if beside and (with_optimizer or output.name.startswith("checkpoint-")):
         raise ValueError(
-            f"{output} would count as a checkpoint of the training that saves to {output.absolute().parent}: name an "
-            "--output elsewhere"
+            f"{output} would be taken for a checkpoint of the training that saves to {output.absolute().parent}: "
+            "choose an --output in another folder"
         )
 
 
@@ -103,7 +106,7 @@ def _has_trained_only(checkpoint: Found) -> bool:
 
 
 def _optimizers(checkpoint: Found) -> list[str]:
-    """Return the names of the optimizers' files, without their endings."""
+    """Return the base names of the optimizers' files: optimizer, optimizer2, …"""
     matches = (re.match(r"(optimizer\d*)(-\d+-of-\d+)?\.safetensors$", name) for name in checkpoint.manifest.files)
     return sorted({match[1] for match in matches if match})
 
@@ -114,7 +117,7 @@ def _sources(checkpoint: Found, base: str) -> dict[str, _Source]:
 
 
 def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
-    """Return the contents of the files that are copied as they are. `check_heads` has verified them."""
+    """Return the contents of the files to copy unchanged, by name. `check_heads` has verified their checksums."""
     return {
         name: (checkpoint.folder / name).read_bytes()
         for name in checkpoint.manifest.files
@@ -122,11 +125,14 @@ def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
     }
 
 
-# -- the frozen tensors of another folder ---------------------------------------------------------------------------
+# -- the other tensors, from --base ---------------------------------------------------------------------------------
 
 
 def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, bytes]]:
-    """Return the tensors of a model in a folder, or in files, and its configuration. Raises ValueError."""
+    """Return the tensors in `base`, a folder or files, and the contents of the configuration files next to them.
+
+    Raises ValueError if `base` cannot be read, or has a tensor twice.
+    """
     folder = base[0] if base[0].is_dir() else base[0].parent
     tensors: dict[str, _Source] = {}
     try:
@@ -139,23 +145,29 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
         else:
             files = [(path.parent, None, read_header(path)) for path in base]
     except (Damaged, OSError) as error:
-        raise ValueError(f"--base {folder} is not a model in safetensors files: {error}") from error
+        raise ValueError(f"--base {folder} does not contain a model in safetensors files: {error}") from error
     for place, manifest, found in files:
         for name, stored in found.items():
             if name in tensors:
-                raise ValueError(f"--base: {name} is in {tensors[name].stored.file} and in {stored.file}")
+                raise ValueError(
+                    f"--base: {name} is in both {tensors[name].stored.file} and {stored.file}: pass the files of one "
+                    "model"
+                )
             tensors[name] = _Source(place, manifest, stored, True)
     return tensors, {name: (folder / name).read_bytes() for name in _CONFIGS if (folder / name).exists()}
 
 
 def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dict[str, _Source], list[str]]:
-    """Return the base's tensors with the trained ones in their places, and notes. Raises ValueError for others."""
+    """Return the tensors of `base`, replaced by `trained` where both have one, and notes for the user.
+
+    Raises ValueError if a trained tensor is not in `base`, or has another shape there.
+    """
     strange = [name for name in trained if name not in base]
     if strange:
         raise ValueError(
-            f"--base lacks {len(strange)} of the {len(trained)} trained tensors: {', '.join(strange[:5])}. Adapters "
-            "are not among those of the model they adapt: load the checkpoint into the model with adapters "
-            "(bmt.load_state), and save that with save_pretrained, or after merge_and_unload of PEFT"
+            f"--base lacks {len(strange)} of the {len(trained)} trained tensors: {', '.join(strange[:5])}. "
+            "Adapters are not part of a base model: to export them, load the checkpoint into the model with adapters "
+            "(bmt.load_state) and call its save_pretrained, or PEFT's merge_and_unload and then save_pretrained"
         )
     shapes = [
         f"{name} {mine.stored.shape}, in --base {base[name].stored.shape}"
@@ -163,12 +175,12 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
         if mine.stored.shape != base[name].stored.shape
     ]
     if shapes:
-        raise ValueError(f"{len(shapes)} tensors have other shapes: {'; '.join(shapes[:5])}")
+        raise ValueError(f"{len(shapes)} trained tensors have other shapes than in --base: {'; '.join(shapes[:5])}")
     notes, kinds = [], {(base[name].stored.dtype, mine.stored.dtype) for name, mine in trained.items()}
     for old, new in sorted((pair for pair in kinds if pair[0] != pair[1]), key=str):
         notes.append(
-            f"trained tensors are written as they were saved, in {new}, where --base has {old}: from_pretrained keeps "
-            f"that with dtype={new}"
+            f"trained tensors are written in {new}, as they were saved, but --base has them in {old}: to keep their "
+            f"values exactly, call from_pretrained with dtype={new}"
         )
     return {**base, **trained}, notes
 
@@ -179,7 +191,7 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
 def _write(
     staging: Path, groups: dict[str, dict[str, _Source]], copied: dict[str, bytes], limit: int
 ) -> dict[str, list[Checked]]:
-    """Write all files, if there is space for them. Returns the pieces by file."""
+    """Write all files, if the disk has space for them. Returns the written chunks by file name."""
     files, written = [], {}
     for base, sources in groups.items():
         specs = [TensorSpec(name, source.stored.dtype, source.stored.shape) for name, source in sources.items()]
@@ -203,7 +215,7 @@ def _write(
 
 
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
-    """Copy one tensor, and return the pieces that were written."""
+    """Copy one tensor. Returns the written chunks."""
     stored = source.stored
     values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype, device="cpu")
     if not len(values):

@@ -1,4 +1,4 @@
-"""Byte ranges of files, written and read by threads, in pieces with checksums."""
+"""Write and read byte ranges of files in several threads, in chunks with checksums."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .manifest import Checked, Manifest
 
 _log = logging.getLogger("hf_bmtrain")
 PIECE_BYTES = 4 << 20
-"""A multiple of every element's size, so that no element is in two pieces."""
+"""Maximum size of a chunk. A multiple of every element size, so that no element is split between two chunks."""
 
 
 class Part(NamedTuple):
-    """Values to be written to a file: a 1-D tensor, on any device, and the byte at which they begin."""
+    """Values to write to a file: a 1-D tensor on any device, and the offset in bytes to write it at."""
 
     file: str
     start: int
@@ -37,24 +37,24 @@ class Part(NamedTuple):
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory, uint8 (n,)."""
+    """Return a view of a contiguous tensor's memory, uint8 (nbytes,)."""
     return values.detach().reshape(-1).view(torch.uint8)
 
 
 def checksum(values: torch.Tensor) -> int:
-    """Return the CRC-32 of a contiguous tensor's memory on the CPU."""
+    """Return the CRC-32 of the memory of a contiguous CPU tensor."""
     return zlib.crc32(memory_of(as_bytes(values)))
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
-    """Return the memory of a uint8 tensor on the CPU."""
-    return memoryview(data.numpy())  # pyright: ignore[reportArgumentType], numpy's types say it only from Python 3.12
+    """Return a memoryview of a uint8 CPU tensor, without a copy."""
+    return memoryview(data.numpy())  # pyright: ignore[reportArgumentType], a buffer for numpy only from Python 3.12
 
 
 class _Scratch(threading.local):
-    """Memory for one piece per thread, which `device` reads and writes.
+    """Host memory for one chunk per thread, page-locked if `device` is a GPU.
 
-    It is allocated by the system: malloc would keep a part of it afterwards.
+    Other memory comes from mmap, because malloc would not return all of it to the system.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,9 +64,11 @@ class _Scratch(threading.local):
     def memory(self) -> torch.Tensor:
         if has_own_memory(self._device):
             try:
-                return pinned_bytes(PIECE_BYTES, self._device, "pieces of a checkpoint")
+                return pinned_bytes(PIECE_BYTES, self._device, "chunks of a checkpoint")
             except RuntimeError as error:
-                _log.warning("pieces of a checkpoint go through memory that is not page-locked: slower. %s", error)
+                _log.warning(
+                    "checkpoints are copied through memory that is not page-locked, which is slower: %s", error
+                )
         return torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)
 
 
@@ -79,7 +81,7 @@ def _scratch_for(values: Iterable[torch.Tensor]) -> _Scratch:
 
 
 def write_parts(folder: Path, parts: Sequence[Part]) -> dict[str, list[Checked]]:
-    """Write parts into files that exist, and flush the files to disk. Returns the pieces by file."""
+    """Write `parts` into existing files and flush the files to disk. Returns the written chunks by file name."""
     written: dict[str, list[Checked]] = {}
     scratch = _scratch_for(part.values for part in parts)
     with ExitStack() as stack:
@@ -120,11 +122,11 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
     Args:
         path: the file, which must not exist.
-        data: its first bytes.
-        size: bytes of the file, None for those of `data`; what is not written reads as zeros.
+        data: the first bytes of the file.
+        size: the size of the file in bytes; None: the size of `data`. Bytes after `data` read as zeros.
 
     Returns:
-        The pieces of `data`.
+        The chunks of `data`, with their checksums.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -144,7 +146,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 
 def checksums(path: Path) -> list[Checked]:
-    """Flush a file to disk that other code has written. Returns its pieces."""
+    """Return the chunks, with checksums, of a file that other code has written, and flush the file to disk."""
     chunks, start = [], 0
     with open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):
@@ -158,13 +160,13 @@ def checksums(path: Path) -> list[Checked]:
 
 
 class Wanted(NamedTuple):
-    """Elements of a stored tensor that are to be read.
+    """Consecutive elements of a stored tensor to read, and the tensor to read them into.
 
     Attributes:
-        name: of the tensor, for messages.
-        stored: where the tensor is.
-        first: the first element to be read.
-        values: 1-D, on any device: where they are written, and how many. Its dtype may differ from the stored one.
+        name: the tensor's name, for messages.
+        stored: where the tensor is stored.
+        first: index of the first element to read, in the flattened tensor.
+        values: the destination: 1-D, with as many elements as to read, on any device. Values are cast to its dtype.
     """
 
     name: str
@@ -174,15 +176,16 @@ class Wanted(NamedTuple):
 
 
 def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]) -> None:
-    """Fill the `values` of each from the files.
+    """Read the elements of each `Wanted` into its `values`.
 
     Args:
         folder: the folder of the files.
-        manifest: the checksums, None for files without. A piece that overlaps with what is wanted is read in full.
-        wanted: what is to be read.
+        manifest: the manifest with the files' checksums; None to read without verifying. To verify, each chunk with a
+            wanted byte is read completely.
+        wanted: the elements to read.
 
     Raises:
-        Damaged: a checksum differs; the message names tensor and file.
+        Damaged: a file cannot be read, is too short, or does not match a checksum. The message names tensor and file.
     """
     scratch = _scratch_for(each.values for each in wanted)
     with ExitStack() as stack:
@@ -201,7 +204,7 @@ def read_parts(folder: Path, manifest: Manifest | None, wanted: Sequence[Wanted]
 
 
 def _chunks_of(wanted: Wanted, manifest: Manifest | None) -> Iterator[Checked]:
-    """Yield the pieces with a byte that is wanted."""
+    """Yield the chunks that contain bytes of `wanted`."""
     size = wanted.stored.dtype.itemsize
     start = wanted.stored.start + wanted.first * size
     stop = start + len(wanted.values) * size
@@ -227,12 +230,14 @@ def _read_chunk(handle: int, wanted: Wanted, chunk: Checked, scratch: _Scratch) 
 
 
 def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Tensor:
-    """Return a piece, uint8; it is valid until the next is read.
+    """Return the bytes of a chunk, uint8, in memory that the thread's next call overwrites.
 
-    Raises Damaged if it cannot be read, the file is shorter or the checksum differs.
+    Raises Damaged if they cannot be read, the file is too short, or the checksum differs.
     """
     if chunk.length > PIECE_BYTES:
-        raise Damaged(f"{what}: a piece of {chunk.length:,} bytes; none is longer than {PIECE_BYTES:,}")
+        raise Damaged(
+            f"{what}: the manifest lists a chunk of {chunk.length:,} bytes, but chunks have at most {PIECE_BYTES:,}"
+        )
     data = scratch.memory[: chunk.length]
     view = memory_of(data)
     at = 0
@@ -242,17 +247,17 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
         except OSError as error:
             raise Damaged(f"{what}: byte {chunk.start + at:,} cannot be read: {error.strerror}") from error
         if not count:
-            raise Damaged(f"{what}: the file ends at byte {chunk.start + at:,}")
+            raise Damaged(f"{what}: the file ends early, at byte {chunk.start + at:,}")
         at += count
     if chunk.crc is not None and zlib.crc32(view) != chunk.crc:
         raise Damaged(
-            f"{what}: bytes {chunk.start:,} to {chunk.start + chunk.length:,} do not have the checksum that was saved"
+            f"{what}: bytes {chunk.start:,} to {chunk.start + chunk.length:,} do not match the saved checksum"
         )
     return data
 
 
 def check_heads(folder: Path, manifest: Manifest) -> None:
-    """Raise Damaged unless the headers of tensors, and all files without tensors, have their checksums."""
+    """Raise Damaged unless the headers of safetensors files, and all bytes of other files, match their checksums."""
     for name, chunks in manifest.files.items():
         small = not name.endswith(".safetensors")
         heads = [chunk for chunk in chunks if small or chunk.start < 8 + _header_bytes(folder / name)]
@@ -267,7 +272,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
-    """Read a file and yield, for each piece, its bytes and what is wrong with it, None if nothing is."""
+    """Read the `chunks` of a file; yield, for each, its size in bytes and what is wrong with it, or None."""
     try:
         handle = os.open(folder / name, os.O_RDONLY)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`save_state`: save everything that training needs, each rank its own part."""
+"""`save_state`: save everything needed to resume training; each rank writes its own elements."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ from .ranges import Part, checksums, write_file, write_parts
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
-_SECONDS = 1800  # that a rank's background thread waits for the others'
+_SECONDS = 1800  # how long a background thread waits for another rank's
 
 Agree = Callable[[str, str | None], str | None]
-"""Exchanges the ranks' problems at a named point, and returns all of them in one text, None if there is none."""
+"""A function that exchanges problems between ranks: (name of the point, this rank's problem or None) -> all problems in
+one text, None if no rank has one."""
 
 
 def save_state(
@@ -62,41 +63,41 @@ def save_state(
     name: str | None = None,
     add: Callable[[Path], None] | None = None,
 ) -> SavingState:
-    """Save everything that training needs to `folder`/checkpoint-`step`, for `load_state`. Collective.
+    """Save everything needed to resume training to `folder`/checkpoint-`step`, for `load_state`. Collective.
 
-    Saved are the weights, buffers, optimizer state, schedulers, the loss scale, the random generators of every rank,
-    and which layers compute in float8. Each rank writes its own part of the files, and nothing is gathered, so all
-    ranks must see `folder`. `model*.safetensors`, with the config, can be opened by Hugging Face's `from_pretrained`;
-    `optimizer*.safetensors` contains the optimizer's state in the parameters' shapes.
+    This saves the weights, buffers, optimizer state, schedulers, loss scale, the random generators of every rank, and
+    which layers compute in float8. Each rank writes its own elements into the files; nothing is gathered, so every rank
+    must be able to write to `folder`. Hugging Face's `from_pretrained` can open `model*.safetensors` with the config;
+    `optimizer*.safetensors` contains the optimizer state in the parameters' shapes.
 
-    The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place. If the job is
-    killed, earlier checkpoints are intact. Only then are older checkpoints deleted. No other job may save to `folder`
-    while this process lives.
+    The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
+    older checkpoints deleted. If the job is killed, earlier checkpoints are intact. No other job may save to `folder`
+    while this process runs.
 
     Args:
         folder: the folder of the checkpoints.
         model: the model.
-        optimizer: an OptimManager, an optimizer, or a sequence of them, over parameters of `model`.
-        scheduler: one or several objects with a `state_dict`, besides those of an OptimManager.
-        extra: tensors, numbers, strings, lists and dicts of this rank, which `load_state` returns.
-        step: the number of the checkpoint; None for one more than the newest in `folder`.
-        keep: how many checkpoints remain, this one included; None keeps all.
+        optimizer: an OptimManager, an optimizer, or a sequence of optimizers, with parameters of `model`.
+        scheduler: one or several objects with a `state_dict`. Those in the OptimManager are saved anyway.
+        extra: data of this rank for `load_state` to return: tensors, numbers, strings, lists and dicts.
+        step: the step of the checkpoint; None: one more than that of the newest checkpoint in `folder`.
+        keep: how many checkpoints to keep, including this one; None keeps all.
         trained_only: save only parameters that are, or since `auto_wrap` were, trainable. They are written to
-            `trained*.safetensors`, and `load_state` needs a model that has the others.
-        non_blocking: return at once; a thread copies the values to host memory and writes them. The next optimizer step
-            waits for the copies. Do not write weights in another way before `SavingState.wait`. The first call reserves
-            host memory for this rank's values, page-locked if there is a GPU, and later calls reuse it. Errors are
-            raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
-        name: the name of the checkpoint in place of checkpoint-`step`.
-        add: called on every rank with an empty folder; the files that it writes there become files of the checkpoint.
-            Of several files of one name the lowest rank's is saved.
+            `trained*.safetensors`, with all buffers, and `load_state` needs a model that has the other parameters.
+        non_blocking: return at once, and let a thread copy the values to host memory and write them. The next optimizer
+            step waits for the copies. Do not change weights in any other way before `SavingState.wait`. The first call
+            allocates host memory for this rank's values, page-locked if there is a GPU, and later calls reuse it.
+            Errors are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
+        name: the name of the checkpoint's folder, instead of checkpoint-`step`.
+        add: a function that is called on every rank with an empty folder; files that it writes there become part of the
+            checkpoint. If ranks write files of the same name, the lowest rank's is saved.
 
     Returns:
-        A `SavingState`. Its `folder` is the checkpoint's.
+        A `SavingState`, whose `folder` is the checkpoint's folder.
 
     Raises:
-        RuntimeError: on every rank, if one rank fails. Earlier checkpoints are untouched.
-        TypeError, ValueError: an argument is not what is described here.
+        RuntimeError: on every rank, if saving fails on one. Earlier checkpoints are untouched.
+        TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
 
@@ -128,32 +129,33 @@ def save_state(
 
 
 def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, name: Any, add: Any) -> None:
-    """Raise TypeError or ValueError for options of `save_state` that are not what it documents."""
+    """Raise TypeError or ValueError if an option of `save_state` has the wrong type or value."""
     if step is not None:
         expect_number("step", step, "at least 0, or None", lambda number: number >= 0, integer=True)
     if keep is not None:
-        wanted = "at least 1, or None: at least the checkpoint that is being saved remains"
+        wanted = "at least 1, or None: the checkpoint being saved counts, and is always kept"
         expect_number("keep", keep, wanted, lambda number: number >= 1, integer=True)
     expect_flag("trained_only", trained_only)
     expect_flag("non_blocking", non_blocking)
     if name is not None:
         expect_kind("name", name, str, "the name of a folder (str), or None")
         if Path(name).name != name or name == "..":
-            raise ValueError(f"name must be that of a folder in `folder`, without a slash, got {name!r}")
+            raise ValueError(f"name must be the name of a folder inside `folder`, without a slash, got {name!r}")
         if is_reserved(name):
             raise ValueError(
-                f"name must not begin with 'tmp-' or a dot, or contain '.replaced-', got {name!r}: such folders are no "
-                "checkpoints, and are deleted"
+                f"name must not begin with 'tmp-' or a dot, or contain '.replaced-', got {name!r}: folders with such "
+                "names are temporary, and are ignored or deleted"
             )
     if add is not None:
-        expect_callable("add", add, "a function of the empty folder (a Path), or None")
+        expect_callable("add", add, "a function that takes the empty folder (a Path), or None")
 
 
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
-    """Begin on rank 0, and broadcast step, number and folder.
+    """Create the checkpoint's temporary folder on rank 0, by calling `begin`, and tell all ranks its name. Collective.
 
-    Raises RuntimeError on all ranks if that fails, if a rank does not see the folder, or if the ranks have different
-    files.
+    Also sets the checkpoint's step and number, which rank 0 chooses, on every rank. Raises RuntimeError on all ranks if
+    `begin` fails, if a rank does not see the folder, or if the ranks would write tensors of different names, dtypes or
+    shapes.
     """
     problem = None
     if world.rank == 0:
@@ -165,29 +167,35 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
     first, begun, root = world.control.broadcast_object((digest, (job.step, job.number, job.staged), str(job.root)))
     job.step, job.number, job.staged = begun
     if first != digest:
-        problem = problem or "it holds other tensors than rank 0: the ranks' models or optimizers differ"
+        problem = problem or (
+            "its tensors differ from rank 0's in names, dtypes or shapes: all ranks must pass the same model and "
+            "optimizers"
+        )
     elif job.staged and not os.path.isdir(job.staging):
         problem = problem or (
-            f"{job.root} lacks the folder {job.staged}, which rank 0 has made in {root}: all ranks must pass the same "
-            "folder, in a file system that all of them see"
+            f"{job.root} lacks the folder {job.staged}, which rank 0 has created in {root}: all ranks must pass the "
+            "same folder, on a file system that they share"
         )
     _raise(job, _agreement(world)("begin", problem))
 
 
 def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
-    """Let every rank add files, if there is an `add`. Raises RuntimeError on all if one fails."""
+    """Call `add`, if given, on every rank, so that it adds files to the checkpoint. Collective.
+
+    Raises RuntimeError on all ranks if it fails on one.
+    """
     if add is None:
         return
     problem, job.adds = None, True
     try:
         job.add(add)
     except Exception as error:
-        problem = f"the function that was given as add raised {_describe(error)}"
+        problem = f"the function passed as add raised {_describe(error)}"
     _raise(job, _agreement(world)("add", problem))
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
-    """Wait for the checkpoint that is being saved to `folder`, and allow other jobs to save there. Collective."""
+    """Wait for the checkpoint that is being saved to `folder`, then unlock the folder for other jobs. Collective."""
     keeper = current_world().kept.pop(Path(folder).resolve(), None)
     if keeper is not None:
         keeper.finish(current_world())
@@ -211,18 +219,18 @@ class SavingState:
         if snapshot is not None:
             self._thread = threading.Thread(target=self._run, args=(snapshot, memory), name=f"save {job.final}")
             try:
-                self._thread.start()  # the interpreter does not exit before it has ended
+                self._thread.start()  # the interpreter waits for this thread before it exits
             except BaseException:
-                snapshot.close()  # no optimizer is to wait for it
+                snapshot.close()  # else optimizer steps would wait for it for ever
                 raise
 
     def _run(self, snapshot: Snapshot, memory: HostMemory) -> None:
         try:
             write = functools.partial(snapshot.write, self._job.staging, memory)
             self._problem = self._job.finish(write, _posts(self._world, self._job))
-        except Exception as error:  # the launcher's store is gone
+        except Exception as error:  # such as: the launcher's store is gone
             self._problem = _describe(error)
-        if self._problem is not None:  # the script may end without a call that raises it
+        if self._problem is not None:  # the script may end before a call raises it
             _log.error("save_state: %s was not saved. %s", self._job.final, self._problem)
 
     def wait(self) -> None:
@@ -235,16 +243,16 @@ class SavingState:
             self._thread.join()
             self._snapshot.close()
             self._thread = None
-            problems = self._world.gather_objects(self._problem)  # each of all ranks
+            problems = self._world.gather_objects(self._problem)  # each contains the problems of all ranks
             _raise(self._job, next(filter(None, problems), None))
 
 
 class _Keeper:
-    """State of this process for one folder of checkpoints.
+    """What this process remembers, between saves, about one folder of checkpoints.
 
     Attributes:
-        lock: the folder's lock, on rank 0.
-        saving: the checkpoint that is being written, or None.
+        lock: the folder's locked file, on rank 0; None on other ranks.
+        saving: the checkpoint that a thread may still be writing, or None.
         memory: host memory for copies of the values.
     """
 
@@ -254,7 +262,10 @@ class _Keeper:
         self.memory = HostMemory()
 
     def finish(self, world: World) -> None:
-        """Wait for the checkpoint that is being written. Collective. Raises RuntimeError on every rank if it failed."""
+        """Wait for the checkpoint that a thread is writing, if any. Collective.
+
+        Raises RuntimeError on every rank if saving it failed.
+        """
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.wait()
@@ -262,11 +273,14 @@ class _Keeper:
 
 @dataclass
 class _Job:
-    """One checkpoint that is being saved. Its methods are called on every rank, except `begin`, which rank 0 calls.
+    """A checkpoint while it is being saved. Every rank calls the methods, except `begin`, which only rank 0 calls.
 
     Attributes:
-        staged: the name of the folder that is written to, which no other checkpoint ever has; "" before there is one.
-        adds: whether the ranks have added files.
+        root: the folder of the checkpoints.
+        files: the safetensors files to write.
+        number: see `Manifest`.
+        staged: the name of the temporary folder, which is unique; "" before rank 0 has created it.
+        adds: whether `add` was called on the ranks.
     """
 
     rank: int
@@ -289,8 +303,9 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the files in their final sizes, with everything that is not a rank's part. Chooses number, folder and
-        step.
+        """Create the temporary folder and all files in their final sizes. Sets `number`, `staged` and, if None, `step`.
+
+        The ranks' elements are the only contents still missing then.
         """
         small = {**small, small_state.NAME: small_state.encode(state)}
         keeper.lock = lock(self.root, keeper.lock)
@@ -308,7 +323,7 @@ class _Job:
         self._note("begin", written)
 
     def add(self, write: Callable[[Path], None]) -> None:
-        """Let `write` fill a folder of this rank; `_publish` moves the files out of it."""
+        """Call `write` with a new folder for this rank. `_publish` moves the files into the checkpoint."""
         folder = self._added(self.rank)
         folder.mkdir()
         write(folder)
@@ -316,7 +331,10 @@ class _Job:
         self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
     def finish(self, write: Callable[[], dict[str, list[Checked]]], agree: Agree) -> str | None:
-        """Write this rank's parts, and publish the checkpoint when all have. Returns what went wrong, on all ranks."""
+        """Write this rank's elements by calling `write`; once all ranks have, publish the checkpoint on rank 0.
+
+        Returns the problems of all ranks, None if there are none. Every rank calls it, since `agree` exchanges them.
+        """
         problem = None
         try:
             self._note(str(self.rank), write())
@@ -333,7 +351,7 @@ class _Job:
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
-        """Store the checksums of what was written, for rank 0."""
+        """Write the checksums of the written chunks to a file, from which rank 0 makes the manifest."""
         with open(self.staging / f"pieces-{name}.json", "x") as file:
             json.dump(written, file)
 
@@ -358,7 +376,10 @@ class _Job:
         return self.staging / f"added-{rank}"
 
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
-        """Move the files that a rank has added, unless there are such. Files in subfolders are not in the manifest."""
+        """Move the files that `rank` added into the checkpoint, except names that exist already.
+
+        Adds their checksums to `chunks`; files in subfolders have none in the manifest.
+        """
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
             target = self.staging / name
@@ -374,7 +395,7 @@ class _Job:
         shutil.rmtree(self._added(rank))
 
     def withdraw(self) -> None:
-        """Delete what was written, after a failure."""
+        """Delete the temporary folder, on rank 0, after a failure."""
         if self.rank == 0 and self.staged:
             shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -382,7 +403,7 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return the entries of safetensors files, by their base, and all other state of each optimizer. Collective."""
+    """Return the entries by the base name of their files, and each optimizer's other state. Collective."""
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
     for number, each in enumerate(optimizers_of(optimizer)):
@@ -392,7 +413,7 @@ def _entries(
 
 
 def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Return the files of all entries, and the contents of their indices by name."""
+    """Return the safetensors files for all entries, and the contents of their index files by name."""
     files, indices = [], {}
     for base, entries in bases.items():
         plans, index = plan_files(base, [entry.spec for entry in entries])
@@ -403,7 +424,7 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Copy tensors that are not sharded: a forward writes buffers."""
+    """Copy the tensors that are not sharded, since a forward may change buffers before they are written."""
     return {
         base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]
         for base, entries in bases.items()
@@ -411,7 +432,7 @@ def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 
 
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
-    """Return what this rank writes: its parts of sharded tensors, and rank 0 all others."""
+    """Return what this rank writes: its elements of sharded tensors and, on rank 0, all other tensors."""
     stored = {name: (file.name, tensor.start) for file in files for name, tensor in file.tensors.items()}
     parts = []
     for entry in (entry for entries in bases.values() for entry in entries):
@@ -422,18 +443,22 @@ def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -
 
 
 def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
-    """Write the configuration of a Hugging Face model, so that `from_pretrained` opens the folder.
+    """Write the configuration of a Hugging Face model, so that `from_pretrained` can open the folder.
 
-    Writes none for a model of PEFT, whose tensors have other names than its base's configuration describes.
+    Returns the written chunks by file name. Writes nothing for a PEFT model, whose tensors' names do not match
+    the base model's configuration.
     """
     if hasattr(model, "peft_config"):
-        _log.info("save_state: no config, since the tensors have PEFT's names; its save_pretrained writes adapters")
+        _log.info(
+            "save_state: a PEFT model's checkpoint has no config.json, since from_pretrained does not know PEFT's "
+            "tensor names; model.save_pretrained writes the adapters"
+        )
         return {}
     before = set(os.listdir(folder))
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
-            if name == "config":  # as the model's own save_pretrained writes them
+            if name == "config":  # the model's own save_pretrained sets these too
                 config.architectures = [type(model).__name__]
                 config.dtype = getattr(model, "dtype", None)
             config.save_pretrained(folder)
@@ -455,7 +480,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-# -- agreement ------------------------------------------------------------------------------------------------------
+# -- exchange of problems between ranks -----------------------------------------------------------------------------
 
 
 def _describe(error: Exception) -> str:
@@ -475,12 +500,12 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 def _agreement(world: World) -> Agree:
-    """Return an agreement by a collective."""
+    """Return an `Agree` that exchanges problems by a collective."""
     return lambda point, problem: _report(world.gather_objects(problem))
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return an agreement through the launcher's store, for threads: the main thread may be in a collective."""
+    """Return an `Agree` that uses the launcher's store, for threads: the main thread may be in a collective."""
     if world.size == 1:
         return _agreement(world)
 
@@ -496,11 +521,11 @@ def _posts(world: World, job: _Job) -> Agree:
 
 
 def _look(world: World, key: str, rank: int) -> str:
-    """Wait for what a rank shows."""
+    """Wait until `rank` has stored a text under `key` in the launcher's store, and return it, or a problem."""
     end = time.monotonic() + _SECONDS
     while time.monotonic() < end:
         shown = world.control.look(key)
         if shown is not None:
             return shown
         time.sleep(0.05)
-    return f"rank {rank} did not finish within {_SECONDS} s"
+    return f"rank {rank} did not finish saving within {_SECONDS} s"

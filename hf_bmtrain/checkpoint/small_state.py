@@ -1,4 +1,4 @@
-"""The small state of a checkpoint, one file: random generators, parameter groups, schedulers and the caller's extra."""
+"""The small state of a checkpoint, in one file: random generators, parameter groups, schedulers and `extra`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def collect(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Return the small state of all ranks. Collective.
+    """Return the small state of all ranks, on each rank. Collective.
 
-    others: of each optimizer, the state that is in no other file, by parameter.
+    others: for each optimizer, the state that is in no safetensors file, as {parameter name: {key: value}}.
     """
     ranks = world.gather_objects(
         {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}
@@ -52,7 +52,7 @@ def collect(
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """Return the bytes of the file. Raises ValueError for objects that `torch.load(weights_only=True)` refuses."""
+    """Return the bytes of the file. Raises ValueError if `torch.load(weights_only=True)` could not load it."""
     file = io.BytesIO()
     torch.save(state, file)
     decode(file.getvalue())
@@ -60,12 +60,12 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the small state. Raises ValueError for other objects than tensors and plain values."""
+    """Return the small state in the bytes of its file. Raises ValueError if they contain objects of other classes."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            "extra and the state of schedulers may hold tensors, numbers, strings, lists and dicts; "
+            "extra and the state of schedulers may contain only tensors, numbers, strings, lists and dicts: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
 
@@ -76,9 +76,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any]) -> Any:
-    """Load schedulers, loss scale and buffers, and return this rank's `extra`.
+    """Load schedulers, loss scale, the state of modules and features, and the buffers that differ between ranks.
 
-    With another number of ranks `extra` is rank 0's, and buffers are as they were loaded.
+    Returns this rank's `extra`. If another number of ranks saved, returns rank 0's, and leaves the buffers unchanged.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
@@ -98,7 +98,7 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 
 
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
-    """Restore this rank's random generators, or seed them anew with another number of ranks."""
+    """Restore this rank's random generators; if another number of ranks saved, seed them anew."""
     ranks = state["ranks"]
     if len(ranks) == world.size:
         _set_random_state(ranks[world.rank]["random"], world.device)
@@ -106,28 +106,34 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     seed = zlib.crc32(ranks[0]["random"]["torch"].numpy().tobytes()) ^ step
     seed_everything(seed, world.rank, world.device)
     _log.info(
-        "resumed on %d ranks what %d ranks saved: random generators are seeded with %d, derived from those of rank 0 "
-        "and the step, and every rank gets rank 0's extra", world.size, len(ranks), seed,
+        "load_state: %d ranks load what %d ranks saved, so the random generators are seeded with %d (derived from rank "
+        "0's generator and the step), and every rank gets rank 0's extra", world.size, len(ranks), seed,
     )  # fmt: skip
 
 
 def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Raise ValueError unless the checkpoint has the state of such optimizers and schedulers."""
+    """Raise ValueError if the saved state does not fit the given optimizers and schedulers."""
     for what, saved, mine in (
         ("optimizers", len(state["optimizers"]), len(optimizers_of(optimizer))),
         ("schedulers", len(state["schedulers"]), len(schedulers_of(schedulers))),
     ):
         if mine and saved != mine:
-            raise ValueError(f"it has {saved} {what}, this call passes {mine}")
+            raise ValueError(
+                f"the checkpoint has the state of {saved} {what}, and this load_state call passes {mine}: pass as "
+                "many, in the order of saving, or none"
+            )
     if isinstance(optimizer, OptimManager):
         if state["manager"] is None:
-            raise ValueError("it was saved from optimizers, without an OptimManager")
+            raise ValueError(
+                "the checkpoint was saved from optimizers, without an OptimManager, so it has no loss scale: pass the "
+                "optimizers instead of the manager"
+            )
         optimizer.check_own_state(state["manager"])
     for each, saved in zip(optimizers_of(optimizer), state["optimizers"]):
         check_groups(saved["kind"], saved["groups"], groups_of(each, model))
 
 
-# -- parts ----------------------------------------------------------------------------------------------------------
+# -- extra state of modules, buffers, random generators -------------------------------------------------------------
 
 
 def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -136,7 +142,7 @@ def _with_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module
 
 
 def _own_buffers(world: World, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the buffers that differ from rank 0's. Collective."""
+    """Return copies of this rank's persistent buffers that differ from rank 0's. Collective."""
     buffers = {name: buffer.detach().cpu() for name, buffer in named_persistent_buffers(model)}
     digests = {name: checksum(buffer) for name, buffer in buffers.items()}
     first = world.control.broadcast_object(digests)

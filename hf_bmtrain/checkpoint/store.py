@@ -1,4 +1,4 @@
-"""`save` and `load`: one file with full tensors under the model's own keys, for any number of ranks."""
+"""`save` and `load`: a model's full tensors in one file, under their state dict names, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin
 
 
 class Saving:
-    """A checkpoint that a thread is writing. The interpreter does not exit before the file is complete."""
+    """A file that a thread is writing. The interpreter does not exit before the file is complete."""
 
     def __init__(self, state: OrderedDict | None, path: Path) -> None:
         self._error: BaseException | None = None
@@ -46,10 +46,10 @@ class Saving:
             write_atomically(state, path)
         except BaseException as error:
             self._error = error
-            raise  # threading's hook reports it even without a wait
+            raise  # so that threading.excepthook logs it even if nobody calls wait
 
     def wait(self) -> None:
-        """Block until the file is complete and in its place.
+        """Block until the file is complete and renamed into place.
 
         Raises:
             RuntimeError: on rank 0, if the file could not be written. An earlier file of that name is untouched.
@@ -58,21 +58,21 @@ class Saving:
             self._thread.join()
         if self._error is not None:
             raise RuntimeError(
-                f"{self._thread.name} failed, an earlier file is untouched: {self._error}"
+                f"{self._thread.name} failed, and an earlier file of that name is untouched: {self._error}"
             ) from self._error
 
 
 def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: bool = False) -> Saving | None:
-    """Save the full tensors of a model, persistent buffers included, to one file. Collective.
+    """Save the full tensors of a model, including persistent buffers, to one file. Collective.
 
-    Rank 0 writes to a temporary folder `file_name`.*.tmp, flushes the file to disk and renames it. If the job is
-    killed, the file of that name is the previous one or the new one; the next save to it deletes what was left. The
-    file contains a checksum of each tensor, which `load` verifies and other readers ignore.
+    Rank 0 writes to a temporary folder `file_name`.*.tmp, flushes the file to disk and renames it into place.
+    If the job is killed, `file_name` is the previous file or the new one; the next save deletes the temporary folder.
+    The file contains a checksum of each tensor, which `load` verifies and other readers ignore.
 
     Args:
         model: a model with or without sharded parameters.
-        file_name: the file to write. If it ends in `.safetensors`, the file has that format and contains tied weights
-            once. Otherwise it is the state dict, written by `torch.save`, and `torch.load(weights_only=True)` reads it.
+        file_name: the file to write. If the name ends in `.safetensors`, the file has that format and contains tied
+            weights once. Otherwise `torch.save` writes the state dict, and `torch.load(weights_only=True)` can read it.
         non_blocking: return as soon as the values are in host memory on rank 0; a thread writes the file. Call
             `Saving.wait` before saving to the same file again.
 
@@ -101,30 +101,31 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
             write_atomically(state, path)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"save: {path} could not be written, an earlier file is untouched", problem)
+    world.raise_everywhere(f"save: {path} could not be written, and an earlier file of that name is untouched", problem)
     return None
 
 
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
-    """Load a checkpoint of full tensors into a model, in place. Collective.
+    """Load a file of full tensors into a model, in place. Collective.
 
-    Each rank reads its own part of each tensor, so the file must be visible on every host. Files of `bmt.save`, of
-    `torch.save(model.state_dict())`, of Hugging Face and of BMTrain can be loaded; torch's are read with
-    `weights_only=True`. The checksums in a file of `bmt.save` are verified, by each rank for a part of the tensors.
+    Each rank reads its own elements of each tensor, so the file must be visible on every host. It may have been written
+    by `bmt.save`, by `torch.save(model.state_dict())`, by Hugging Face's `save_pretrained` or by BMTrain. Files of
+    torch.save are read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share
+    this work.
 
     Args:
         model: the model whose parameters and buffers are overwritten.
-        file_name: a file, a folder of Hugging Face, or the `.index.json` in such a folder. Names must be those of the
-            model's state dict; a tied weight may be in the file under one of its names.
-        strict: whether the names in the file must be exactly those of the model.
+        file_name: a file, a folder with Hugging Face weights, or the `.index.json` in it. Tensors must have their
+            names in the model's state dict; for tied weights, one of the names is enough.
+        strict: whether the file must contain exactly the names of the model's state dict.
 
     Returns:
         The result of `load_state_dict`: the missing and the unexpected keys.
 
     Raises:
-        RuntimeError: on every rank, if the file cannot be read or is damaged, or if its keys (with `strict`) or shapes
-            are not the model's. The error names them. Entries that fit may have been loaded then, but none of a damaged
-            file.
+        RuntimeError: on every rank, if the file cannot be read or is damaged, or if its names (with `strict`) or shapes
+            are not the model's. The error lists them. Tensors that fit may have been loaded before the error, but none
+            of a damaged file.
     """
     world = current_world()
     expect_module("model", model)
@@ -147,7 +148,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
 
 def write_atomically(state: dict, path: Path) -> None:
-    """Write `state` to `path`, which is never incomplete. Not collective."""
+    """Write `state` to a temporary file and rename it to `path`, so that `path` is never incomplete. Not collective."""
     with atomic_file(path) as temporary:
         if path.suffix == _SAFETENSORS:
             tensors = _each_once(state)
@@ -158,7 +159,7 @@ def write_atomically(state: dict, path: Path) -> None:
 
 
 def _with_checksums(state: dict) -> OrderedDict:
-    """Return a copy of a state dict with the checksums of its entries, and of its metadata, as an attribute."""
+    """Return a copy of a state dict, whose attribute `_CHECKSUMS` has the checksums of its entries and metadata."""
     result = OrderedDict(state)
     result.__dict__.update(getattr(state, "__dict__", {}))
     result.__dict__[_CHECKSUMS] = checksums(_with_metadata(result))
@@ -170,12 +171,15 @@ def _with_metadata(state: OrderedDict) -> dict[str, Any]:
 
 
 def _each_once(state: dict) -> dict[str, torch.Tensor]:
-    """Keep the first key of tied tensors, as Hugging Face does: safetensors refuses tensors that share memory."""
+    """Return the tensors, tied ones under their first key, as Hugging Face does: safetensors refuses shared memory."""
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise ValueError(f"a {_SAFETENSORS} file holds tensors only, and {key!r} is a {type(value).__name__}")
+            raise ValueError(
+                f"a {_SAFETENSORS} file can contain only tensors, but {key!r} is a {type(value).__name__}: save to a "
+                "file name with another ending, such as .pt"
+            )
         if value.numel() == 0 or value.data_ptr() not in seen:
             tensors[key] = value.contiguous()
             seen.add(value.data_ptr())
@@ -183,24 +187,28 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
 
 
 def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
-    """Return the tensors in a file, or in the files that a folder or an index of Hugging Face names.
+    """Return the tensors in a file, in a folder of Hugging Face, or in the files that a Hugging Face index lists.
 
-    They are mapped if the format allows it, so that only what is read takes memory.
+    Files are memory-mapped if their format allows it, so that only elements that are read take memory.
 
     Args:
         path: the file, folder or index.
-        part: the number of a part of the tensors, and of how many, whose checksums are verified if the file has any.
+        part: (number, count): if a file has checksums, those of every `count`-th tensor, beginning with tensor
+            `number`, are verified.
 
     Returns:
         The tensors by name.
 
     Raises:
-        ValueError: a file has another format, or a tensor has not the checksum that was saved.
+        ValueError: a file has another format, or a tensor does not match its saved checksum.
     """
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).exists()]
         if not found:
-            raise ValueError(f"a folder without weights of Hugging Face: none of {', '.join(_IN_FOLDER)}")
+            raise ValueError(
+                f"the folder has no Hugging Face weights: expected one of {', '.join(_IN_FOLDER)}. Name the folder "
+                "that has one, or the weight file itself."
+            )
         path = found[0]
     read = functools.partial(_read_file, part=part)
     return OrderedDict(read_indexed(path, read)) if path.name.endswith(_INDEX) else read(path)
@@ -219,13 +227,13 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 
 
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
-    """Return the tensors of a file, and their checksums, or None."""
+    """Return the tensors in a file, and the checksums in its metadata, None if it has none."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_CHECKSUMS)
         state = OrderedDict(load_file(path))
     except safetensors.SafetensorError as error:
-        raise ValueError(f"not a safetensors file ({error})") from error
+        raise ValueError(f"it is not a safetensors file, or is damaged ({error})") from error
     try:
         return state, None if text is None else json.loads(text)
     except ValueError:
@@ -234,21 +242,21 @@ def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
 
 def _read_pickled(path: Path) -> OrderedDict:
     try:
-        mapped = zipfile.is_zipfile(path)  # torch's present format can be read in parts
+        mapped = zipfile.is_zipfile(path)  # the format that torch.save has used since torch 1.6 can be mapped
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(
-            f"not a file of tensors alone ({' '.join(str(error).split())[:200]}). Save model.state_dict(), not the "
-            "model, and no Python objects beside it."
+            f"it cannot be loaded with weights_only=True ({' '.join(str(error).split())[:200]}). Save "
+            "model.state_dict() instead of the model, and no other Python objects."
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         found = ", ".join(map(str, list(state)[:5])) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"not a state dict of a model, which maps names to tensors; it holds: {found}")
+        raise ValueError(f"it is not a model's state dict, which maps names to tensors; it contains: {found}")
     return OrderedDict(state) if not isinstance(state, OrderedDict) else state
 
 
 def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int]) -> None:
-    """Raise ValueError unless the values of a part of the names have the checksums that were saved."""
+    """Raise ValueError unless the values in `state` match the checksums in `sums`. See `read_state` for `part`."""
     number, count = part
     if isinstance(sums, dict):
         chosen = {*sorted({*sums, *state}, key=str)[number::count]}
@@ -260,7 +268,7 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
 
 
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
-    """Add the other names in `model` of a tied weight that `state` contains under one of its names."""
+    """For each tied weight that `state` contains under one of its names in `model`, add the other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""DCPState: sharded models and optimizers in checkpoints of torch.distributed.checkpoint (DCP)."""
+"""DCPState: save and load sharded models and optimizers with torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from .entries import LoadedState, check_groups, groups_of, named, refuse_quantiz
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
 }  # fmt: skip
-"""Settings of torch.optim.AdamW that AdamOptimizer lacks, with what it does."""
+"""Settings of torch.optim.AdamW that AdamOptimizer does not have, with the values that describe what it does."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offsets and sizes of a box in a tensor."""
+"""(offsets, sizes) of a box: the rectangular region of a tensor at these offsets, one number for each dimension."""
 
 
 class DCPState:
-    """State of a model and its optimizer for `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
+    """Save and load a model and its optimizer with `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
 
     Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
-    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim", so checkpoints of
-    FSDP2 or of a plain model can be loaded, and the other way round. AdamOptimizer is saved as torch.optim.AdamW, whose
-    lr, betas, eps and weight decay it loads; float32 masters of half-precision weights are saved too, and expected.
+    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optim", so checkpoints can be
+    exchanged with FSDP2 and with plain models in both directions. The state of an AdamOptimizer has the format of
+    torch.optim.AdamW; of the settings, lr, betas, eps and weight decay are loaded. For half-precision weights, the
+    float32 masters are saved too, and a checkpoint must contain them to be loaded.
 
     Args:
-        model: the model, whose complete state dict is saved.
-        optimizer: an AdamOptimizer, or another optimizer that has made a step; None for the model alone.
+        model: the model; its complete state dict is saved.
+        optimizer: an AdamOptimizer, or another optimizer after its first step; None to save only the model.
 
     Raises:
         RuntimeError: torch is older than 2.15.
@@ -47,20 +48,21 @@ class DCPState:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        from torch.distributed import checkpoint  # imports for a second
+        from torch.distributed import checkpoint  # this import takes a second
 
         expect_module("model", model)
         if optimizer is not None:
             expect_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
         if not hasattr(checkpoint, "CheckpointableTensor"):
             raise RuntimeError(
-                f"DCPState needs torch.distributed.checkpoint.CheckpointableTensor, of torch 2.15; this is torch "
-                f"{torch.__version__}. bmt.save_state writes whole tensors that other programs read, at any version."
+                "DCPState needs torch.distributed.checkpoint.CheckpointableTensor, which torch 2.15 introduces; this "
+                f"is torch {torch.__version__}. bmt.save_state works with any version, and other programs can read its "
+                "safetensors files."
             )
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's elements, in host memory. Collective."""
+        """Return copies of this rank's elements, in host memory, for DCP to save or to load into. Collective."""
         current_world().barrier("DCPState.state_dict")
         state: dict[str, Any] = {"model": {name: _pack(t, t) for name, t in _model_tensors(self._model).items()}}
         if self._optimizer is not None:
@@ -69,10 +71,10 @@ class DCPState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state that DCP has filled. Collective.
+        """Copy the values that DCP has loaded into the model and the optimizer. Collective.
 
         Args:
-            state_dict: what `state_dict` returned.
+            state_dict: what `state_dict` returned, after DCP has loaded into it.
         """
         current_world().barrier("DCPState.load_state_dict")
         targets = _model_tensors(self._model)
@@ -83,14 +85,14 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])  # also where this rank has none
+        torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])  # also if this rank has none
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
 
     # -- the optimizer ------------------------------------------------------------------------------------------
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return its state as `get_state_dict` does, by the names of the parameters."""
+        """Return the optimizer's state in the format of `get_state_dict`, by parameter name."""
         world = current_world()
         parameters = named(optimizer, self._model)
         own = save_state(optimizer, world, gather=False)
@@ -98,12 +100,12 @@ class DCPState:
         held = {names[number]: values for number, values in own["state"].items()}
         if isinstance(optimizer, AdamOptimizer):
             for name, parameter in parameters.items():
-                if parameter.requires_grad and name not in held:  # as it is before its first step
+                if parameter.requires_grad and name not in held:  # DCP needs tensors to load into
                     held[name] = _before_first_step(parameter)
         elif not held:
             raise RuntimeError(
-                f"{type(optimizer).__name__} has no state that DCP could save, or load into, before its first step: "
-                "make a step with lr=0, or pass an AdamOptimizer."
+                f"{type(optimizer).__name__} has no state to save or to load into before its first step: call step() "
+                "once with lr=0, or pass an AdamOptimizer."
             )
         sharded, state = divide_state(parameters, held, world)
         for what, name in sharded:
@@ -133,7 +135,7 @@ class DCPState:
 
 
 def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return AdamOptimizer's state of a parameter that was never updated, laid out like it."""
+    """Return AdamOptimizer's state of a parameter before the first update: CPU tensors with the parameter's layout."""
     own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
     values = own.detach().to("cpu", torch.float32, copy=True)
     state = {
@@ -145,9 +147,9 @@ def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the slices, ordinary parameters and persistent buffers of a state dict, tied ones under each name.
+    """Return the parameters, sharded and ordinary, and persistent buffers by name; tied ones under each of their names.
 
-    Raises ValueError if one is quantized.
+    Raises ValueError if a weight is quantized.
     """
     refuse_quantized(model)
     tensors: dict[str, Any] = {}
@@ -159,13 +161,13 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Any]:
     return tensors
 
 
-# -- slices as boxes ------------------------------------------------------------------------------------------------
+# -- local parameters as boxes --------------------------------------------------------------------------------------
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that cover the elements start:stop, in C order, of a tensor of `shape`, each element once.
+    """Yield boxes that together cover the elements start:stop (in C order) of a tensor of `shape`, each element once.
 
-    For a matrix these are at most a part of a row, complete rows and a part of a row.
+    For a matrix, these are at most three: the end of a row, complete rows, and the beginning of a row.
     """
     if start == stop:
         return
@@ -173,8 +175,8 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # both ends are inside one row
+    first, last = -(-start // row), stop // row  # the complete rows, `last` excluded
+    if first > last:  # start and stop are inside the same row
         for offsets, sizes in boxes(shape[1:], start - last * row, stop - last * row):
             yield (last, *offsets), (1, *sizes)
         return
@@ -187,10 +189,11 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _pack(like: Any, values: Any) -> Any:
-    """Return a copy of `values`, laid out like the parameter `like`, in host memory, as DCP saves and loads it.
+    """Return a copy of `values`, which has the layout of the parameter `like`, in the form that DCP saves and loads.
 
-    It has the rows that contain this rank's elements. Only those elements are written or read, so that the system
-    allocates no memory for the others. A tensor that is not sharded is copied as it is.
+    The copy is in host memory and consists of all rows in which this rank has elements: (rows, *shape[1:]). Only this
+    rank's elements are ever written or read, so the system allocates no memory for whole pages of others. A tensor that
+    is not sharded is copied in full.
     """
     if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
         full = (
@@ -215,7 +218,7 @@ def _pack(like: Any, values: Any) -> Any:
 
 
 def _unpack(like: Any, packed: Any) -> Any:
-    """Return this rank's elements of what `_pack` made, a 1-D view; values that it did not make as they are."""
+    """Return this rank's elements of a tensor that `_pack` made, as a 1-D view; return any other value unchanged."""
     if not hasattr(packed, "global_shape"):
         return packed
     local_range, row = like.placement.range, math.prod(packed.global_shape[1:])

@@ -88,7 +88,9 @@ def other_folders(folder, non_blocking):
     """Each rank names a folder of its own, as where the name has the time in it."""
     training = saved_before(folder)
     own = f"{folder}/{bmt.rank()}"
-    with pytest.raises(RuntimeError, match=rf"rank 1: {folder}/1 lacks .*, which rank 0 has made in {folder}/0: all"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank 1: {folder}/1 lacks .*, which rank 0 has created in {folder}/0: all"
+    ):
         training.save(own, keep=1, non_blocking=non_blocking)
     bmt.synchronize()
     assert not Path(folder, "1").exists() and names(f"{folder}/0") == [".lock"]
@@ -266,7 +268,9 @@ def holder(folder):
 
 def second(folder, process):
     training = Training(blocks=1)
-    with pytest.raises(RuntimeError, match=f"nothing was saved to .*rank 0: .*process {process} on .*saves to"):
+    with pytest.raises(
+        RuntimeError, match=f"nothing was saved to .*rank 0: .*process {process} on .* is also saving to"
+    ):
         bmt.save_state(folder, training.model, step=5)
 
 

@@ -87,7 +87,10 @@ def test_zoo_families(world, tmp_path, name):
 def refused(folder, config):
     with torch.device("meta"):
         model = transformers.GPTNeoXForCausalLM(config)
-    expected = r"missing 1 \(lm_head.weight\), unexpected 1 \(embed_out.weight\).*bmt\.hf\.from_pretrained converts"
+    expected = (
+        r"lack 1 tensors of the model \(lm_head.weight\), and have 1 others \(embed_out.weight\).*"
+        r"bmt\.hf\.from_pretrained converts"
+    )
     with pytest.raises(RuntimeError, match=expected):
         bmt.auto_wrap(model, weights=folder)
 
@@ -143,15 +146,17 @@ def test_plain_models(folder):
     for name in (path, f"{folder}/plain.pt"):
         check_same(bmt.auto_wrap(empty(), weights=name), whole)
     for name, message in {
-        "differ": r"embedding\.weight and head\.weight are tied in the model, and differ",
-        "more": r"unexpected 1 \(more\)", "shape": r"head\.bias has shape \(3,\), in the model \(7,\)",
-        "less": r"missing 1 \(head\.bias\)", "nothing": "nothing.safetensors",
+        "differ": r"embedding\.weight and head\.weight are tied in the model, but differ in the files",
+        "more": r"have 1 others \(more\)", "shape": r"head\.bias has shape \(3,\) in the files, but \(7,\)",
+        "less": r"lack 1 tensors of the model \(head\.bias\)", "nothing": "nothing.safetensors",
     }.items():  # fmt: skip
-        with pytest.raises(RuntimeError, match=f"auto_wrap: Plain could not be filled from .*{message}"):
+        with pytest.raises(RuntimeError, match=f"auto_wrap: Plain could not be loaded from .*{message}"):
             bmt.auto_wrap(empty(), weights=f"{folder}/{name}.safetensors")
-    with pytest.raises(RuntimeError, match=r"1 buffers are on the meta device.*\(table\).*init_empty_weights"):
+    with pytest.raises(
+        RuntimeError, match=r"1 buffers on the meta device have no values.*\(table\).*init_empty_weights"
+    ):
         bmt.auto_wrap(empty(table=False), weights=path)
-    with pytest.raises(RuntimeError, match=r"sharded already: bmt\.load"):
+    with pytest.raises(RuntimeError, match=r"sharded already: load the weights with bmt\.load"):
         bmt.auto_wrap(whole, weights=path)
     with pytest.raises(ValueError, match=r"meta device and has no values.*weights=FOLDER"):
         bmt.auto_wrap(empty())

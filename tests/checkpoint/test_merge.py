@@ -58,7 +58,7 @@ def test_it_is_the_model(world, tmp_path, merge, family, dtype, tied, size):
     state = world(size)(save, str(tmp_path / "run"), {"family": family, "dtype": dtype, "tied": tied})[0]
     status, printed = merge(tmp_path / "run", "--max-shard-size", "10KB")
     output = tmp_path / "run" / "merged-checkpoint-2"
-    assert status is None and f"{output}: the model of " in printed
+    assert status is None and f"{output}: written from " in printed
     files = names(output)
     assert {"config.json", "generation_config.json", "model.safetensors.index.json"} >= set(files) - {
         name for name in files if name.startswith("model-0")
@@ -87,7 +87,7 @@ def saved_whole(folder, case):
 def test_with_the_optimizer_it_is_a_checkpoint(world, tmp_path, merge):
     case = {"family": "gpt2", "dtype": torch.bfloat16}
     values = world(2)(saved_whole, str(tmp_path / "run"), case)[0]
-    assert merge(tmp_path / "run", "--optimizer")[0].endswith("name an --output elsewhere")
+    assert merge(tmp_path / "run", "--optimizer")[0].endswith("choose an --output in another folder")
     assert merge(tmp_path / "run", "--optimizer", "--output", tmp_path / "all", "--max-shard-size", "9kb")[0] is None
     assert "optimizer.safetensors.index.json" in names(tmp_path / "all")
     (step, extra, loaded), (_, other, _) = world(2)(resumed, str(tmp_path / "all"), case)
@@ -111,7 +111,7 @@ def test_trained_tensors_over_a_base(world, tmp_path, merge):
         model = opened(output, "llama")
         check_equal({name: model.state_dict()[name] for name in state}, state)
     world(2)(save, str(tmp_path / "whole"), {"family": "llama"}, (1,))
-    assert "holds the whole model" in merge(tmp_path / "whole", "--base", base)[0]
+    assert "contains the full model" in merge(tmp_path / "whole", "--base", base)[0]
     assert names(tmp_path) == ["base", "out0", "out1", "run", "whole"]
 
 
@@ -124,7 +124,7 @@ def test_a_base_of_ours_in_another_dtype(world, tmp_path, merge):
     base /= "checkpoint-0"
     state = world(1)(save, str(run), case, (1,), True)[0]
     status, printed = merge(run, "--base", base)
-    assert status is None and "note: trained tensors are written as they were saved, in torch.float32" in printed
+    assert status is None and "note: trained tensors are written in torch.float32, as they were saved" in printed
     written = safetensors.torch.load_file(run / "merged-checkpoint-1" / "model.safetensors")
     first = safetensors.torch.load_file(base / "model.safetensors")
     trained = safetensors.torch.load_file(run / "checkpoint-1" / "trained.safetensors")
@@ -147,8 +147,8 @@ def wrong_bases(folder):
     (folder / "words.safetensors").write_text("words")
     return {
         "gpt2": r"--base lacks \d+ of the \d+ trained tensors: .*merge_and_unload", "other": "have other shapes",
-        "empty": "is not a model in safetensors files", "words.safetensors": "is not a model in safetensors files",
-        "nothing": "is not a model in safetensors files",
+        "empty": "does not contain a model", "words.safetensors": "does not contain a model",
+        "nothing": "does not contain a model in safetensors files",
     }  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def test_damage(world, tmp_path, merge):
     newest = tmp_path / "checkpoint-2"
     damage(newest / "model.safetensors")
     status, printed = merge(newest)
-    assert status == f"merge: nothing was written: no checkpoint in {newest} is whole"
+    assert status == f"merge: nothing was written: no checkpoint in {newest} is intact"
     assert "checkpoint-2: damaged: " in printed and " in model.safetensors: bytes " in printed
     assert names(tmp_path) == [".lock", "checkpoint-1", "checkpoint-2"]
     status, printed = merge(tmp_path)
@@ -213,4 +213,4 @@ def test_faults_of_the_disk(world, tmp_path, merge, function, code, after):
 @full
 def test_sizes(tmp_path, merge):
     assert merge(tmp_path, "--max-shard-size", "five")[0] == 2
-    assert "no checkpoint of save_state" in merge(tmp_path)[0]
+    assert "neither a checkpoint of save_state" in merge(tmp_path)[0]

@@ -158,7 +158,7 @@ def through_broken_links(folder):
     bmt.save_state(folder, model, step=1)
     (folder / "latest").symlink_to("checkpoint-7")
     with pytest.raises(
-        RuntimeError, match=r"latest cannot be read.* is a link to .*checkpoint-7, which does not exist"
+        RuntimeError, match=r"latest cannot be read.* is a symbolic link to .*checkpoint-7, which does not exist"
     ):
         bmt.load_state(folder / "latest", model)
     (folder / "checkpoint-2").symlink_to("nowhere")
@@ -310,17 +310,17 @@ def test_none_is_whole(world, tmp_path):
     (tmp_path / "checkpoint-2" / "state.pt").unlink()
     (tmp_path / "checkpoint-1" / "manifest.json").unlink()
     world(2)(
-        refused, str(tmp_path), "no checkpoint .* is whole.*manifest.json is missing.*state.pt is missing.*checksum"
+        refused, str(tmp_path), "no checkpoint .* is intact.*manifest.json is missing.*state.pt is missing.*checksum"
     )
 
 
 def another_model(folder):
-    with pytest.raises(RuntimeError, match=r"of another model: missing \d+ .*unexpected \d+ "):
+    with pytest.raises(RuntimeError, match=r"of another model: it lacks \d+ tensors .* \d+ are unexpected "):
         Training("gpt2").load(folder)
     with pytest.raises(RuntimeError, match="parameter groups of"):
         Training(frozen=True).load(folder)
     training = Training()
-    with pytest.raises(RuntimeError, match="1 optimizers, this call passes 2"):
+    with pytest.raises(RuntimeError, match="1 optimizers, and this load_state call passes 2"):
         bmt.load_state(folder, training.model, [training.optimizer, training.optimizer])
 
 

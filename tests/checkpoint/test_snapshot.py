@@ -89,7 +89,9 @@ def written_beside(folder):
         if bmt.rank() == bmt.world_size() - 1:
             with torch.no_grad():
                 next(training.model.parameters()).mul_(2)
-        with pytest.raises(RuntimeError, match=r"nothing was saved.*rank \d: .*Weights .* were written before"):
+        with pytest.raises(
+            RuntimeError, match=r"nothing was saved.*rank \d: .*changed weights .* before they were copied"
+        ):
             saving.wait()
     training.train(4)
     return training.load(folder).step

@@ -162,7 +162,7 @@ def passed_over(folder, name):
     assert loop.checkpoints() == [".lock", "checkpoint_0", "checkpoint_1", "checkpoint_2"]
     if bmt.rank() == 0:
         (line,) = lines
-        assert line.startswith("load_state passed over ") and "checkpoint_1: " in line and name in line
+        assert line.startswith("load_state skipped the checkpoint ") and "checkpoint_1: " in line and name in line
     return after
 
 

@@ -112,8 +112,10 @@ def models() -> Iterator[Row]:
     yield wrap("itself as a block", Tower, "blocks= names a Tower that is not part", lambda m: [m])
     yield wrap("a block in a block", Tower, "Pass one of the two", lambda m: [m.layers[0], m.layers[0].linear])
     yield wrap("one layer as blocks", Tower, "blocks= must be a list of modules", lambda m: m.layers[0])
-    yield wrap("no weights there", Tower, "a folder without weights", weights=scratch())
-    yield wrap("another's weights", Tower, "missing .*unexpected", weights=stored("a.pt", nn.Linear(2, 2).state_dict()))
+    yield wrap("no weights there", Tower, "the folder has no Hugging Face weights", weights=scratch())
+    yield wrap(
+        "another's weights", Tower, "lack .* and have .* others", weights=stored("a.pt", nn.Linear(2, 2).state_dict())
+    )
     yield wrap("DataParallel", lambda: nn.DataParallel(Tower()), r"pass its `\.module`")
     yield wrap("a lazy layer", lambda: nn.Sequential(nn.LazyLinear(2)), "run one forward before wrapping")
     yield wrap("sparse gradients", lambda: nn.Embedding(3, 2, sparse=True), "its attribute `sparse` to False")
@@ -290,16 +292,18 @@ def files() -> Iterator[Row]:
         return "load", name, lambda: bmt.load(wrapped(), file()), message
 
     state = Tower().state_dict()
-    yield load("a folder without weights", scratch, "a folder without weights")
+    yield load("a folder without weights", scratch, "the folder has no Hugging Face weights")
     yield load("text", lambda: written("a.pt", "hello"), "a.pt could not be read")
     yield load("an empty file", lambda: written("a.pt", ""), "could not be read")
     yield load("text as safetensors", lambda: written("a.safetensors", "hello"), "not a safetensors file")
     yield load("a broken index", lambda: written("model.safetensors.index.json", "{"), "index.json could not be read")
-    yield load("an index of nothing", lambda: written("a.index.json", "{}"), "not an index of Hugging Face")
+    yield load("an index of nothing", lambda: written("a.index.json", "{}"), "not a Hugging Face index")
     lost = '{"weight_map": {"a": "b.bin"}}'
-    yield load("lost files", lambda: written("a.index.json", lost), r"b\.bin is missing, which a\.index\.json names")
-    yield load("a list", lambda: stored("a.pt", [1, 2]), "not a state dict of a model")
-    yield load("an optimizer's", lambda: stored("a.pt", sgd().state_dict()), "not a state dict of a model")
+    yield load(
+        "lost files", lambda: written("a.index.json", lost), r"b\.bin is missing, although a\.index\.json lists it"
+    )
+    yield load("a list", lambda: stored("a.pt", [1, 2]), "not a model's state dict")
+    yield load("an optimizer's", lambda: stored("a.pt", sgd().state_dict()), "not a model's state dict")
     yield load(
         "another shape", lambda: stored("a.pt", {**state, "head.weight": torch.ones(3, 6)}), r"head\.weight.*\(2, 6\)"
     )
@@ -318,10 +322,10 @@ def states() -> Iterator[Row]:
     yield save("below a file", "nothing was saved", written("a", "") + "/b")
     yield save("an empty name", "folder must be a path, got an empty string", "")
     yield save("swapped", "folder must be a path", Tower())
-    yield save("a stranger's optimizer", "pass the module that holds all that it updates", optimizer=adam())
+    yield save("a stranger's optimizer", "pass the module that contains all parameters", optimizer=adam())
     yield save("a scheduler as optimizer", "optimizer must be an OptimManager", optimizer=constant())
     yield save("an optimizer as scheduler", "scheduler must be", scheduler=0.1)
-    yield save("a function as extra", "extra .* may hold tensors", extra=len)
+    yield save("a function as extra", "extra .* may contain only tensors", extra=len)
     yield save("a name with a slash", "name must be", name="../b")
     by_position = lambda: bmt.save_state("a", wrapped(), None, None, None, 1)  # noqa: E731
     yield "save_state", "step by position", by_position, "takes from 2 to 5 positional"
@@ -329,13 +333,13 @@ def states() -> Iterator[Row]:
     def load(name: str, message: str, **changes: Any) -> Row:
         return "load_state", name, lambda: bmt.load_state(**{**saved(), **changes}), message
 
-    yield load("another model", "it is of another model: missing", model=bmt.auto_wrap(nn.Linear(2, 2)), optimizer=None)
-    yield load("two optimizers", "has 1 optimizers, this call passes 2", optimizer=[adam(), adam()])
-    yield load("a stranger's optimizer", "pass the module that holds all", optimizer=adam())
-    yield load("a scheduler it lacks", "it has 0 schedulers, this call passes 1", scheduler=constant())
-    yield load("a file", "it is a file: name", folder=written("a", ""))
+    yield load("another model", "is of another model: it lacks", model=bmt.auto_wrap(nn.Linear(2, 2)), optimizer=None)
+    yield load("two optimizers", "of 1 optimizers, and this load_state call passes 2", optimizer=[adam(), adam()])
+    yield load("a stranger's optimizer", "pass the module that contains all", optimizer=adam())
+    yield load("a scheduler it lacks", "of 0 schedulers, and this load_state call passes 1", scheduler=constant())
+    yield load("a file", "it is a file: pass", folder=written("a", ""))
     yield load("an empty name", "folder must be a path, got an empty string", folder="")
-    yield "load_state", "a damaged one", damaged, "no checkpoint in .* is whole"
+    yield "load_state", "a damaged one", damaged, "no checkpoint in .* is intact"
     yield "load_state", "swapped", lambda: bmt.load_state(wrapped(), "a"), "folder must be a path"
     loads = lambda state: trained()[2].load_state_dict(state)  # noqa: E731
     yield "OptimManager.load_state_dict", "{}", lambda: loads({}), "state_dict must be .*, but it lacks optimizers"
@@ -382,10 +386,10 @@ def commands() -> Iterator[Row]:
     yield check("nothing", "required: command")
     yield check("no such command", "invalid choice: 'repair'", "repair", "a")
     yield check("no folder", "required: folder", "verify")
-    yield check("nowhere", "no checkpoint of save_state", "verify", "no/where")
-    yield check("an empty folder", "no checkpoint of save_state", "inspect", scratch())
-    yield check("a file", "no checkpoint of save_state", "verify", written("a", ""))
-    yield check("a size of 5XB", "'5XB' is no size such as 5GB", "merge", "a", "--max-shard-size", "5XB")
+    yield check("nowhere", "neither a checkpoint of save_state", "verify", "no/where")
+    yield check("an empty folder", "neither a checkpoint of save_state", "inspect", scratch())
+    yield check("a file", "neither a checkpoint of save_state", "verify", written("a", ""))
+    yield check("a size of 5XB", "'5XB' is not a size: write one such as 5GB", "merge", "a", "--max-shard-size", "5XB")
     yield check("a size of 0", "'0' is less than one byte", "merge", "a", "--max-shard-size", "0")
     yield check(
         "output exists", "exists already: name another --output", "merge", saved()["folder"], "--output", scratch()

@@ -273,7 +273,7 @@ def AutoModel() -> Any:
 
 MESSAGES = {
     "load(file_name=): text": "load: seven could not be read.*No such file",
-    "auto_wrap(weights=): text": "could not be filled from weights=seven.*No such file",
+    "auto_wrap(weights=): text": "could not be loaded from weights=seven.*No such file",
 }
 """Messages that name an argument in another way."""
 

@@ -245,5 +245,7 @@ def trained_before(folder):
 
 @full
 def test_what_was_trained_is_not_loaded_into_a_quantized_weight(world, tmp_path):
-    with pytest.raises(AssertionError, match=rf"1 weights that are quantized here \({NAME}\).*without quantize_frozen"):
+    with pytest.raises(
+        AssertionError, match=rf"1 weights that are quantized in this model \({NAME}\).*without quantize_frozen"
+    ):
         world(2)(trained_before, str(tmp_path))

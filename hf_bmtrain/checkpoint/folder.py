@@ -249,5 +249,5 @@ def find_damage_of_added(folder: Path) -> str | None:
     sums = json.loads((folder / ADDED).read_bytes()) if (folder / ADDED).exists() else {}
     for name, crc in sums.items():
         if zlib.crc32((folder / name).read_bytes()) != crc:
-            return f"the contents of {name} do not match the saved checksum (if you have edited it, delete {ADDED})"
+            return f"{name} does not match the saved checksum (if you have edited it, delete {ADDED})"
     return None

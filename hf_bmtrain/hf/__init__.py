@@ -1,6 +1,6 @@
-"""Training with Hugging Face's Trainer and Accelerate. Imported on first use, as `bmt.hf`.
+"""Train sharded models with Hugging Face's Trainer and Accelerate. Imported on first use, as `bmt.hf`.
 
-Only this folder imports transformers and accelerate. It uses the other folders; none of them imports it.
+Only this folder imports transformers and accelerate. It imports the other folders, and none of them imports it.
 """
 
 from ..features.loss.chunked_head import fuse_causal_loss

@@ -1,4 +1,4 @@
-"""Accelerate's checkpoints of a sharded model: each rank writes its part, and one rename publishes the checkpoint."""
+"""Accelerate's checkpoints of a sharded model: each rank writes its own elements, and a rename publishes the folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ..engine.wrap.accelerator import check_accelerator
 def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
     """Make `accelerator.save_state` and `load_state` save and load checkpoints as `bmt.save_state` does.
 
-    All ranks write their parts of weights and optimizer state, nothing is gathered, and any number of ranks can resume.
-    Accelerate writes all else (schedulers, scaler, samplers, registered objects, random states) to the same folder,
-    which is checksummed and renamed into place. Checkpoints beyond `total_limit` are deleted after that. Both methods
-    are collective then.
+    Each rank writes its own elements of weights and optimizer state, nothing is gathered, and any number of ranks can
+    resume. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random states) to the
+    same folder, which is checksummed and renamed into place. After that, checkpoints beyond `total_limit` are deleted.
+    Both methods become collective.
 
     Args:
-        accelerator: an `accelerate.Accelerator`, which is changed.
+        accelerator: the `accelerate.Accelerator`, whose two methods are replaced.
 
     Returns:
         `accelerator`.
@@ -45,10 +45,11 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
 
 
 class _AcceleratorStates:
-    """`save_state` and `load_state` of one Accelerator.
+    """The methods that replace `save_state` and `load_state` of one Accelerator.
 
-    With automatic naming a checkpoint is `project_dir`/checkpoints/checkpoint_`iteration`. A folder that the caller
-    names holds one, checkpoint-1 or a later number, which the next call replaces when it is complete.
+    With automatic naming, a checkpoint is the folder `project_dir`/checkpoints/checkpoint_`iteration`. A folder that
+    the caller names contains one checkpoint, in a subfolder checkpoint-1 or a later number. The next call saves a
+    second one there and deletes the first when the second is complete.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -60,21 +61,23 @@ class _AcceleratorStates:
 
         Args:
             output_dir: the folder; None with automatic naming.
-            safe_serialization: ignored: weights are safetensors.
-            **options: of Accelerate's `save_state`.
+            safe_serialization: ignored for the weights, which are always saved as safetensors.
+            **options: passed to Accelerate's `save_state`.
 
         Returns:
-            The folder.
+            The folder of the checkpoint, or `output_dir`.
 
         Raises:
-            RuntimeError: on every rank, if one cannot write. Earlier checkpoints are untouched.
+            RuntimeError: on every rank, if one rank cannot write. Earlier checkpoints are untouched.
         """
         world, configuration = self._begin("accelerator.save_state"), self._accelerator.project_configuration
         automatic, limit, iteration = (
             configuration.automatic_checkpoint_naming, configuration.total_limit, configuration.iteration
         )  # fmt: skip
         if not automatic and output_dir is None:
-            raise ValueError("accelerator.save_state: pass a folder, or set automatic_checkpoint_naming")
+            raise ValueError(
+                "accelerator.save_state: pass output_dir, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
         root = self._automatic_root() if automatic else Path(output_dir or "").resolve()
         name = f"checkpoint_{iteration}" if automatic else None
 
@@ -82,7 +85,7 @@ class _AcceleratorStates:
             with self._left_to_accelerate():
                 self._save_state(str(folder), safe_serialization, **options)
 
-        with ExitStack() as stack:  # rank 0's has the folder that becomes `root`
+        with ExitStack() as stack:  # on rank 0 it may have a temporary folder, which `close` renames to `root`
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(
@@ -101,20 +104,20 @@ class _AcceleratorStates:
     def load(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
         """Load `input_dir` or, with automatic naming, the newest intact checkpoint. Collective.
 
-        Checkpoints that are passed over are logged, with the reason. A folder of Accelerate's own format is left to it.
+        Skipped checkpoints are logged, with the reason. A folder in Accelerate's own format is loaded by Accelerate.
 
         Args:
             input_dir: the folder; None with automatic naming.
-            load_kwargs: of Accelerate's `load_state`.
-            **options: of Accelerate's `load_state`.
+            load_kwargs: passed to Accelerate's `load_state`.
+            **options: passed to Accelerate's `load_state`.
 
         Raises:
-            RuntimeError: on every rank, if no checkpoint is intact, or one rank cannot load it.
+            RuntimeError: on every rank, if no checkpoint is intact, or if a rank cannot load it.
         """
         world, configuration = self._begin("accelerator.load_state"), self._accelerator.project_configuration
         automatic = input_dir is None and configuration.automatic_checkpoint_naming
         if not automatic and input_dir is None:
-            return self._load_state()  # which raises
+            return self._load_state()  # raises an error that asks for input_dir
         root = self._automatic_root() if automatic else Path(input_dir or "").expanduser().resolve()
         if not _on_first_rank(world, lambda: any(find(root))):
             if automatic:
@@ -125,7 +128,9 @@ class _AcceleratorStates:
         try:
             with self._left_to_accelerate():
                 self._load_state(str(resumed.folder), load_kwargs, **options)
-            if isinstance(resumed.extra, dict):  # Accelerate restores it on as many ranks as saved
+            if isinstance(
+                resumed.extra, dict
+            ):  # Accelerate itself restores the step only if as many ranks load as saved
                 self._accelerator.step = resumed.extra.get("step", self._accelerator.step)
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)
         except Exception as error:
@@ -159,18 +164,19 @@ class _AcceleratorStates:
 
     @contextmanager
     def _left_to_accelerate(self) -> Iterator[None]:
-        """Let Accelerate save to, or load from, the folder that it is given, everything but models and optimizers.
+        """While this context is open, make Accelerate save or load everything but models and optimizers.
 
-        Hooks of the user's before saving or loading see the models, and before saving full weights.
+        If the user has registered hooks before saving or loading, they get the models; those before saving also get
+        full weights.
         """
         accelerator, configuration = self._accelerator, self._accelerator.project_configuration
         models, optimizers, automatic = (
             accelerator._models, accelerator._optimizers, configuration.automatic_checkpoint_naming
         )  # fmt: skip
         if not (accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook):
-            accelerator._models = []  # the weights need not be gathered for a hook
+            accelerator._models = []  # no hook needs them, so that Accelerate does not gather weights
         accelerator._optimizers, configuration.automatic_checkpoint_naming = [], False
-        handles = [  # the last of the hooks
+        handles = [  # they run after all other hooks
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
             accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()),
         ]
@@ -184,7 +190,10 @@ class _AcceleratorStates:
 
 
 def _on_first_rank(world: World, call: Any) -> Any:
-    """Return on all ranks what `call` returns on rank 0. Raises RuntimeError on all if it raises. Collective."""
+    """Call `call` on rank 0 and return its result on all ranks. Collective.
+
+    Raises RuntimeError on all ranks if the call raises OSError or ValueError.
+    """
     found = problem = None
     if world.rank == 0:
         try:
@@ -202,15 +211,15 @@ def _names(folder: Path) -> str:
 def _refuse_existing(folder: Path) -> None:
     if folder.exists():
         raise ValueError(
-            f"{folder} exists: load_state() before, or ProjectConfiguration(iteration=...), makes the next save go on "
-            "after the newest."
+            f"{folder} exists already: to continue the numbers of the existing checkpoints, call load_state() before "
+            "the first save, or set ProjectConfiguration(iteration=...)."
         )
 
 
 def _fresh(folder: Path, stack: ExitStack) -> Path | None:
-    """Return an empty folder that becomes `folder` when `stack` is closed, so that it exists only when it is complete.
+    """Return a temporary folder that becomes `folder` when `stack` is closed, so that `folder` is never incomplete.
 
-    None if `folder` has contents, which remain.
+    Returns None, and changes nothing in it, if `folder` has contents already.
     """
     if folder.exists() and os.listdir(folder):
         delete_abandoned(folder)

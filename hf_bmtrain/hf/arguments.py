@@ -1,4 +1,4 @@
-"""Checks of Trainer's arguments, model and optimizer; each error says how to resolve it."""
+"""Check Trainer's arguments, model and optimizer. Each error says how to resolve it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EQUAL = (
     "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_only_model",
     "load_best_model_at_end",
 )  # fmt: skip
-"""Arguments by which the ranks would make other steps, split rows otherwise, or come to collectives at other times."""
+"""Arguments that must be equal on all ranks: they decide the updates, the batches, and when collectives are issued."""
 
 
 def check_versions() -> None:
@@ -31,8 +31,8 @@ def check_versions() -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
     if numbers < _OLDEST_ACCELERATE:
         raise RuntimeError(
-            f"accelerate {installed} wraps every model in DistributedDataParallel, which corrupts a sharded one: "
-            "pip install 'accelerate>=1.14'."
+            f"accelerate {installed} wraps every model in DistributedDataParallel, which would corrupt a sharded "
+            "model. Install a newer one: pip install 'accelerate>=1.14'."
         )
 
 
@@ -42,58 +42,64 @@ def check_model(model: Any) -> None:
     sharded = sum(isinstance(parameter, DistributedParameter) for parameter in parameters)
     if sharded < len(parameters):
         raise RuntimeError(
-            f"BMTrainCallback: {sharded} of the {len(parameters)} parameters of {type(model).__name__} are sharded. "
-            "Call model = bmt.auto_wrap(model) before Trainer, after everything that adds or replaces parameters."
+            f"BMTrainCallback: only {sharded} of the {len(parameters)} parameters of {type(model).__name__} are "
+            "sharded. Call model = bmt.auto_wrap(model) before Trainer, after everything that adds or replaces "
+            "parameters."
         )
 
 
 def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
-    """Raise ValueError for an argument that does not work with a sharded model."""
+    """Raise ValueError if an argument of Trainer does not work with a sharded model."""
     if args.auto_find_batch_size:
         raise ValueError(
-            "auto_find_batch_size=True: when one rank runs out of memory the others wait for it for ever. Choose "
-            "per_device_train_batch_size; gradient_accumulation_steps keeps the global batch."
+            "auto_find_batch_size=True does not work with a sharded model: when one rank runs out of memory and tries "
+            "again, the others wait for it for ever. Leave it out and choose a smaller per_device_train_batch_size; "
+            "more gradient_accumulation_steps keep the global batch size."
         )
     if getattr(args, "enable_jit_checkpoint", False) and current_world().size > 1:
         raise ValueError(
-            "enable_jit_checkpoint=True with several ranks: each rank would save when its own signal comes, and a "
-            "sharded model is saved by all of them together. Leave it out; save_steps says how much a kill may cost."
+            "enable_jit_checkpoint=True does not work with several ranks: each rank would save when it receives its "
+            "own signal, but all ranks must save a sharded model together. Leave it out, and set save_steps to the "
+            "number of steps that you can afford to lose."
         )
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
-            raise ValueError(f"{name}={getattr(args, name)!r}: hf_bmtrain shards the model already. Leave it out.")
+            raise ValueError(
+                f"{name}={getattr(args, name)!r}: hf_bmtrain has sharded the model already. Leave this argument out."
+            )
     if args.n_gpu > 1:
         raise ValueError(
-            f"Trainer sees {args.n_gpu} GPUs in one process and would use DataParallel: start one process a GPU "
-            "(torchrun --nproc-per-node N script.py), or show the process one GPU (CUDA_VISIBLE_DEVICES=0)."
+            f"Trainer sees {args.n_gpu} GPUs in one process and would use DataParallel: start one process for each "
+            "GPU (torchrun --nproc-per-node N script.py), or make only one GPU visible (CUDA_VISIBLE_DEVICES=0)."
         )
     check_accelerator(current_world().size)
     _check_precision(args, {parameter.dtype for parameter in model.parameters()})
 
 
 def agree_on_arguments(args: TrainingArguments) -> None:
-    """Raise RuntimeError unless the arguments that must be equal on all ranks are. Collective."""
+    """Raise RuntimeError if an argument that must be the same on all ranks differs between them. Collective."""
     current_world().check_same_on_all_ranks("Trainer.train", {name: getattr(args, name, None) for name in _EQUAL})
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if all parameters of `optimizer` are frozen slices."""
+    """Raise RuntimeError if all parameters of `optimizer` are frozen and sharded."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if held and all(isinstance(p, DistributedParameter) and not p.requires_grad for p in held):
         raise RuntimeError(
-            f"All {len(held)} parameters that {type(optimizer).__name__} holds are frozen, so nothing would be "
-            "trained: adapters were put into the model after the optimizer was made (peft_config=, say). Leave it to "
-            "the trainer (optim= or optimizer_cls_and_kwargs=), or put the adapters in before you make it."
+            f"All {len(held)} parameters of {type(optimizer).__name__} are frozen, so nothing would be trained. "
+            "Adapters were probably added to the model after the optimizer was created, for example by peft_config=. "
+            "Let the trainer create the optimizer (optim= or optimizer_cls_and_kwargs=), or add the adapters before "
+            "you create it."
         )
 
 
 def warn_of_missing_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Log a warning if half-precision weights are updated without float32 masters."""
+    """Log a warning if the optimizer updates half-precision weights without float32 master copies."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if dtypes & {torch.float16, torch.bfloat16} and type(optimizer).__module__.split(".")[0] != "hf_bmtrain":
         _log.warning(
-            "%s updates half-precision weights without a float32 copy: small updates are lost. Use "
-            "bmt.optim.AdamOptimizer, which keeps one, or float32 weights with bf16=True.",
+            "%s updates half-precision weights without float32 master copies, so rounding loses small updates. Use "
+            "bmt.optim.AdamOptimizer, which keeps master copies, or float32 weights with bf16=True.",
             type(optimizer).__name__,
         )
 
@@ -101,12 +107,12 @@ def warn_of_missing_masters(model: torch.nn.Module, optimizer: torch.optim.Optim
 def _check_precision(args: TrainingArguments, dtypes: set[torch.dtype]) -> None:
     if args.fp16 and torch.float16 in dtypes:
         raise ValueError(
-            "fp16=True with float16 weights: the gradient scaler of torch refuses float16 gradients. Load the model "
-            "in float32 (dtype=torch.float32) and keep fp16=True, or use bfloat16 weights."
+            "fp16=True does not work with float16 weights: torch's GradScaler refuses float16 gradients. Load the "
+            "model in float32 (dtype=torch.float32) and keep fp16=True, or use bfloat16 weights."
         )
     for name, dtype in (("fp16_full_eval", torch.float16), ("bf16_full_eval", torch.bfloat16)):
         if getattr(args, name, False) and dtypes != {dtype}:
             raise ValueError(
-                f"{name}=True casts the model for evaluation, and a sharded model cannot be cast. Leave it out (bf16 "
-                "and fp16 evaluate under autocast as well), or cast the model before auto_wrap."
+                f"{name}=True casts the model for evaluation, and a sharded model cannot be cast. Leave it out (with "
+                "bf16 or fp16, evaluation runs under autocast too), or cast the model before auto_wrap."
             )

@@ -1,4 +1,4 @@
-"""BadNumbers: says where inf and nan come from while Trainer trains, and ends a training that they have spoilt."""
+"""BadNumbers: find where inf and nan in Trainer's gradients come from, and end training that cannot recover."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ LEAST_SCALE = 2.0**-24
 
 
 class BadNumbers:
-    """Reads what Trainer logs. It never waits for the device while the gradient norm and the loss scale are sound.
+    """Checks the gradient norm and loss scale that Trainer logs, and finds the source of inf and nan in gradients.
 
-    Trainer without a GradScaler applies gradients that are inf or nan, as torch does; with one it skips these steps for
-    ever. A logged gradient norm that is not finite, or a loss scale below 1, is a warning, and the ranks' gradients are
-    looked at in the next steps, to name the first block and parameter and the rank. All methods are collective.
+    Without a GradScaler, Trainer applies gradients with inf or nan, as torch does; with one, it skips such steps
+    without limit. If a logged gradient norm is not finite, or the loss scale is below 1, this class logs a warning,
+    examines the gradients of the next steps, and logs the rank, block and parameter where inf or nan occurred first.
+    Otherwise it never waits for the device. All methods are collective.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -30,7 +31,7 @@ class BadNumbers:
         self._logs = 0
 
     def end_step(self, step: int) -> None:
-        """Look at the gradients of step number `step`, if they were watched."""
+        """Examine the gradients of step number `step` and log where inf or nan came from, if `look` requested it."""
         own = _watcher().watch_of(self)
         if own is None:
             return
@@ -44,10 +45,10 @@ class BadNumbers:
             self.close()
 
     def look(self, step: int, norm: float | None, scale: float | None) -> None:
-        """Look at the gradient norm and the loss scale (None without one) that are logged after step number `step`.
+        """Check the gradient norm and the loss scale (None without one) that are logged after step number `step`.
 
-        Raises RuntimeError if the norm was not finite in three logs in a row without a loss scale, or if the scale has
-        fallen so far that gradients vanish.
+        Raises RuntimeError if, without a loss scale, the norm was not finite in three consecutive logs, or if the loss
+        scale is so small that gradients vanish.
         """
         bad = scale < 1 if scale is not None else norm is not None and not math.isfinite(norm)
         if not bad:
@@ -56,36 +57,36 @@ class BadNumbers:
         self._logs += 1
         if scale is None:
             problem = (
-                f"the gradient norm is {norm} at step {step}, and without a loss scale Trainer applies such gradients: "
+                f"the gradient norm is {norm} at step {step}, and Trainer applies such gradients without a loss scale: "
                 f"{self._spoilt()}"
             )
         else:
-            problem = f"the loss scale has fallen to {scale:g} at step {step}: gradients overflow again and again"
+            problem = f"the loss scale has fallen to {scale:g} at step {step}: gradients overflow repeatedly"
         if self._logs >= LIMIT if scale is None else scale < LEAST_SCALE:
             raise RuntimeError(
-                f"Training no longer advances: {problem}. Go on from a checkpoint from before, with a lower learning "
-                "rate or without the data that do this (the log names block and rank), or with OptimManager, which "
-                "skips such steps."
+                f"Training no longer makes progress: {problem}. Resume from an earlier checkpoint with a lower "
+                "learning rate or without the data that cause this (the log names block and rank), or use "
+                "OptimManager, which skips such steps."
             )
         if current_world().rank == 0:
-            _log.warning("%s; the next steps are watched", problem)
+            _log.warning("%s; the gradients of the next steps will be examined", problem)
         if _watcher().watch_of(self) is None:
             _watcher().watch(self, self._parameters)
 
     def _spoilt(self) -> str:
-        """Return in words how many parameters are not finite."""
+        """Return a text that says how many parameters contain inf or nan on any rank. Collective."""
         world = current_world()
         parts = [p.detach().as_subclass(torch.Tensor) for p in self._parameters]
         flags = torch.stack([part.isfinite().all().logical_not() for part in parts]).float().to(world.device)
         world.reduce.all_reduce(flags, maximum=True).wait()
-        return f"{int(flags.sum())} of {len(parts)} parameters hold inf or nan"
+        return f"{int(flags.sum())} of {len(parts)} parameters contain inf or nan"
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop examining gradients."""
         _watcher().stop(self)
 
 
 def _watcher() -> GradientWatcher:
     watcher = current_world().schedule.observer(GradientWatcher)
-    assert watcher is not None, "init_distributed adds it"
+    assert watcher is not None, "init_distributed adds a GradientWatcher"
     return watcher

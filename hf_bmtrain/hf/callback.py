@@ -1,4 +1,4 @@
-"""BMTrainCallback: train a sharded model with Hugging Face's Trainer, unmodified."""
+"""BMTrainCallback: train a sharded model with an unmodified Trainer of Hugging Face."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _log = logging.getLogger("hf_bmtrain")
 class BMTrainCallback(TrainerCallback):
     """Trains a sharded model with Hugging Face's Trainer.
 
-    At the start it raises an error for arguments that do not work with a sharded model, and shards adapters that the
-    trainer itself added. Trainer saves on rank 0 alone; before each save all ranks write their parts of weights and
-    optimizer state to the checkpoint. The callback compiles the blocks if `torch_compile` is set.
+    When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
+    and shards adapters that the trainer added. Trainer saves only on rank 0; therefore, before each save, the callback
+    lets every rank write its own elements of weights and optimizer state to the checkpoint. If `torch_compile` is set,
+    the callback compiles the blocks.
 
-    To log entries of the training loss it adds samples_per_second, tokens_per_second (of all ranks),
-    model_tflops_per_device, peak_memory_gib (of the rank with most) and, with loss scaling, loss_scale. If the gradient
-    norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and rank it
-    comes from; after three such norms in a row training ends with an error.
+    To log entries with the training loss it adds samples_per_second and tokens_per_second (over all ranks),
+    model_tflops_per_device, peak_memory_gib (of the rank that uses most) and, with loss scaling, loss_scale. If the
+    gradient norm in such an entry is inf or nan, or the loss scale is below 1, a warning names the block, parameter and
+    rank that it comes from. After three such norms in a row, training ends with an error.
 
-    Pass it last in `callbacks`, so that it sees whether the others requested a save. Reporters such as TensorBoard run
-    before it and miss its numbers; with `bmt.hf.Trainer` they receive them.
+    Put it last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as TensorBoard
+    run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
 
     Args:
-        save_on_sigterm: after SIGTERM to any rank, save a checkpoint at the end of the step and exit with status 143,
-            on all ranks. The ranks then exchange a message after every step, which takes about a millisecond.
+        save_on_sigterm: when any rank receives SIGTERM, save a checkpoint at the end of the step and exit all ranks
+            with status 143. For this, the ranks exchange a message after every step, which takes about a millisecond.
 
     Example::
 
@@ -57,7 +58,7 @@ class BMTrainCallback(TrainerCallback):
         self._terminating = False
         self._weights: StagedWeights | None = None
         self._checkpoints: TrainerCheckpoints | None = None
-        self.resumed: str | None = None  # the folder that Trainer resumes from, if bmt.hf.Trainer knows it
+        self.resumed: str | None = None  # set by bmt.hf.Trainer: the folder to resume from
         self._speed: Speedometer | None = None
         self._numbers: BadNumbers | None = None
         self._compiled = False
@@ -76,14 +77,18 @@ class BMTrainCallback(TrainerCallback):
                 set_aside_incomplete(args.output_dir)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
-        world.raise_everywhere(f"Trainer: the checkpoints in {args.output_dir} could not be looked at", problem)
+        world.raise_everywhere(
+            f"Trainer: the checkpoints in {args.output_dir} could not be checked for completeness", problem
+        )
 
     def _adopt(self, args: Any, model: Any) -> None:
         check_model(model)
         if self._weights is None or self._weights.model is not model:
             check_arguments(args, model)
             self._weights = StagedWeights(model)
-            if hasattr(model, "num_parameters"):  # for Trainer's total_flos, which would count a slice as the whole
+            if hasattr(
+                model, "num_parameters"
+            ):  # for Trainer's total_flos, which would count only this rank's elements
                 model.num_parameters = ParameterCount(model)
 
     def on_train_begin(
@@ -113,7 +118,7 @@ class BMTrainCallback(TrainerCallback):
         self._close()
 
     def _close(self) -> None:
-        if self._checkpoints is not None:  # a training that failed while Trainer was saving
+        if self._checkpoints is not None:  # not None if an earlier training failed, perhaps during a save
             self._checkpoints.withdraw()
         for part in (self._speed, self._termination, self._numbers):
             if part is not None:
@@ -160,7 +165,7 @@ class BMTrainCallback(TrainerCallback):
         self._weights.written = self._checkpoints.staged if own else None
 
     def stage(self, args: Any, model: Any) -> None:
-        """Gather the present weights, for a `save_model` that runs on rank 0 alone. Collective.
+        """Gather the weights to rank 0, for a `save_model` that runs only there. Collective.
 
         Args:
             args: the trainer's TrainingArguments.
@@ -176,7 +181,7 @@ class BMTrainCallback(TrainerCallback):
             self._weights.drop()
             if self._terminating:
                 self._close()
-                _log.warning("SIGTERM: saved %s, exiting", self._folder(args, state))
+                _log.warning("received SIGTERM: saved %s, exiting", self._folder(args, state))
                 raise SystemExit(128 + signal.SIGTERM)
 
     @staticmethod
@@ -186,10 +191,10 @@ class BMTrainCallback(TrainerCallback):
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Move the numbers of the last step into a log entry.
+        """Move the speed and memory since the last log entry into a new entry.
 
         Args:
-            logs: the entry, which is changed if it contains the training loss.
+            logs: the entry. It is changed only if it contains the training loss.
         """
         if "loss" in logs:
             logs.update(self._report)
@@ -210,7 +215,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _loss_scale(optimizer: Any) -> dict[str, float]:
-    """Return the loss scale as a log entry, {} without one."""
+    """Return {"loss_scale": the loss scale}, or {} if there is none."""
     scaler, inner = getattr(optimizer, "scaler", None), _inner(optimizer)
     if scaler is not None:
         return {"loss_scale": float(scaler.get_scale())}
@@ -220,7 +225,10 @@ def _loss_scale(optimizer: Any) -> dict[str, float]:
 
 
 def _is_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
-    """Return whether Trainer will save after this evaluation, False if these metrics do not show it."""
+    """Return whether Trainer, with save_strategy="best", will save after an evaluation with these metrics.
+
+    Trainer saves if the metric is better than `state.best_metric`. Returns False if `metrics` lacks the metric.
+    """
     name = args.metric_for_best_model or "loss"
     value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
     if value is None:

@@ -1,4 +1,4 @@
-"""The sharded part of Trainer's checkpoints: weights and optimizer, written by all ranks before Trainer's files."""
+"""The sharded part of Trainer's checkpoints: weights and optimizer state, which all ranks write first."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ _REFERENCE = "hf_bmtrain"
 
 
 class TrainerCheckpoints:
-    """Saves and loads weights and an element-wise `optimizer` of a sharded model in Trainer's folders.
+    """Saves and loads the weights and the optimizer state of a sharded model in Trainer's checkpoint folders.
 
-    `save` publishes `checkpoint-N` with everything that is sharded, flushed to disk and checksummed, before Trainer
-    adds its own files; Trainer's `optimizer.pt` has the parameter groups and a reference. `complete` adds checksums of
-    Trainer's files, and deletes older checkpoints: Trainer would on rank 0, while others still write. On resuming,
-    Trainer loads `optimizer.pt`, and then `load` the rest, for any number of ranks.
+    `save` publishes `checkpoint-N` with everything that is sharded, flushed to disk and checksummed. Then Trainer adds
+    its own files; its `optimizer.pt` has only the parameter groups and a reference to the folder. `complete` adds the
+    checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0 while other
+    ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and `load` the rest.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, args: Any) -> None:
         if checks.check(optimizer) is None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds no parameter of a sharded model: make it from model.parameters() "
-                "after auto_wrap."
+                f"{type(optimizer).__name__} has no parameter of a sharded model: create it from "
+                "model.parameters() after auto_wrap."
             )
         self._model, self._optimizer, self._args = model, optimizer, args
         self._run = current_world().control.broadcast_object(uuid.uuid4().hex)
         self._reference: dict[str, Any] | None = None
-        self._limit: int | None = None  # save_total_limit, while Trainer must not see it
+        self._limit: int | None = None  # save_total_limit, while it is hidden from Trainer
 
     @property
     def staged(self) -> Path | None:
-        """The checkpoint that Trainer is about to complete."""
+        """The checkpoint that `save` has published and Trainer has still to complete; None if there is none."""
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
-        """Publish the sharded part of `checkpoint-step`, which Trainer is about to write. Collective.
+        """Save the sharded part of `checkpoint-step`, before Trainer writes the rest. Collective.
 
-        Until `complete` or `withdraw`, the optimizer's state_dict() contains the reference and no state. Raises
-        RuntimeError on every rank if one cannot write.
+        Until `complete` or `withdraw`, the optimizer's state_dict() returns a reference to the folder instead of the
+        state. Does nothing if that is so already. Raises RuntimeError on every rank if one rank cannot write.
         """
         if self._reference is not None:
             return
@@ -77,14 +77,14 @@ class TrainerCheckpoints:
         """Add checksums of Trainer's files to the checkpoint, then delete older ones. Collective.
 
         Args:
-            best: the checkpoint that is not deleted in any case, or None.
+            best: a checkpoint that must not be deleted, or None.
         """
         limit = self._limit
         folder = self._forget()
         if folder is None:
             return
         world, problem = current_world(), None
-        world.gather_objects(None)  # every rank has written its random state
+        world.gather_objects(None)  # waits until every rank has written its random state
         if world.rank == 0:
             try:
                 add_checksums(folder)
@@ -102,12 +102,12 @@ class TrainerCheckpoints:
             remove(folder)
 
     def close(self) -> None:
-        """Let other jobs save to the folder."""
+        """Unlock the folder, so that other jobs can save to it. Collective."""
         self.withdraw()
         let_others_save(self._args.output_dir)
 
     def _refer(self, reference: dict[str, Any]) -> None:
-        """Make the optimizer's state_dict() what Trainer is to write: parameter groups and a reference."""
+        """Replace the optimizer's state_dict() by one that returns only the parameter groups and the reference."""
 
         def state_dict() -> dict[str, Any]:
             groups, count = [], 0
@@ -116,7 +116,7 @@ class TrainerCheckpoints:
                 groups.append({**group, "params": numbers})
                 count += len(numbers)
             groups[0][_REFERENCE] = dict(reference)
-            if self._args.save_total_limit is not None:  # Trainer has written its arguments, and deletes soon
+            if self._args.save_total_limit is not None:  # hide it: Trainer calls this shortly before it would delete
                 self._limit, self._args.save_total_limit = self._args.save_total_limit, None
             return {"state": {}, "param_groups": groups}
 
@@ -125,27 +125,27 @@ class TrainerCheckpoints:
         self._reference = reference
 
     def _forget(self) -> Path | None:
-        """Make the optimizer's state_dict() its own again. Returns the checkpoint that was staged."""
+        """Restore the optimizer's own state_dict() and `save_total_limit`. Returns what `staged` was."""
         reference, self._reference = self._reference, None
         if self._limit is not None:
             self._args.save_total_limit, self._limit = self._limit, None
         if reference is None:
             return None
-        del self._optimizer.state_dict  # that of the instance
+        del self._optimizer.state_dict  # the instance attribute, which hides the method
         return Path(reference["folder"])
 
     def load(self, *folders: str | os.PathLike | None, resumed: bool) -> None:
-        """Load the checkpoint that Trainer's reference names, if it has loaded one. Collective.
+        """Load the sharded part of the checkpoint whose `optimizer.pt` Trainer has loaded, if any. Collective.
 
-        Weights are loaded too, even if Trainer has loaded them: it verifies nothing. The checksums of Trainer's own
-        files are compared, of those as well that it loads later.
+        Weights are loaded even if Trainer has loaded them, since Trainer does not verify checksums. Trainer's own files
+        are verified too, including those that Trainer loads later.
 
         Args:
-            *folders: where to look, before the place where it was saved.
+            *folders: where to look first; the folder in the reference comes last.
             resumed: whether Trainer has resumed from a checkpoint.
 
         Raises:
-            RuntimeError: the checkpoint is missing, or damaged.
+            RuntimeError: the checkpoint is missing or damaged.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:
@@ -157,49 +157,54 @@ class TrainerCheckpoints:
         place = current_world().control.broadcast_object(same)
         if place is None:
             raise RuntimeError(
-                f"The sharded part of checkpoint {reference['folder']} is missing; looked in "
-                f"{', '.join(map(str, places))}. Where the checkpoint was moved, resume with bmt.hf.Trainer, or set "
-                "args.resume_from_checkpoint to it."
+                f"The sharded part of checkpoint {reference['folder']} was not found in "
+                f"{', '.join(map(str, places))}. If the checkpoint was moved, resume with bmt.hf.Trainer, or set "
+                "args.resume_from_checkpoint to its new folder."
             )
         _raise_if_damaged(place, _damage_of_added)
-        # Trainer's are later: a schedule may change the groups between `save` and Trainer's own writing.
+        # Keep Trainer's groups: they were saved later, and a scheduler may have changed them after `save`.
         groups = [{**group} for group in self._optimizer.param_groups]
         load_state(place, self._model, self._optimizer, weights=writes_own_weights(self._model), random=False)
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
 
     def _verify_without_reference(self, places: list[Path]) -> None:
-        """Verify a checkpoint from which Trainer has loaded all that it needs, or whose reference is damaged."""
+        """Verify a checkpoint that Trainer has loaded without a reference to a sharded part. Collective.
+
+        Raises RuntimeError if it is damaged, or if it has optimizer state that was not loaded.
+        """
         found = next((place for place in places if (place / MANIFEST).exists()), None)
         place = current_world().control.broadcast_object(found)
         if place is None:
-            return  # Trainer's own
+            return  # saved by Trainer alone
         _raise_if_damaged(place, _damage)
         if any(name.startswith("optimizer") for name in Manifest.read(place).files):
             raise RuntimeError(
-                f"The checkpoint {place} has the state of an optimizer, which was not loaded: optimizer.pt or "
-                "scheduler.pt is missing, or not the one that was saved."
+                f"The checkpoint {place} has optimizer state that was not loaded, because optimizer.pt or scheduler.pt "
+                "is missing, or is not the file that was saved. Resume from another checkpoint, or restore the file."
             )
 
 
 def writes_own_weights(model: Any) -> bool:
-    """Return whether `save_pretrained` of `model` is that of transformers and saves the whole model, not adapters."""
+    """Return whether `model.save_pretrained` is the method of transformers and would save the full model, not adapters.
+
+    Then the ranks write the weights themselves, each its own elements.
+    """
     method = getattr(type(model), "save_pretrained", None)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return method is transformers.PreTrainedModel.save_pretrained and not adapted
 
 
-# -- which checkpoints are whole --------------------------------------------------------------------------------------
+# -- which checkpoints are intact -----------------------------------------------------------------------------------
 
 
 def newest_complete(output_dir: str | os.PathLike) -> Path | None:
-    """Return the newest checkpoint of Trainer in `output_dir` whose every byte is what was saved. Collective.
+    """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying every byte. Collective.
 
-    Each rank reads a part of the files. Checkpoints that are passed over are logged.
+    The ranks share the reading. Damaged and incomplete checkpoints are skipped, and logged.
 
     Returns:
-        The folder, or None if there is none of this library's, the newest has no sharded part, or `output_dir` is
-        missing.
+        The folder; None if `output_dir` does not exist or has no checkpoint.
 
     Raises:
         RuntimeError: no checkpoint is intact.
@@ -208,26 +213,26 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
     folders = world.control.broadcast_object(_by_step(output_dir) if world.rank == 0 else None)
     for folder in folders:
         if not (folder / MANIFEST).exists() and not _missing(folder):
-            return folder  # Trainer's own, of one rank or another library
+            return folder  # a complete checkpoint without a sharded part, as Trainer alone writes
         problem = find_damage(folder)
         if problem is None:
             return folder
         if world.rank == 0:
-            _log.warning("resume passes over %s: %s", folder, problem)
+            _log.warning("resume skips the checkpoint %s: %s", folder, problem)
     if folders:
-        raise RuntimeError(f"No checkpoint in {output_dir} is whole; the log names what is wrong with each.")
+        raise RuntimeError(f"No checkpoint in {output_dir} is intact; the log says what is wrong with each.")
     return None
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, None if nothing is. Collective; each rank reads a part of the files."""
+    """Return what is wrong with a checkpoint, None if nothing is. The ranks share the reading. Collective."""
     return _ask(folder, _damage)
 
 
 def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | None:
-    """Return what `look` finds wrong with a checkpoint on the first rank that finds anything. Collective.
+    """Call `look` on every rank, and return what it finds on the first rank that finds damage, or None. Collective.
 
-    look: takes the folder, this rank and the number of ranks.
+    look: called with the folder, this rank and the number of ranks; returns what is wrong, or None.
     """
     world = current_world()
     try:
@@ -241,7 +246,7 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` finds an earlier one.
 
-    Deletes those that were renamed before. Not collective; for rank 0.
+    If there are any, deletes checkpoints that earlier calls renamed. Not collective; only rank 0 calls it.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
@@ -254,7 +259,7 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
 
 
 def _by_step(output_dir: str | os.PathLike) -> list[Path]:
-    """Return the folders of Trainer's checkpoints, that of the largest step first."""
+    """Return the folders of Trainer's checkpoints, in descending order of their steps."""
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in Path(output_dir).absolute().iterdir():
@@ -265,14 +270,14 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Return what Trainer has not finished writing, None if everything that it needs to resume can be read."""
+    """Return the error from reading what Trainer needs to resume; None if it has finished writing all of it."""
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
         if manifest is not None and any(name.startswith("optimizer") for name in manifest.files):
             for path in (folder / "optimizer.pt", folder / "scheduler.pt"):
                 torch.load(path, map_location="cpu", weights_only=True)
-            if not (folder / ADDED).exists():  # ranks write their random states when they like
+            if not (folder / ADDED).exists():  # `complete` has not confirmed that all ranks wrote these
                 ranks = [f"_{rank}" for rank in range(manifest.world_size)] if manifest.world_size > 1 else [""]
                 for rank in ranks:
                     zipfile.ZipFile(folder / f"rng_state{rank}.pth").close()
@@ -293,14 +298,14 @@ def _damage_of_added(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]) -> None:
-    """Raise RuntimeError on every rank if `look` finds anything wrong. Collective."""
+    """Raise RuntimeError on every rank if `look` (see `_ask`) finds damage on any rank. Collective."""
     problem = _ask(folder, look)
     if problem is not None:
         raise RuntimeError(f"The checkpoint {folder} is damaged: {problem}")
 
 
 def _identity(folder: Path) -> str | None:
-    """Return the id that a checkpoint was saved with."""
+    """Return the id that `TrainerCheckpoints.save` gave a checkpoint, None for other checkpoints."""
     try:
         return small_state.read(folder)["ranks"][0]["extra"]["id"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):

@@ -1,4 +1,4 @@
-"""`from_pretrained`: load a model of transformers that is sharded while its files are read."""
+"""`from_pretrained`: load a model of transformers and shard it while its files are read."""
 
 from __future__ import annotations
 
@@ -46,38 +46,38 @@ def from_pretrained(
 ) -> Any:
     """Load a model of transformers and shard it while its files are read. Collective.
 
-    The result is that of `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, bit by bit, but
-    no rank holds the full model. There is one exception: values in the files are kept, also where transformers
-    overwrites the row of the padding in a loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP).
+    The result equals `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, bit by bit, but no
+    rank ever has the full model in memory. There is one exception: where transformers overwrites the padding row of a
+    loaded embedding with zeros (Funnel, Youtu, Chinese-CLIP), this function keeps the values in the files.
 
-    Each rank maps the files and reads its part of each tensor, so every host needs the files. Tensors that are
-    converted (to another dtype, or merged) are in host memory in full, one at a time; of these each rank keeps 1/N
-    until they are sharded. Weights that the files lack are in host memory in full until then. Device memory holds the
-    shards and one full tensor.
+    Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files.
+    Tensors that are converted (to another dtype, or merged) are in host memory in full, one at a time; each rank keeps
+    1/N of them until the model is sharded. Weights that the files lack stay in host memory in full until then. Device
+    memory contains the shards and at most one full tensor.
 
     Args:
-        auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a `from_pretrained`.
+        auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a method `from_pretrained`.
         name_or_path: a name on the hub, or a folder; None with `state_dict` in `kwargs`.
-        *model_args: of the class's `from_pretrained`.
+        *model_args: passed to the class's `from_pretrained`.
         zero_level: as for `auto_wrap`.
         use_checkpoint: as for `auto_wrap`.
         compile: as for `auto_wrap`.
         blocks: the names of the modules that become blocks; None finds them as `auto_wrap` does.
         keep_frozen: as for `auto_wrap`.
-        quantize_frozen: as for `auto_wrap`; everything that is loaded is frozen, for adapters that are added to the
-            result.
+        quantize_frozen: as for `auto_wrap`. If not None, all loaded parameters are frozen, so adapters can be added
+            to the result.
         float8: as for `auto_wrap`.
         keep: as for `auto_wrap`.
-        **kwargs: of the class's `from_pretrained`.
+        **kwargs: passed to the class's `from_pretrained`.
 
     Returns:
-        The model; with `output_loading_info=True` the pair (model, info).
+        The model; with `output_loading_info=True`, the tuple (model, info).
 
     Raises:
-        ValueError: weights are quantized, `name_or_path` is an adapter, or an argument places or divides the model in
-            another way.
+        ValueError: the weights are quantized, `name_or_path` contains an adapter, or an argument of transformers would
+            place or divide the model itself.
         RuntimeError: loading failed on another rank.
-        Exception: whatever the class's `from_pretrained` raised on this rank.
+        Exception: any error that the class's `from_pretrained` raised on this rank.
 
     Example::
 
@@ -87,7 +87,7 @@ def from_pretrained(
     _check_arguments(auto_class, name_or_path, zero_level, compile, blocks)
     Options(
         zero_level or world.zero_level, use_checkpoint, compile, keep_frozen, quantize_frozen, float8, keep
-    )  # checks
+    )  # raises for wrong values
     world.barrier("from_pretrained")
     failure: Exception | None = None
     loaded: Any = None
@@ -114,7 +114,7 @@ def from_pretrained(
 
 
 def _check_arguments(auto_class: Any, name_or_path: Any, zero_level: Any, compile: Any, blocks: Any) -> None:
-    """Raise TypeError or ValueError for arguments that `auto_wrap` would refuse when the model has been read."""
+    """Raise TypeError or ValueError for arguments that `auto_wrap` would refuse only after the model has been read."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
         raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
     if name_or_path is not None:
@@ -123,7 +123,7 @@ def _check_arguments(auto_class: Any, name_or_path: Any, zero_level: Any, compil
     if not isinstance(compile, str) or not compile:
         expect_flag("compile", compile)
     if blocks is not None:
-        wanted = "a list of names of modules, as model.named_modules() gives them, or None"
+        wanted = "a list of module names, as in model.named_modules(), or None"
         expect_kind("blocks", blocks, (list, tuple), wanted)
         for name in blocks:
             expect_kind("blocks", name, str, wanted)
@@ -134,24 +134,24 @@ def _find_block(model: torch.nn.Module, name: str) -> torch.nn.Module:
         return model.get_submodule(name)
     except AttributeError as error:
         raise ValueError(
-            f"blocks= must name modules of {type(model).__name__}, and it has no {name!r}: {error}"
+            f"blocks= must be names of modules in {type(model).__name__}, which has no {name!r}: {error}"
         ) from error
 
 
 def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for what cannot be loaded in parts."""
-    way_out = "Load it by the class's own from_pretrained, and pass the model to bmt.auto_wrap."
+    """Raise ValueError if this function does not support an argument in `kwargs`, or the checkpoint."""
+    way_out = "Load the model with the class's own from_pretrained instead, and pass it to bmt.auto_wrap."
     asked = [name for name in _REFUSED if kwargs.get(name)]
     if asked:
         raise ValueError(
-            f"bmt.hf.from_pretrained divides the model among the ranks itself, in an ordinary dtype: leave out "
-            f"{', '.join(asked)}. {way_out}"
+            "bmt.hf.from_pretrained divides the model among the ranks itself, and does not load quantized weights: "
+            f"leave out {', '.join(asked)}. {way_out}"
         )
     if name_or_path is None:  # with a state_dict
         return
     hub = {name: kwargs[name] for name in _HUB if name in kwargs}
     if find_adapter_config_file(str(name_or_path), **hub) is not None:
-        raise ValueError(f"{name_or_path} holds an adapter, which bmt.hf.from_pretrained cannot load. {way_out}")
+        raise ValueError(f"{name_or_path} contains an adapter, which bmt.hf.from_pretrained cannot load. {way_out}")
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
         quantization = getattr(config, "quantization_config", None)
@@ -159,20 +159,20 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
         try:
             given, _ = PreTrainedConfig.get_config_dict(name_or_path if config is None else config, **hub)
         except OSError:
-            return  # the class's from_pretrained says what is missing, or does without
+            return  # let the class's from_pretrained report what is missing
         quantization = given.get("quantization_config")
     if quantization is not None:
         raise ValueError(
-            f"{name_or_path} has a quantization_config, and bmt.hf.from_pretrained divides weights in an ordinary "
-            "dtype. A model in bitsandbytes' nf4 is loaded by the class's own from_pretrained and passed to "
-            "bmt.auto_wrap, which shards it as it is. Dequantize another one there, or use a checkpoint in an ordinary "
-            "dtype, perhaps with quantize_frozen."
+            f"{name_or_path} has a quantization_config, and bmt.hf.from_pretrained does not load quantized weights. "
+            "For bitsandbytes' nf4, load the model with the class's own from_pretrained and pass it to bmt.auto_wrap, "
+            "which shards it without dequantizing. For other formats, dequantize the model, or use a checkpoint that "
+            "is not quantized, perhaps with quantize_frozen."
         )
 
 
 @contextmanager
 def _synchronous() -> Iterator[None]:
-    """Make transformers read one tensor after another, under `with`; its threads would read ahead of the sharding."""
+    """While this context is open, make transformers read one tensor after another, not ahead of the sharding."""
     before = os.environ.get(_SYNCHRONOUS)
     os.environ[_SYNCHRONOUS] = "1"
     try:
@@ -186,10 +186,10 @@ def _synchronous() -> Iterator[None]:
 
 @contextmanager
 def _scattering(world: World) -> Iterator[None]:
-    """Shard each parameter whose values transformers has read when it is put in its module, under `with`.
+    """While this context is open, reduce each parameter that transformers sets in a module to this rank's elements.
 
-    A parameter that was read has the attribute `_is_hf_initialized`, by which transformers distinguishes it from those
-    that it has still to initialize.
+    This applies to parameters that were read from a file. They have the attribute `_is_hf_initialized`, by which
+    transformers distinguishes them from those that it has still to initialize.
     """
     thread = threading.get_ident()
 
@@ -209,16 +209,18 @@ def _scattering(world: World) -> Iterator[None]:
 
 
 def _check_complete(model: Any) -> None:
-    """Raise ValueError if a tensor of the loaded model has no values."""
+    """Raise ValueError if `model` is not a model of transformers, or one of its tensors has no values."""
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"bmt.hf.from_pretrained loads models of transformers, not a {type(model).__name__}.")
+        raise ValueError(
+            f"bmt.hf.from_pretrained loads only models of transformers, and this is a {type(model).__name__}."
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and not isinstance(tensor, SourcedParameter):
             raise ValueError(f"{type(model).__name__} was loaded without values for '{name}'.")
 
 
 def _raise_everywhere(world: World, failure: Exception | None) -> None:
-    """Raise this rank's failure, or RuntimeError if only others failed. Collective."""
+    """Raise `failure` if this rank has one, or RuntimeError if only other ranks failed. Collective."""
     try:
         problem = None if failure is None else f"{type(failure).__name__}: {failure}"
         world.raise_everywhere("from_pretrained failed", problem)
@@ -229,16 +231,16 @@ def _raise_everywhere(world: World, failure: Exception | None) -> None:
 
 
 def _check_alike(model: torch.nn.Module, world: World) -> None:
-    """Raise RuntimeError if the ranks found different tensors in their files. Collective."""
+    """Raise RuntimeError if the ranks' models differ in the names, shapes or dtypes of their tensors. Collective."""
     world.check_same_on_all_ranks(
         "from_pretrained", tensor_facts(model), {"files of": getattr(model, "name_or_path", None)}
     )
 
 
 def _tie_equal(model: Any, world: World) -> None:
-    """Tie the weights that are to be tied and were both in the files, if they are equal. Collective.
+    """Tie weights that the model declares as tied and that the files contain both, if they are equal. Collective.
 
-    transformers has tied all others. It compares these, and cannot where each rank has a part.
+    transformers has tied the others. It would compare these too, but no rank has all their values.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):
@@ -252,7 +254,7 @@ def _tie_equal(model: Any, world: World) -> None:
             setattr(model.get_submodule(module), name, model.get_parameter(source))
         else:
             del model.all_tied_weights_keys[target]
-            _log.warning("%s and %s differ in the files and are not tied.", target, source)
+            _log.warning("%s and %s have different values in the files, so they are not tied.", target, source)
 
 
 def _report(model: torch.nn.Module, world: World) -> None:
@@ -261,8 +263,8 @@ def _report(model: torch.nn.Module, world: World) -> None:
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
-        "rank %d: each of %d ranks reads its parts of %d parameters of %s in mapped files, and holds 1/%d of %d that "
-        "were converted; %d that the files lack are initialised whole%s",
+        "rank %d: each of %d ranks reads its elements of %d parameters of %s from mapped files, and keeps 1/%d of each "
+        "of %d parameters that were converted; %d that the files lack are initialized in full on every rank%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.size, len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",
     )  # fmt: skip

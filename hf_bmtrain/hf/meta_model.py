@@ -1,4 +1,4 @@
-"""Models of transformers on the meta device, made from a configuration alone."""
+"""Create models of transformers on the meta device, from only a configuration."""
 
 from __future__ import annotations
 
@@ -13,27 +13,36 @@ from ..features.loss.chunked_head import fuse_causal_loss
 
 
 def read_config(path: str | os.PathLike) -> Any:
-    """Return the configuration in a folder or file. Raises ValueError if there is none that transformers knows."""
+    """Return the configuration in a folder or file. Raises ValueError if transformers cannot read one there."""
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise ValueError(
-            f"CONFIG {os.fspath(path)!r} is no configuration that transformers {transformers.__version__} knows: "
-            f"{str(error).strip().splitlines()[0]} Give a config.json, or the folder that holds one."
+            f"CONFIG {os.fspath(path)!r} is not a configuration that transformers {transformers.__version__} knows: "
+            f"{str(error).strip().splitlines()[0]} Pass a config.json, or the folder that contains one."
         ) from error
 
 
 def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = False) -> torch.nn.Module:
-    """Make the model of `config` on the meta device, in training mode.
+    """Create the model of `config` on the meta device, in training mode.
 
-    Its class is that of `architectures`, or the one for causal language modelling. lora: the rank of adapters on all
-    linear layers, beside which everything is frozen; 0 for none. fused: the loss is computed without whole logits.
+    Args:
+        config: the configuration. Its first entry in `architectures` is the model's class; without one, the class for
+            causal language modelling is used.
+        dtype: the dtype of the weights.
+        lora: the rank of LoRA adapters to add to all linear layers; all other parameters are frozen then. 0 adds none.
+        fused: whether to compute the loss without materializing the full logits (`fuse_causal_loss`).
+
+    Raises:
+        ValueError: this version of transformers lacks the class, or `fused` does not work with the model.
     """
     assert isinstance(config, PreTrainedConfig)
     names = config.architectures or []
     cls: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if cls is None:
-        raise ValueError(f"CONFIG names the architecture {names[0]!r}, which this transformers does not have.")
+        raise ValueError(
+            f"CONFIG names the architecture {names[0]!r}, which this version of transformers does not have."
+        )
     if hasattr(config, "use_cache"):
         config.use_cache = False
     with torch.device("meta"):
@@ -42,7 +51,9 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
         if lora:
             model = _with_adapters(model, lora)
     if fused and not fuse_causal_loss(model):
-        raise ValueError("--head fused: this model keeps its whole logits (see the line above). Use --head plain.")
+        raise ValueError(
+            "--head fused does not work with this model, for the reason in the line above. Use --head plain."
+        )
     return model.train()
 
 
@@ -54,18 +65,19 @@ def _with_adapters(model: Any, rank: int) -> Any:
 
 
 def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return the shapes of a batch of token sequences with labels, on the meta device.
+    """Return a batch of token sequences with labels, on the meta device: input_ids and labels, int64 (rows, length).
 
-    Raises ValueError for models of other inputs, and for a length beyond the model's positions.
+    For models with one label per sequence, the labels have shape (rows,). Raises ValueError if the model does not take
+    tokens, or if `length` exceeds its maximum number of positions.
     """
     text = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
     if most is not None and length > most > 0:
-        raise ValueError(f"--length {length} is beyond the model's {most} positions: give {most} or less.")
+        raise ValueError(f"--length {length} exceeds the model's maximum of {most} positions: pass {most} or less.")
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
-            f"CONFIG is of a {type(model).__name__}, whose input is {model.main_input_name}, not tokens: call "
-            "bmt.predict_memory(model, batch) with a batch of yours."
+            f"CONFIG describes a {type(model).__name__}, whose input is {model.main_input_name}, not tokens: call "
+            "bmt.predict_memory(model, batch) with your own batch."
         )
     ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
     per_row = any(word in type(model).__name__ for word in ("SequenceClassification", "MultipleChoice"))

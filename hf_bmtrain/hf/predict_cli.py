@@ -1,9 +1,9 @@
-"""Predict the memory of a training step from a configuration: no weights, no GPU, no process group.
+"""Predict the memory of a training step from a configuration, without weights, GPU or process group.
 
     python -m hf_bmtrain.memory CONFIG --gpus 4 --rows 4 --length 8192 --memory 139
 
-CONFIG is a config.json of transformers, or a folder that holds one. Prints what takes memory on each GPU at the peak
-of a step, and the largest number of rows that fits.
+CONFIG is a config.json of transformers, or a folder that contains one. Prints what occupies the memory of each GPU at
+the peak of a step, and the largest number of rows (sequences in the batch of one GPU) that fits.
 """
 
 from __future__ import annotations
@@ -46,24 +46,28 @@ def main() -> None:
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hf_bmtrain.memory", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")
-    parser.add_argument("--gpus", type=_positive, default=1, help="ranks, one a GPU, on one host")
-    parser.add_argument("--rows", type=_positive, default=1, help="sequences in a batch of one GPU")
-    parser.add_argument("--length", type=_positive, default=2048, help="tokens of a sequence")
+    parser.add_argument("--gpus", type=_positive, default=1, help="number of ranks, each with one GPU, on one host")
+    parser.add_argument("--rows", type=_positive, default=1, help="sequences in the batch of one GPU")
+    parser.add_argument("--length", type=_positive, default=2048, help="tokens in a sequence")
     parser.add_argument("--recompute", choices=tuple(_CHOICES), default="true", help="use_checkpoint of auto_wrap")
     parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="zero_level")
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="of the weights")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="dtype of the weights")
     parser.add_argument("--optimizer", choices=tuple(_OPTIMIZERS), default="adam", help="adam: bmt.optim.AdamOptimizer")
-    parser.add_argument("--offload", action="store_true", help="its state in host memory (AdamOffloadOptimizer)")
-    parser.add_argument("--lora", type=_positive, default=0, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument(
+        "--offload", action="store_true", help="keep Adam's state in host memory (AdamOffloadOptimizer)"
+    )
+    parser.add_argument(
+        "--lora", type=_positive, default=0, metavar="RANK", help="train only LoRA adapters of this rank"
+    )
     parser.add_argument("--keep-frozen", choices=tuple(_CHOICES), default="auto", help="keep_frozen of auto_wrap")
     parser.add_argument("--quantize", choices=QUANTIZE_FROZEN, help="quantize_frozen of auto_wrap; needs --lora")
     parser.add_argument("--float8", action="store_true", help="float8 of auto_wrap")
     parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
-    parser.add_argument("--micro-batches", type=_positive, default=1, help="backwards a step")
-    parser.add_argument("--memory", type=_gigabytes, default=80.0, metavar="GIB", help="of one GPU, in GiB")
+    parser.add_argument("--micro-batches", type=_positive, default=1, help="number of backwards in a step")
+    parser.add_argument("--memory", type=_gigabytes, default=80.0, metavar="GIB", help="memory of one GPU, in GiB")
     given = parser.parse_args(words)
     if given.quantize and not given.lora:
-        parser.error("--quantize packs frozen weights, and without adapters none is frozen: add --lora RANK")
+        parser.error("--quantize applies to frozen weights, and there are none without adapters: add --lora RANK")
     if given.offload and given.optimizer != "adam":
         parser.error(f"--offload stores the state of Adam in host memory: leave out --optimizer {given.optimizer}")
     return given
@@ -75,7 +79,7 @@ def _positive(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return value
 
 
@@ -85,24 +89,27 @@ def _gigabytes(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 4 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} must be the GiB of one GPU, 4 or more, such as 80")
+        raise argparse.ArgumentTypeError(f"{text!r} must be the memory of one GPU in GiB, at least 4, such as 80")
     return value
 
 
 def total(given: argparse.Namespace) -> int:
-    """Return the bytes of a GPU."""
+    """Return the memory of a GPU in bytes."""
     return int(given.memory * 2**30)
 
 
 def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
-    """Return the least peak with `rows` sequences a GPU: with "auto" all blocks are recomputed if they must be."""
+    """Return the lowest possible peak, in bytes, with `rows` sequences per GPU.
+
+    Where an option is "auto", this assumes the value that takes the least memory.
+    """
     least = {"recompute": "true"} if given.recompute == "auto" else {}
     least |= {"keep_frozen": "false"} if given.keep_frozen == "auto" else {}
     return predicted(argparse.Namespace(**(vars(given) | least)), config, rows).peak
 
 
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
-    """Predict a step with `rows` sequences a GPU."""
+    """Predict the memory of a step with `rows` sequences per GPU."""
     model = meta_model(config, _DTYPES[given.dtype], given.lora, given.head == "fused")
     make_optimizer = AdamOffloadOptimizer if given.offload else _OPTIMIZERS[given.optimizer]
     return predict(
@@ -113,19 +120,22 @@ def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
 
 
 def most_rows(peak: Callable[[int], int], usable: int) -> int:
-    """Return the largest number of rows whose peak is at most `usable` bytes, 0 if not even one has.
+    """Return the largest number of rows whose peak is at most `usable` bytes; 0 if a single row exceeds it.
 
-    peak: the bytes for a number of rows, which grow with it, nearly in proportion. Few numbers are tried.
+    peak: returns the peak in bytes for a number of rows. It must grow with that number; the more linearly, the fewer
+        numbers are tried.
     """
     known = {0: 0, 1: peak(1)}
-    low, high = (1, _MOST_ROWS) if known[1] <= usable else (0, 1)  # the most rows that fit, the fewest that do not
+    low, high = (
+        (1, _MOST_ROWS) if known[1] <= usable else (0, 1)
+    )  # rows that are known to fit, rows that are known not to fit
     tried = 1
     while high - low > 1:
         below = max(rows for rows in known if rows < low) if tried > 1 else 0
         ahead = high if high in known else low
         slope = (known[ahead] - known[below]) / (ahead - below)
         guess = low + int((usable - known[low]) / slope) if tried > 1 else low + 1
-        if tried > 6:  # not in proportion
+        if tried > 6:  # not linear enough for interpolation: bisect
             guess = (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
         known[guess] = peak(guess)
@@ -135,12 +145,12 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
 
 
 def report(given: argparse.Namespace, prediction: Prediction, fitting: int) -> str:
-    """Return the table and what follows from it."""
+    """Return the text to print: the memory table, whether the step fits, and the largest number of rows that fits."""
     usable = usable_bytes(total(given), given.gpus)
     lines = [f"one of {given.gpus} GPUs, {given.rows} rows of {given.length} tokens:", str(prediction)]
     if prediction.kept:
         lines.append(f"{sum(prediction.kept)} of {len(prediction.kept)} blocks keep their activations")
     verdict = "fits" if prediction.peak <= usable else "does not fit"
-    lines.append(f"{verdict} into {given.memory:g} GiB, of which tensors can have {usable / 2**30:.2f} GiB")
+    lines.append(f"{verdict} into {given.memory:g} GiB, of which {usable / 2**30:.2f} GiB are available for tensors")
     lines.append(f"largest number of rows that fits: {fitting}" if fitting else "not even one row fits")
     return "\n".join(lines)

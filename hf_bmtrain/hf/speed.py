@@ -1,4 +1,4 @@
-"""Training speed and peak memory, for Trainer's logs."""
+"""Measure training speed and peak memory for Trainer's logs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Speedometer(Observer):
-    """Counts samples, tokens and FLOPs of training before each forward of the model, until `close`.
+    """Counts the samples, tokens and FLOPs of each training forward of the model, until `close`.
 
-    The FLOPs are those that training requires, without recomputation: per token 6N for N parameters in matrix products
-    and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022, appendix B). For
-    mixtures of experts and encoder-decoders, which the formula does not describe, they are not reported.
+    The FLOPs are what training requires, without recomputation. Per token they are 6N for N parameters in matrix
+    products, and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022, appendix B).
+    For mixtures of experts and encoder-decoders the formula does not hold, so FLOPs are not reported.
     """
 
     position = 30
@@ -54,7 +54,7 @@ class Speedometer(Observer):
         self._counts += torch.tensor([len(inputs), tokens, flops], dtype=torch.float64, device="cpu")
 
     def pause(self) -> None:
-        """Stop the clock for an evaluation or a save, until `resume`."""
+        """Stop the clock until `resume`, so that evaluations and saves do not count as training time."""
         if self._paused is None:
             self._paused = time.perf_counter()
 
@@ -64,7 +64,7 @@ class Speedometer(Observer):
             self._paused = None
 
     def read(self) -> dict[str, float]:
-        """Return the rates over all ranks since the last read, and the highest memory of a rank. Collective."""
+        """Return the rates of all ranks since the last call, and the largest peak memory of a rank. Collective."""
         world = current_world()
         totals = self._counts.to(world.device)
         world.reduce.all_reduce(totals).wait()
@@ -83,13 +83,15 @@ class Speedometer(Observer):
 
 
 def _flops_a_token(model: Any) -> tuple[float, float]:
-    """Return the FLOPs per token of the weights, and of attention per token of the sequence; zeros if unknown."""
+    """Return the FLOPs per token, as (FLOPs for weights, FLOPs for attention / sequence length); zeros if unknown."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     if not layers or not width or experts or getattr(config, "is_encoder_decoder", False):
-        _log.info("%s: model_tflops_per_device is not reported, its FLOPs a token are not known", type(model).__name__)
+        _log.info(
+            "%s: model_tflops_per_device is not reported, because the FLOPs per token are unknown", type(model).__name__
+        )
         return 0.0, 0.0
     return 6.0 * ParameterCount(model)(exclude_embeddings=True), 12.0 * layers * width
 
@@ -97,23 +99,25 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 class ParameterCount:
     """Counts the elements of a model's full parameters, tied ones once.
 
-    Trainer asks for the count in every step. The modules are searched again only if a module or parameter was added,
-    removed or replaced since the last count.
+    Trainer requests the count in every step, so the modules are searched again only if a module or parameter was
+    added, removed or replaced since the last count.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._held: list[dict[str, Any]] = []  # the modules' dictionaries of modules and parameters
-        self._seen: list[Any] = []  # what was in them, and how many in each
+        self._seen: list[Any] = []  # their values and, in _sizes, their lengths at the last search
         self._sizes: list[int] = []
-        self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []  # with whether it is only looked up
+        self._numels: list[
+            tuple[torch.nn.Parameter, int, bool]
+        ] = []  # (parameter, its elements, whether only embeddings use it)
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of elements.
 
         Args:
             only_trainable: count only parameters that require a gradient.
-            exclude_embeddings: leave out embeddings that are not tied to another layer.
+            exclude_embeddings: whether to leave out embeddings that are not tied to another layer.
         """
         same = [*map(len, self._held)] == self._sizes and all(map(operator.is_, self._values(), self._seen))
         if not self._held or not same:
@@ -141,7 +145,7 @@ class ParameterCount:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Return the most bytes that torch has allocated on the device, or on CPU the process's peak resident size."""
+    """Return the peak of bytes that torch has allocated on `device`; for the CPU, the process's peak resident size."""
     if device.type != "cpu":
         return float(torch.accelerator.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -1,4 +1,4 @@
-"""Weights that all ranks gather before a save that rank 0 performs alone."""
+"""Gather full weights on all ranks before a save that only rank 0 performs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from ..features.parity.plain import shown_plain
 
 
 class StagedWeights:
-    """The full weights of `model` at the time of `gather`, for `model.save_pretrained` on rank 0.
+    """Full weights of `model`, gathered to rank 0 by `gather`, for a later `model.save_pretrained` on rank 0.
 
-    Trainer saves on rank 0 alone, where a collective would hang. While the staged weights are the present ones,
-    `save_pretrained` (or `state_dict`, for a model without it) uses them on rank 0, and `save_pretrained` does nothing
-    on other ranks. Otherwise both are the model's own, and collective.
+    Trainer saves only on rank 0, where a collective would hang. This class therefore replaces the model's
+    `save_pretrained` (or `state_dict`, for a model without it). As long as the gathered weights are up to date, the
+    replacement uses them on rank 0, and `save_pretrained` does nothing on other ranks. Otherwise the model's own method
+    is called, which is collective.
     """
 
     def __init__(self, model: Any) -> None:
         self.model, self._state, self._versions = model, None, None
         self._in_checkpoint = False
-        self.written: Path | None = None  # a folder that has the present weights and the config already
+        self.written: Path | None = None  # a folder to which the current weights and config were already saved
         if hasattr(model, "save_pretrained"):
             self._save_pretrained = type(model).save_pretrained
             model.save_pretrained = self.save_pretrained
@@ -35,10 +36,10 @@ class StagedWeights:
             model.state_dict = self.state_dict
 
     def gather(self, checkpoint: bool) -> None:
-        """Stage the present weights. Collective.
+        """Gather the full weights to rank 0, unless the last ones are up to date. Collective.
 
         Args:
-            checkpoint: whether they are for a checkpoint of Trainer, not for publication.
+            checkpoint: whether they are for a checkpoint of Trainer, whose keys `save_pretrained` must not convert.
         """
         world = current_world()
         if world.size > 1 and not self.fresh:
@@ -54,16 +55,16 @@ class StagedWeights:
 
     @property
     def fresh(self) -> bool:
-        """True if the staged weights are the present ones; the same on every rank."""
+        """Whether the gathered weights are up to date; the same on every rank."""
         return self._versions is not None and self._versions == self._present()
 
     def _present(self) -> list[int]:
         return [buffer.version for buffer in dict.fromkeys(p.buffer for p in self.model.parameters())]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own `save_pretrained`, with the staged weights if they are fresh.
+        """Call the model's own `save_pretrained`, with the gathered weights if they are up to date.
 
-        Does nothing for the folder `written`.
+        Does nothing if `save_directory` is the folder `written`.
         """
         if self.written is not None and Path(save_directory).absolute() == self.written:
             return None
@@ -72,20 +73,23 @@ class StagedWeights:
         options.update(given.arguments)
         options.pop("self", None)
         if self._in_checkpoint and "save_original_format" in inspect.signature(self._save_pretrained).parameters:
-            # Trainer loads a checkpoint without converting keys; older layouts of the hub would leave weights unread.
+            # Trainer loads checkpoints without converting keys, so weights under keys of an older format would be lost.
             options.setdefault("save_original_format", False)
         if self.fresh and options.get("state_dict") is None:
             if self._state is None:
                 return None
-            options["state_dict"] = OrderedDict(self._state)  # save_pretrained empties what it is given
-            with shown_plain(
-                self.model, self._full_params(self._state)
-            ):  # PEFT asks modules for their state dicts as well
+            options["state_dict"] = OrderedDict(
+                self._state
+            )  # a copy, because save_pretrained empties the dict that it gets
+            with shown_plain(self.model, self._full_params(self._state)):  # PEFT also calls state_dict() of modules
                 return self._save_pretrained(self.model, **options)
         return self._save_pretrained(self.model, **options)
 
     def _full_params(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
-        """Return the full parameters, over the memory of `state`; the shard of one that a hook has removed from it."""
+        """Return {local parameter: full parameter}, which shares the memory of `state`.
+
+        A parameter that is not in `state`, because a hook has removed it, is mapped to itself.
+        """
         return {
             piece: torch.nn.Parameter(state[name], requires_grad=False) if name in state else piece
             for name, piece in self.model.named_parameters()
@@ -93,12 +97,12 @@ class StagedWeights:
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace `state_dict` of a model without `save_pretrained`, which Trainer calls on rank 0 alone."""
+        """Replace `state_dict` of a model without `save_pretrained`, since Trainer calls it only on rank 0."""
         if args or kwargs or not self.fresh:
             return type(self.model).state_dict(self.model, *args, **kwargs)
         if self._state is None:
             raise RuntimeError(
-                "The weights were gathered to rank 0 for Trainer to save. For a state_dict on every rank call "
-                f"`{type(self.model).__name__}.state_dict(model)` on all of them."
+                "The weights were gathered to rank 0, for Trainer to save, and this is another rank. To get a "
+                f"state_dict on every rank, call `{type(self.model).__name__}.state_dict(model)` on all ranks."
             )
         return OrderedDict(self._state)

@@ -1,4 +1,4 @@
-"""Termination: SIGTERM, as a scheduler sends it before it takes a machine away, agreed on by the ranks."""
+"""Termination: let all ranks know when one has received SIGTERM, which schedulers send before they end a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..engine.runtime.world import current_world
 
 
 class Termination:
-    """Notes SIGTERM instead of dying of it, until `close`. Made in the main thread, as Python requires."""
+    """Records SIGTERM, instead of ending the process, until `close`. Construct it in the main thread."""
 
     def __init__(self) -> None:
         self._received = False
@@ -19,9 +19,9 @@ class Termination:
         self._received = True
 
     def agreed(self) -> bool:
-        """Return whether any rank has received the signal: the same on every rank. Collective."""
+        """Return whether any rank has received SIGTERM. Collective."""
         return any(current_world().gather_objects(self._received))
 
     def close(self) -> None:
-        """Let the signal do what it did before."""
+        """Restore the previous handler of SIGTERM."""
         signal.signal(signal.SIGTERM, self._before)

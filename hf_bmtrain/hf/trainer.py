@@ -1,4 +1,4 @@
-"""Trainer with BMTrainCallback built in, and a mixin that adds it to any trainer."""
+"""`Trainer`, which contains a BMTrainCallback, and `TrainerMixin`, which adds one to any trainer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _Base: Any = transformers.Trainer
 
 
 class TrainerMixin:
-    """Adds BMTrainCallback to a trainer.
+    """Adds a BMTrainCallback to a trainer.
 
-    The callback's numbers reach every reporter, and parameters are counted in full, not by this rank's shards.
+    All reporters receive the callback's numbers, and parameters are counted by their full shapes.
     `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
 
     Args:
-        *args: of the trainer.
-        callbacks: of the trainer; a BMTrainCallback is added unless there is one.
-        **kwargs: of the trainer.
+        *args: passed to the trainer's class.
+        callbacks: the trainer's callbacks; a BMTrainCallback is added unless the list contains one.
+        **kwargs: passed to the trainer's class.
 
     Example::
 
@@ -47,13 +47,13 @@ class TrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train the model. Collective.
 
-        A checkpoint to resume from is verified first; every rank reads a part of it.
+        A checkpoint to resume from is verified first; the ranks share the reading.
 
         Args:
-            resume_from_checkpoint: a checkpoint, or True for the newest one in `output_dir`: one that is damaged or
-                incomplete is passed over for the one before it, with a warning.
-            *args: of the trainer's `train`.
-            **kwargs: of the trainer's `train`.
+            resume_from_checkpoint: a checkpoint, or True for the newest intact one in `output_dir`. Newer checkpoints
+                that are damaged or incomplete are skipped with a warning.
+            *args: passed to the trainer's `train`.
+            **kwargs: passed to the trainer's `train`.
 
         Returns:
             What the trainer's `train` returns.
@@ -67,14 +67,21 @@ class TrainerMixin:
         elif isinstance(given, (str, Path)) and (Path(given) / MANIFEST).exists():
             problem = find_damage(Path(given))
             if problem is not None:
-                raise RuntimeError(f"The checkpoint {given} is damaged: {problem}")
+                raise RuntimeError(
+                    f"The checkpoint {given} is damaged: {problem}. Resume from another one, or pass True for the "
+                    "newest intact one."
+                )
         given = str(given) if isinstance(given, Path) else given
         for callback in self._callbacks():
             callback.resumed = given if isinstance(given, str) else None
         return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Let each rank read its own parts of the weights: at once, or with the optimizer when training begins."""
+        """Replace the method by which every rank would read the full weights from a checkpoint.
+
+        Each rank reads only its own elements: here or, if there is an optimizer.pt, with the optimizer when training
+        begins.
+        """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,38 +92,38 @@ class TrainerMixin:
         return [each for each in self.callback_handler.callbacks if isinstance(each, BMTrainCallback)]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log an entry, with the callback's numbers.
+        """Log an entry with the callback's numbers added.
 
         Args:
-            logs: the entry.
-            *args: of the trainer's `log`.
-            **kwargs: of the trainer's `log`.
+            logs: the entry, which is changed.
+            *args: passed to the trainer's `log`.
+            **kwargs: passed to the trainer's `log`.
         """
         for callback in self._callbacks():
             callback.take_report(logs)
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
-        """Gather the weights, then call the trainer's `save_model`, whose body rank 0 runs alone. Collective.
+        """Gather the weights, then call the trainer's `save_model`, which saves on rank 0. Collective.
 
         Args:
-            *args: of the trainer's `save_model`.
-            **kwargs: of the trainer's `save_model`.
+            *args: passed to the trainer's `save_model`.
+            **kwargs: passed to the trainer's `save_model`.
         """
         for callback in self._callbacks() if not _internal_call else ():
             callback.stage(self.args, self.model)
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:
-        """Return the number of elements of all trainable parameters, in full."""
+        """Return the number of elements of all trainable parameters, by their full shapes."""
         return ParameterCount(self.model)(only_trainable=True)
 
 
 class Trainer(TrainerMixin, _Base):
-    """transformers.Trainer with BMTrainCallback.
+    """transformers.Trainer with a BMTrainCallback; see `TrainerMixin`.
 
     Args:
-        *args: of transformers.Trainer.
-        callbacks: of transformers.Trainer; a BMTrainCallback is added unless there is one.
-        **kwargs: of transformers.Trainer.
+        *args: passed to transformers.Trainer.
+        callbacks: callbacks for transformers.Trainer; a BMTrainCallback is added unless the list contains one.
+        **kwargs: passed to transformers.Trainer.
     """

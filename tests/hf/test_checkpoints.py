@@ -175,13 +175,15 @@ def test_resume_that_cannot_be_right_raises(world, tmp_path):
     world(2)(run, str(folder), given, options)
     checkpoint = folder / "checkpoint-2"
     flip(checkpoint / "model.safetensors")
-    world(2)(resume_errors, str(folder), given, options, str(checkpoint), r"in model.safetensors: .* the checksum")
+    world(2)(
+        resume_errors, str(folder), given, options, str(checkpoint), r"in model.safetensors: .* the saved checksum"
+    )
     flip(checkpoint / "model.safetensors")  # back
     flip(checkpoint / "optimizer.safetensors")
-    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "optimizer.safetensors.* the checksum")
+    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "optimizer.safetensors.* the saved checksum")
     world(2)(resume_errors, str(folder), given, OURS, str(checkpoint), "checkpoint-2 is damaged: optimizer.safetensors")
     (checkpoint / "state.pt").unlink()
-    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "checkpoint .* is missing")
+    world(2)(resume_errors, str(folder), given, options, str(checkpoint), "checkpoint .* was not found in")
 
 
 TRAINERS_FILES = ["rng_state_1.pth", "scheduler.pt", "optimizer.pt", "trainer_state.json", "training_args.bin"]

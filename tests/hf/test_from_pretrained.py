@@ -278,7 +278,7 @@ def refused(folder):
     for given in ({"device_map": "auto"}, {"tp_plan": "auto"}, {"quantization_config": {"quant_method": "fp8"}}):
         with pytest.raises(ValueError, match=f"leave out {next(iter(given))}.*auto_wrap"):
             load(cls, folder, **given)
-    with pytest.raises(ValueError, match="holds an adapter"):
+    with pytest.raises(ValueError, match="contains an adapter"):
         load(cls, f"{folder}/adapter")
     with pytest.raises(ValueError, match="has a quantization_config"):
         load(cls, f"{folder}/quantized")

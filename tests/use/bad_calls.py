@@ -418,10 +418,13 @@ def hugging_face() -> Iterator[Row]:
 
     yield read("a name alone", "missing 1 required.*'name_or_path'", "gpt2")
     yield read(
-        "a configuration's class", "loads models of transformers, not a GPT2Config", transformers.AutoConfig, tiny()
+        "a configuration's class",
+        "loads only models of transformers, and this is a GPT2Config",
+        transformers.AutoConfig,
+        tiny(),
     )
-    yield read("blocks that it lacks", "blocks= must name modules.*'no.such'", blocks=["no.such"])
-    yield read("modules as blocks", "blocks must be a list of names", blocks=[nn.ReLU()])
+    yield read("blocks that it lacks", "blocks= must be names of modules.*'no.such'", blocks=["no.such"])
+    yield read("modules as blocks", "blocks must be a list of module names", blocks=[nn.ReLU()])
     yield read("device_map", "leave out device_map", device_map="auto")
     yield read("8 bits", "leave out load_in_8bit", load_in_8bit=True)
     trainer = lambda model, **options: bmt.hf.Trainer(model, **options)  # noqa: E731
@@ -434,7 +437,7 @@ def hugging_face() -> Iterator[Row]:
             bmt.auto_wrap(build("gpt2")),
             args=transformers.TrainingArguments(scratch(), use_cpu=True, report_to=[], auto_find_batch_size=True),
         ),
-        "Choose per_device_train_batch_size",
+        "choose a smaller per_device_train_batch_size",
     )
     yield (
         "hf.Trainer",
@@ -443,7 +446,7 @@ def hugging_face() -> Iterator[Row]:
         "callbacks must be a list",
     )
     yield "hf.shard_checkpoints", "a model", lambda: bmt.hf.shard_checkpoints(wrapped()), "accelerator must be an"
-    yield "hf.shard_checkpoints", "no folder", nameless, "pass a folder"
+    yield "hf.shard_checkpoints", "no folder", nameless, "pass output_dir"
 
 
 def tiny() -> str:

@@ -73,15 +73,15 @@ def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rows", "-3"], "argument --rows: '-3' must be a whole number, 1 or more"),
+        (["--rows", "-3"], "argument --rows: '-3' must be an integer of at least 1"),
         (["--offload", "--optimizer", "sgd"], "--offload stores the state of Adam in host memory: leave out"),
         *rows_in_full(
             [
-                (["--rows", "0"], "argument --rows: '0' must be a whole number, 1 or more"),
+                (["--rows", "0"], "argument --rows: '0' must be an integer of at least 1"),
                 (["--length", "many"], "argument --length: 'many' must be"),
                 (["--gpus", "0"], "argument --gpus: '0' must be"),
                 (["--lora", "0"], "argument --lora: '0' must be"),
-                (["--memory", "0"], "argument --memory: '0' must be the GiB of one GPU"),
+                (["--memory", "0"], "argument --memory: '0' must be the memory of one GPU in GiB"),
                 (["--zero", "1"], "argument --zero: invalid choice"),
             ]
         ),
@@ -95,7 +95,7 @@ def test_bad_arguments_are_named(config, words, message, capsys):
 
 @full
 def test_an_unknown_configuration_and_a_length_beyond_the_positions(config, tmp_path):
-    with pytest.raises(SystemExit, match="CONFIG .* is no configuration .* Give a config.json"):
+    with pytest.raises(SystemExit, match="CONFIG .* is not a configuration .* Pass a config.json"):
         run(str(tmp_path / "missing"))
-    with pytest.raises(SystemExit, match="--length 129 is beyond the model's 128 positions: give 128 or less"):
+    with pytest.raises(SystemExit, match="--length 129 exceeds the model's maximum of 128 positions: pass 128 or less"):
         run(config, "--length", "129")

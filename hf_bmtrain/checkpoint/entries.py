@@ -239,7 +239,7 @@ class LoadedState:
         self._groups = []
         for saved, mine in zip(groups, optimizer.param_groups):
             own = {"params": [next(counts) for _ in mine["params"]]}
-            if "param_names" in mine:  # torch keeps them in the order of "params": not the saved order
+            if "param_names" in mine:  # listed in the order of "params", which may not be the saved order
                 own["param_names"] = mine["param_names"]
             settings = {key: value for key, value in saved.items() if key != "param_names"}
             self._groups.append({**settings, **own})

@@ -132,8 +132,8 @@ def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
         raise ValueError(
-            f"{name} would have a header of {len(text):,} bytes for {len(specs):,} tensors, and safetensors allows "
-            f"{LARGEST_HEADER:,}."
+            f"{name} would have a header of {len(text):,} bytes for {len(specs):,} tensors, but safetensors allows at "
+            f"most {LARGEST_HEADER:,}."
         )
     head = len(text).to_bytes(8, "little") + text
     tensors = {
@@ -175,7 +175,7 @@ def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
     (start, stop), shape = value["data_offsets"], value["shape"]
     numbers = (start, stop, *shape)
     if {*map(type, numbers)} != {int} or min(numbers) < 0:
-        raise ValueError(f"shape {shape} or data_offsets {[start, stop]} are not integers of at least 0")
+        raise ValueError(f"shape {shape} and data_offsets {[start, stop]} must be non-negative integers")
     return StoredTensor(file, DTYPES[value["dtype"]], tuple(shape), begin + start, begin + stop)
 
 

@@ -211,7 +211,7 @@ class _Loading:
                 full = parameters[key.rpartition(".")[0]].full_shape
                 if stored.shape != tuple(full):
                     raise ValueError(
-                        f"{key} has shape {stored.shape} in the checkpoint, but its parameter {tuple(full)}"
+                        f"{key} has shape {stored.shape} in the checkpoint, but its parameter has {tuple(full)}"
                     )
 
     def facts(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class _Loading:
 
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if the checkpoint has values for weights that are quantized in this model, thus read-only."""
+    """Raise ValueError if the checkpoint has values for weights that are quantized, thus read-only, in this model."""
     packed = [name for name in tensors if is_read_only(parameters.get(name))]
     if packed:
         raise ValueError(

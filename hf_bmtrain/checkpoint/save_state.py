@@ -221,7 +221,7 @@ class SavingState:
             try:
                 self._thread.start()  # the interpreter waits for this thread before it exits
             except BaseException:
-                snapshot.close()  # else optimizer steps would wait for it for ever
+                snapshot.close()  # else optimizer steps would wait for a copy that nobody makes
                 raise
 
     def _run(self, snapshot: Snapshot, memory: HostMemory) -> None:
@@ -280,7 +280,7 @@ class _Job:
         files: the safetensors files to write.
         number: see `Manifest`.
         staged: the name of the temporary folder, which is unique; "" before rank 0 has created it.
-        adds: whether `add` was called on the ranks.
+        adds: whether the ranks have called `add`.
     """
 
     rank: int
@@ -505,7 +505,10 @@ def _agreement(world: World) -> Agree:
 
 
 def _posts(world: World, job: _Job) -> Agree:
-    """Return an `Agree` that uses the launcher's store, for threads: the main thread may be in a collective."""
+    """Return an `Agree` for background threads.
+
+    It uses the launcher's store, because the main thread may be in a collective at the same time.
+    """
     if world.size == 1:
         return _agreement(world)
 

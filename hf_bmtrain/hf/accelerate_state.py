@@ -128,9 +128,8 @@ class _AcceleratorStates:
         try:
             with self._left_to_accelerate():
                 self._load_state(str(resumed.folder), load_kwargs, **options)
-            if isinstance(
-                resumed.extra, dict
-            ):  # Accelerate itself restores the step only if as many ranks load as saved
+            # Accelerate itself restores the step only if as many ranks load as saved
+            if isinstance(resumed.extra, dict):
                 self._accelerator.step = resumed.extra.get("step", self._accelerator.step)
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)
         except Exception as error:

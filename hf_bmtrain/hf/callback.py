@@ -86,9 +86,8 @@ class BMTrainCallback(TrainerCallback):
         if self._weights is None or self._weights.model is not model:
             check_arguments(args, model)
             self._weights = StagedWeights(model)
-            if hasattr(
-                model, "num_parameters"
-            ):  # for Trainer's total_flos, which would count only this rank's elements
+            # for Trainer's total_flos, which would count only this rank's elements
+            if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
 
     def on_train_begin(

@@ -74,7 +74,7 @@ class TrainerCheckpoints:
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
-        """Add checksums of Trainer's files to the checkpoint, then delete older ones. Collective.
+        """Add checksums of Trainer's files to the checkpoint, then delete older checkpoints. Collective.
 
         Args:
             best: a checkpoint that must not be deleted, or None.
@@ -96,7 +96,7 @@ class TrainerCheckpoints:
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
 
     def withdraw(self) -> None:
-        """Delete the files of `save` if Trainer did not complete the checkpoint (on rank 0)."""
+        """On rank 0, delete the files that `save` wrote, unless Trainer has completed the checkpoint."""
         folder = self._forget()
         if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
             remove(folder)

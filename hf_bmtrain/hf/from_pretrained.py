@@ -147,7 +147,7 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
             "bmt.hf.from_pretrained divides the model among the ranks itself, and does not load quantized weights: "
             f"leave out {', '.join(asked)}. {way_out}"
         )
-    if name_or_path is None:  # with a state_dict
+    if name_or_path is None:  # the caller passes a state_dict, so there are no files to check
         return
     hub = {name: kwargs[name] for name in _HUB if name in kwargs}
     if find_adapter_config_file(str(name_or_path), **hub) is not None:
@@ -186,7 +186,7 @@ def _synchronous() -> Iterator[None]:
 
 @contextmanager
 def _scattering(world: World) -> Iterator[None]:
-    """While this context is open, reduce each parameter that transformers sets in a module to this rank's elements.
+    """While this context is open, keep only this rank's elements of each parameter that transformers puts in a module.
 
     This applies to parameters that were read from a file. They have the attribute `_is_hf_initialized`, by which
     transformers distinguishes them from those that it has still to initialize.

@@ -126,9 +126,8 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
         numbers are tried.
     """
     known = {0: 0, 1: peak(1)}
-    low, high = (
-        (1, _MOST_ROWS) if known[1] <= usable else (0, 1)
-    )  # rows that are known to fit, rows that are known not to fit
+    # rows that are known to fit, rows that are known not to fit
+    low, high = (1, _MOST_ROWS) if known[1] <= usable else (0, 1)
     tried = 1
     while high - low > 1:
         below = max(rows for rows in known if rows < low) if tried > 1 else 0

@@ -108,9 +108,8 @@ class ParameterCount:
         self._held: list[dict[str, Any]] = []  # the modules' dictionaries of modules and parameters
         self._seen: list[Any] = []  # their values and, in _sizes, their lengths at the last search
         self._sizes: list[int] = []
-        self._numels: list[
-            tuple[torch.nn.Parameter, int, bool]
-        ] = []  # (parameter, its elements, whether only embeddings use it)
+        # (parameter, its elements, whether only embeddings use it)
+        self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of elements.

@@ -78,9 +78,8 @@ class StagedWeights:
         if self.fresh and options.get("state_dict") is None:
             if self._state is None:
                 return None
-            options["state_dict"] = OrderedDict(
-                self._state
-            )  # a copy, because save_pretrained empties the dict that it gets
+            # a copy, because save_pretrained empties the dict that it gets
+            options["state_dict"] = OrderedDict(self._state)
             with shown_plain(self.model, self._full_params(self._state)):  # PEFT also calls state_dict() of modules
                 return self._save_pretrained(self.model, **options)
         return self._save_pretrained(self.model, **options)

@@ -115,7 +115,7 @@ class TrainerMixin:
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:
-        """Return the number of elements of all trainable parameters, by their full shapes."""
+        """Return the number of trainable elements, counting parameters by their full shapes."""
         return ParameterCount(self.model)(only_trainable=True)
 
 

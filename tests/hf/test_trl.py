@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -170,12 +171,15 @@ def train_sharded(kind, how, folder, given=None, method="lora"):
     return train(kind, how, folder, bmt.world_size(), given, method=method)
 
 
-def check(world, tmp_path, kind, how, truth, method="lora", **given):
+LOGGED = ("entropy", "mean_token_accuracy", "num_tokens")
+
+
+def check(world, tmp_path, kind, how, truth, method="lora", logged=LOGGED, **given):
     expected = train(kind, truth, str(tmp_path / "plain"), given=given, method=method)
     moved = sum(rate * norm for _, norm, rate in losses(expected["history"], "grad_norm", "learning_rate"))
     assert moved > 0.01, "the weights have hardly moved, so that agreeing says little"
     for ours in world(2)(train_sharded, kind, how, str(tmp_path / "ours"), given, method):
-        check_same(ours, expected, "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+        check_same(ours, expected, "grad_norm", *logged)
 
 
 @pytest.mark.parametrize("how", [after, *in_full(before, inside, at_last)])
@@ -190,18 +194,9 @@ def test_sft(world, tmp_path, how):
     [("saved", 0.5), *rows_in_full([("dora", 4), ("rslora", 4), ("ia3", 40), ("prompts", 200), ("prefix", 20)])],
 )
 def test_sft_methods(world, tmp_path, method, rate):
-    """PEFT's other methods; `modules_to_save` copies modules, and so comes before auto_wrap."""
+    """PEFT's other methods, put in by the trainer; `modules_to_save` copies a sharded module."""
     unchecked = dict.fromkeys(CHECKPOINTING, False)  # which a prefix cannot go through in plain transformers
-    check(
-        world,
-        tmp_path,
-        sft,
-        before if method == "saved" else inside,
-        plain_inside,
-        method,
-        learning_rate=rate,
-        **unchecked,
-    )
+    check(world, tmp_path, sft, inside, plain_inside, method, learning_rate=rate, **unchecked)
 
 
 @full
@@ -211,6 +206,59 @@ def test_sft_methods(world, tmp_path, method, rate):
 def test_dpo(world, tmp_path, how, truth):
     """The reference is the base without adapters, a second adapter that TRL copies from the first, a second model."""
     check(world, tmp_path, dpo, how, truth, learning_rate=0.1 if how is reference else 1.0)
+
+
+def reward(given):
+    options = {"learning_rate": 0.5, "center_rewards_coefficient": 0.01, "max_length": None} | given
+    return trl.RewardTrainer, trl.RewardConfig(**options), {"chosen": sentences(2), "rejected": sentences(3)}
+
+
+def scorer():
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForSequenceClassification(config)
+
+
+def plain_scorer(method):
+    return scorer(), {"peft_config": lora(task_type="SEQ_CLS")}
+
+
+def scorer_inside(method):
+    return bmt.auto_wrap(scorer()), {"peft_config": lora(task_type="SEQ_CLS"), "callbacks": [bmt.hf.BMTrainCallback()]}
+
+
+@full
+def test_reward(world, tmp_path):
+    """PEFT adds a copy of the head to the adapters of a classifier."""
+    check(world, tmp_path, reward, scorer_inside, plain_scorer, logged=("accuracy", "margin", "mean_reward"))
+
+
+def averaged(how, folder):
+    trainer = make_trainer(sft, how, folder, bmt.world_size(), {"learning_rate": 1.0})
+    trainer.add_callback(trl.BEMACallback(update_freq=2))
+    trainer.train()
+    bmt.synchronize()
+    return weights(type(build("llama")).from_pretrained(f"{folder}/bema"))
+
+
+def plain_alone(method):
+    return base(method), {}
+
+
+def sharded_alone(method):
+    return bmt.auto_wrap(base(method)), {"callbacks": [bmt.hf.BMTrainCallback()]}
+
+
+@full
+def test_averages_of_bema(world, tmp_path):
+    """TRL's callback makes a second model of the class of the first, averages into it, and rank 0 saves it."""
+    (expected,) = world(1)(averaged, plain_alone, str(tmp_path / "plain"))
+    for ours in world(2)(averaged, sharded_alone, str(tmp_path / "ours")):
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("how", [after, *in_full(before)])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from sides import Side, expect, language_loss, sgd, train, train_step
+from sides import Side, language_loss, sgd, train, train_step
 from small import MLP, Encoder, Layer, decoder, ids, vectors
 
 
@@ -48,12 +48,22 @@ def ema_over_state_dicts(side: Side) -> None:
     side.weights(model)
 
 
-@expect(refused="cannot be deep-copied")
 def averaged_model_of_the_wrapped(side: Side) -> None:
-    """AveragedModel(model) after wrapping: it copies the model."""
+    """AveragedModel(model) after wrapping: the copy has full weights."""
+    model = side.wrap(Encoder())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    train(side, model, after_step=lambda step: average.update_parameters(model))
+    side.see("averaged", average(ids(9, side.rank)))
+    side.weights(average.module)
+
+
+def averaged_model_that_is_sharded_too(side: Side) -> None:
+    """The copy of the wrapped model is wrapped as well, so that each rank holds its part of the average."""
     model = side.wrap(Encoder())
     average = AveragedModel(model)
-    average.update_parameters(model)
+    side.wrap(average.module)
+    train(side, model, after_step=lambda step: average.update_parameters(model))
+    side.see("averaged", average(ids(9, side.rank)))
     side.weights(average.module)
 
 

@@ -12,6 +12,7 @@ import hf_bmtrain as bmt
 from cases import full, in_full, rows_in_full
 from inner import state_of
 from ranks import on_ranks
+from tiny_models import build
 from twins import check_gradients
 from zoo_families import FAMILIES
 from zoo_twin import compute_loss
@@ -223,10 +224,57 @@ def test_inactive_when_wrapped():
 
 @on_ranks(2)
 def test_saved_after_wrapping():
-    """`modules_to_save` copies a module, which a sharded one refuses."""
-    model = bmt.auto_wrap(FAMILIES["bert classifier"].build())
-    with pytest.raises(RuntimeError, match="deep-copied"):
-        peft.get_peft_model(model, CONFIGS["saved head"][1]())
+    """`modules_to_save` copies a sharded module, as a plain one that the second auto_wrap shards."""
+    model, twin = (FAMILIES["bert classifier"].build() for _ in range(2))
+    bmt.auto_wrap(model)
+    for each in (model, twin):
+        torch.manual_seed(7)
+        adapted = peft.get_peft_model(each, CONFIGS["saved head"][1]())
+        adapted.train()
+    bmt.auto_wrap(model)
+    copied = [name for name, _ in model.named_parameters() if "modules_to_save" in name]
+    assert copied and all(isinstance(model.get_parameter(name), bmt.DistributedParameter) for name in copied)
+    train("saved head", model, twin, steps=2)
+
+
+TIED = [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]]
+
+
+@pytest.mark.parametrize("after", [False, *in_full(True)])
+@pytest.mark.parametrize("names", [TIED[0], *in_full(*TIED[1:])])
+@pytest.mark.parametrize("ensure", [False, *in_full(True)])
+@on_ranks(2)
+def test_saved_modules_that_are_tied(folder, names, ensure, after):
+    """What is saved and merged, and whether it is tied then, is as with PEFT alone."""
+    saved = []
+    for wrapped in (False, True):
+        model = build("llama", tied=True)
+        model = bmt.auto_wrap(model) if wrapped and after else model
+        torch.manual_seed(7)
+        config = lora(["q_proj"], modules_to_save=[*names], ensure_weight_tying=ensure, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config).eval()
+        model = bmt.auto_wrap(model) if wrapped else model
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        tokens = torch.arange(24).reshape(2, 12)
+        for _ in range(2):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        path = f"{folder}/{bmt.rank()}-{wrapped}"
+        model.save_pretrained(path)
+        bmt.synchronize()
+        file = path if not wrapped else f"{folder}/0-{wrapped}"
+        merged = model.merge_and_unload()
+        state = merged.state_dict()
+        tied = state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+        saved.append((safetensors.torch.load_file(f"{file}/adapter_model.safetensors"), state))
+        saved[-1] += (tied, merged.config.tie_word_embeddings)
+    (plain_file, plain_state, *plain_ties), (file, state, *ties) = saved
+    assert ties == plain_ties
+    for here, there in ((file, plain_file), (state, plain_state)):
+        assert here.keys() == there.keys()
+        for name, value in there.items():
+            torch.testing.assert_close(here[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @full

@@ -167,4 +167,5 @@ def weak_method(method: Callable) -> Callable:
         return function(alive, *args, **kwargs)
 
     call.__signature__ = inspect.signature(method)  # pyright: ignore[reportAttributeAccessIssue]
+    call.owner = owner  # pyright: ignore[reportAttributeAccessIssue]
     return call

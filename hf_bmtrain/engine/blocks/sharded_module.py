@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from ..runtime.world import current_world
+from ..sharding.gathered import clone_full_params
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Slot, hidden
 from ..sharding.state_dict import StateDict, check_full_tensors, copy_full_params
+from ..tensors.tensor import barrier_outside
 
 
 class RefuseDataParallel:
@@ -61,7 +65,8 @@ class ShardedModule(torch.nn.Module):
         """
         outermost = destination is None
         if outermost:
-            current_world().barrier("state_dict")
+            if any(isinstance(parameter, DistributedParameter) for parameter in self.parameters()):
+                current_world().barrier("state_dict")
             destination = StateDict()
         collect = functools.partial(super().state_dict, destination=destination, prefix=prefix, keep_vars=True)
         copy_full_params(destination, self._slots(), collect)
@@ -86,10 +91,8 @@ class ShardedModule(torch.nn.Module):
             return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo):
-        raise RuntimeError(
-            f"A sharded {type(self).__name__} cannot be deep-copied. Copy the model (or create AveragedModel(model), "
-            "which copies it) before it is wrapped, and wrap both."
-        )
+        """Return a deep copy that is not sharded, with full parameters; `auto_wrap` shards it. Collective."""
+        return _plain_copy(self, memo)
 
     def __reduce_ex__(self, protocol) -> NoReturn:
         raise RuntimeError(
@@ -135,3 +138,94 @@ def _begins_without_dict(cls: Any) -> bool:
     while cls.__base__.__dictoffset__:
         cls = cls.__base__
     return cls.__base__ is not object
+
+
+# -- deep copies ------------------------------------------------------------------------------------------------------
+
+_PACKAGE, _, _ = __name__.partition(".")
+_ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
+_ADDED = ("_schedule", "_bmt", "_is_fsdp_managed_module")
+"""Attributes that sharding sets on instances, besides hooks and methods."""
+
+
+def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a module with full parameters, and without what sharding has added. Collective.
+
+    memo: that of `copy.deepcopy`.
+    """
+    modules = [each for each in module.modules() if id(each) not in memo and _is_copied_here(each)]
+    parameters = dict.fromkeys(p for each in modules for p in each._parameters.values())
+    sharded = [p for p in parameters if isinstance(p, DistributedParameter) and id(p) not in memo]
+    if sharded:
+        barrier_outside(f"copy.deepcopy of a sharded {type(module).__name__}")
+        for parameter in sharded:
+            parameter.refuse_copy()
+        for parameter, full in clone_full_params(sharded).items():
+            copied: Any = full
+            copied.init_method, copied.group = parameter.init_method, parameter.group
+            memo[id(parameter)] = full
+    made = []
+    for each in modules:  # before their attributes are copied, which refer to each other
+        cls = own_class(each)
+        made.append(cls.__new__(cls))
+        memo[id(each)] = made[-1]
+    for each, copied in zip(modules, made):
+        for name, value in _own_attributes(each).items():
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        if isinstance(copied, ShardedModule) and "_schedule" in vars(each):
+            copied.__dict__["_schedule"] = vars(each)["_schedule"]
+    return memo[id(module)]
+
+
+def own_class(module: torch.nn.Module) -> Any:
+    """Return the class that a module had before it was sharded."""
+    cls: Any = type(module)
+    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # a Float8Linear is none, and stays
+        cls = cls._extends
+    return cls
+
+
+def _is_copied_here(module: torch.nn.Module) -> bool:
+    """Return whether the module's own class leaves deep copies to torch.nn.Module."""
+    copies = ShardedModule.__deepcopy__
+    return getattr(own_class(module), "__deepcopy__", copies) is copies
+
+
+def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's attributes as they would be if it had not been sharded."""
+    cls, attributes = own_class(module), {}
+    for name, value in vars(module).items():
+        if name.endswith(("_hooks", "_pre_hooks")) and isinstance(value, dict):
+            kept = {key: hook for key, hook in value.items() if not _is_ours(getattr(hook, "hook", hook))}
+            attributes[name] = value if len(kept) == len(value) else type(value)(kept)
+        elif name not in _ADDED:
+            replaced = value
+            while _is_ours(replaced, _ENGINE) or (_is_ours(replaced) and hasattr(cls, name)):
+                replaced = _replaced_by(replaced)
+            if replaced is not None or value is None:
+                attributes[name] = replaced
+    state = vars(module).get("_bmt")
+    forward = None if state is None else state.eager_forward if state.compiled else state.own_forward
+    return attributes if forward is None else {**attributes, "forward": forward}
+
+
+def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
+    """Return whether a method, a hook or another callable is of Python modules whose names begin with one of these."""
+    if isinstance(value, functools.partial):
+        return _is_ours(value.func, modules)
+    function = getattr(value, "__func__", value)
+    if isinstance(function, types.FunctionType):
+        return function.__globals__.get("__name__", "").startswith(modules)
+    kind = type(value)
+    is_value = issubclass(kind, (torch.nn.Module, torch.Tensor)) or not callable(value)
+    return not is_value and modules is not _ENGINE and kind.__module__.startswith(modules)
+
+
+def _replaced_by(method: Any) -> Any:
+    """Return what was set on the instance before one of our methods took its place, None if nothing was."""
+    before = getattr(method, "__wrapped__", None)
+    owner = getattr(method, "owner", None)
+    if owner is None or before is None:
+        return before
+    bound = types.MethodType(before, owner())
+    return None if getattr(type(owner()), before.__name__, None) is before else bound

@@ -58,10 +58,10 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     world.barrier(occasion)
     if isinstance(what, torch.nn.Module):
         slots = find_slots(what.modules())
-        full_params = _copies([slot.sharded for slot in slots])
+        full_params = clone_full_params([slot.sharded for slot in slots])
         inside, result = _shown(what, slots, full_params), what
     else:
-        full_params = _copies(sharded_params)
+        full_params = clone_full_params(sharded_params)
         inside, result = nullcontext(), [full_params[sharded] for sharded in sharded_params]
     with torch.no_grad():
         with inside:
@@ -84,7 +84,7 @@ def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[Distr
             yield from (sharded for sharded in unique if sharded.buffer is buffer)
 
 
-def _copies(sharded_params: Iterable[DistributedParameter]) -> Wholes:
+def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
     """Return a copy of the full parameter for each local parameter. Collective."""
     return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -224,10 +224,19 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         )
 
     def __deepcopy__(self, memo):
-        raise RuntimeError(
-            "A sharded model cannot be deep-copied. Copy the model before auto_wrap, or load its state_dict() into "
-            "another model."
-        )
+        """Return a full Parameter in new memory, as a deep copy of the module does. Collective."""
+        self.refuse_copy()
+        full: Any = torch.nn.Parameter(self.gather().detach(), self.requires_grad)
+        full.init_method, full.group = self.init_method, self.group
+        return memo.setdefault(id(self), full)
+
+    def refuse_copy(self) -> None:
+        """Raise RuntimeError if the parameter has no full values of its own, because it is quantized."""
+        if self.buffer.storage.read_only is not None:
+            raise RuntimeError(
+                f"A quantized parameter of shape {tuple(self.full_shape)} cannot be deep-copied. Copy the model before "
+                "auto_wrap, or load its state_dict() into another model."
+            )
 
 
 def is_read_only(parameter: object) -> bool:

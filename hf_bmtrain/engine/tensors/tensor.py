@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -425,8 +425,25 @@ class _Call:
         operands = [
             each if each is like or not isinstance(each, torch.Tensor) else _operand(each, like) for each in members
         ]
-        if self.in_place and not isinstance(members[0], ShardBase) and members[0].shape != like.shape:
-            _refuse_full_target(self.name, members[0], like)
+        if self.in_place and not isinstance(members[0], ShardBase):
+            return self._onto_ordinary(members, like, operands)
+        return None if any(each is None for each in operands) else operands
+
+    def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
+        """Return the operands at a position of the lists whose target is a plain tensor: see `_write_ordinary`."""
+        target = members[0]
+        if target.shape not in (like.shape, like.full_shape):
+            _refuse_full_target(self.name, target, like)
+        if len(like.full_shape) < 2 and current_world().size > 1:
+            barrier_outside(f"{self.name} of a sharded tensor")
+            for number, each in enumerate(members):
+                if isinstance(each, ShardBase):
+                    full = each.read_full()
+                    operands[number] = full if target.shape == like.full_shape else each.placement.cut(full)
+                elif each is target:
+                    operands[number] = target
+        elif target.shape == like.full_shape:
+            return None
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
@@ -549,18 +566,43 @@ SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # 
 """Sets torch's own `.grad` of a tensor. A caller that sets it for a sharded tensor must also set `grad_now`."""
 
 
-def _data_ptr(tensor: Any) -> int:
-    """Return the address of a sharded tensor. Raises RuntimeError with several ranks.
+class Address:
+    """The address of a sharded tensor with several ranks: it can be compared and hashed, and is no number.
 
-    Code that uses the address together with `numel()`, which is that of the full tensor, would access memory beyond it.
+    Code that finds tied tensors compares addresses. Code that uses the address together with `numel()`, which is that
+    of the full tensor, would access memory beyond it.
     """
+
+    __slots__ = ("_key", "_told")
+
+    def __init__(self, tensor: Any) -> None:
+        storage = tensor.untyped_storage()
+        self._key = (id(tensor.placement), storage._cdata, tensor.storage_offset())
+        self._told = f"shape {tuple(tensor.full_shape)} is not available, since this rank stores only {len(tensor)}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"<the address of a sharded tensor {self._key}>"
+
+    def _refuse(self, *args: object) -> NoReturn:
+        raise RuntimeError(
+            f"data_ptr() of a sharded tensor of {self._told} of its elements. Pass `tensor.part` to kernels that are "
+            "element-wise."
+        )
+
+    __index__ = __int__ = __float__ = __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = __and__ = __lt__ = _refuse
+    __gt__ = __le__ = __ge__ = __floordiv__ = __rshift__ = __format__ = _refuse
+
+
+def _data_ptr(tensor: Any) -> int | Address:
+    """Return the address of a sharded tensor, an Address with several ranks."""
     with WithoutTorchFunction():
-        if tensor.placement.communicator.size > 1:
-            raise RuntimeError(
-                f"data_ptr() of a sharded tensor of shape {tuple(tensor.full_shape)} is not available, since this rank "
-                f"stores only {len(tensor)} of its elements. Pass `tensor.part` to kernels that are element-wise."
-            )
-        return tensor.data_ptr()
+        return tensor.data_ptr() if tensor.placement.communicator.size == 1 else Address(tensor)
 
 
 def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """Blocks in unusual uses: each equals a plain twin, or raises."""
 
-import copy
 import itertools
 from contextlib import nullcontext
 
@@ -425,8 +424,6 @@ def block_keeps_its_identity(options):
     assert isinstance(weight, bmt.DistributedParameter)
     assert weight.full_shape == weight.shape == (6, 6)
     assert weight.part.dim() == 1
-    with pytest.raises(RuntimeError, match="deep-copied"):
-        copy.deepcopy(model)
     with pytest.raises(RuntimeError, match="moved or cast"):
         model.half()
     model.to("cpu")

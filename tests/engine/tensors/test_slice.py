@@ -1,5 +1,7 @@
 """What a slice says of itself, its part, and what may be set as its gradient."""
 
+import ctypes
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,12 +36,17 @@ def part_is_the_memory():
 
 
 def address_is_refused_where_it_would_mislead():
-    weight = bmt.auto_wrap(Tower()).head.weight
+    """It tells tied weights, and is no number that a kernel could read from."""
+    model = bmt.auto_wrap(Tower())
+    weight, other = model.head.weight, model.layers[0].linear.weight
     if bmt.world_size() == 1:
         assert weight.data_ptr() == weight.part.data_ptr()
     else:
-        with pytest.raises(RuntimeError, match=r"Pass `tensor\.part`"):
-            weight.data_ptr()
+        assert weight.data_ptr() == weight.data.data_ptr() != other.data_ptr()
+        assert len({each.data_ptr() for each in (weight, weight.detach(), other)}) == 2
+        for use in (int, hex, lambda address: address + 4, lambda address: address % 16, ctypes.c_void_p):
+            with pytest.raises((RuntimeError, TypeError), match=r"Pass `tensor\.part`|cannot be converted to pointer"):
+                use(weight.data_ptr())
 
 
 def whole_gradient_is_set():

@@ -231,7 +231,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return memo.setdefault(id(self), full)
 
     def refuse_copy(self) -> None:
-        """Raise RuntimeError if the parameter has no full values of its own, because it is quantized."""
+        """Check that a deep copy of the parameter is possible.
+
+        Raises:
+            RuntimeError: it is quantized.
+        """
         if self.buffer.storage.read_only is not None:
             raise RuntimeError(
                 f"A quantized parameter of shape {tuple(self.full_shape)} cannot be deep-copied. Copy the model before "

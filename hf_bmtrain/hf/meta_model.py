@@ -73,7 +73,7 @@ def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, tor
     text = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
     if most is not None and length > most > 0:
-        raise ValueError(f"--length {length} exceeds the model's maximum of {most} positions: pass {most} or less.")
+        raise ValueError(f"--seq-len {length} exceeds the model's maximum of {most} positions: pass {most} or less.")
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
             f"CONFIG describes a {type(model).__name__}, whose input is {model.main_input_name}, not tokens: call "

@@ -1,6 +1,6 @@
 """Predict the memory of a training step from a configuration, without weights, GPU or process group.
 
-    python -m hf_bmtrain.memory CONFIG --gpus 4 --rows 4 --length 8192 --memory 139
+    python -m hf_bmtrain.memory CONFIG --gpus 4 --batch-size 4 --seq-len 8192 --memory 139
 
 CONFIG is a config.json of transformers, or a folder that contains one. Prints what occupies the memory of each GPU at
 the peak of a step, and the largest number of rows (sequences in the batch of one GPU) that fits.
@@ -47,8 +47,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hf_bmtrain.memory", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")
     parser.add_argument("--gpus", type=_positive, default=1, help="number of ranks, each with one GPU, on one host")
-    parser.add_argument("--rows", type=_positive, default=1, help="sequences in the batch of one GPU")
-    parser.add_argument("--length", type=_positive, default=2048, help="tokens in a sequence")
+    parser.add_argument(
+        "--batch-size", "--rows", dest="rows", type=_positive, default=1, help="sequences in the batch of one GPU"
+    )
+    parser.add_argument(
+        "--seq-len", "--length", dest="length", type=_positive, default=2048, help="tokens in a sequence"
+    )
     parser.add_argument("--recompute", choices=tuple(_CHOICES), default="true", help="use_checkpoint of auto_wrap")
     parser.add_argument("--zero", type=int, choices=(2, 3), default=3, help="zero_level")
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16", help="dtype of the weights")

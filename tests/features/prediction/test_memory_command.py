@@ -31,7 +31,7 @@ def run(*words: str) -> None:
     [["--offload", "--dtype", "fp32"], *in_full(["--recompute", "false", "--zero", "2", "--gpus", "4"])],
 )
 def test_a_table_is_printed(config, options, capsys):
-    run(config, "--rows", "2", "--length", "128", "--memory", "4", *options)
+    run(config, "--batch-size", "2", "--seq-len", "128", "--memory", "4", *options)
     printed = capsys.readouterr().out
     assert "parameters, this rank's shards" in printed
     assert "fits into 4 GiB" in printed
@@ -73,12 +73,12 @@ def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rows", "-3"], "argument --rows: '-3' must be an integer of at least 1"),
+        (["--rows", "-3"], "argument --batch-size/--rows: '-3' must be an integer of at least 1"),
         (["--offload", "--optimizer", "sgd"], "--offload stores the state of Adam in host memory: leave out"),
         *rows_in_full(
             [
-                (["--rows", "0"], "argument --rows: '0' must be an integer of at least 1"),
-                (["--length", "many"], "argument --length: 'many' must be"),
+                (["--rows", "0"], "argument --batch-size/--rows: '0' must be an integer of at least 1"),
+                (["--length", "many"], "argument --seq-len/--length: 'many' must be"),
                 (["--gpus", "0"], "argument --gpus: '0' must be"),
                 (["--lora", "0"], "argument --lora: '0' must be"),
                 (["--memory", "0"], "argument --memory: '0' must be the memory of one GPU in GiB"),
@@ -97,5 +97,5 @@ def test_bad_arguments_are_named(config, words, message, capsys):
 def test_an_unknown_configuration_and_a_length_beyond_the_positions(config, tmp_path):
     with pytest.raises(SystemExit, match="CONFIG .* is not a configuration .* Pass a config.json"):
         run(str(tmp_path / "missing"))
-    with pytest.raises(SystemExit, match="--length 129 exceeds the model's maximum of 128 positions: pass 128 or less"):
+    with pytest.raises(SystemExit, match="--seq-len 129 exceeds the model's maximum of 128 positions: pass 128 or less"):
         run(config, "--length", "129")

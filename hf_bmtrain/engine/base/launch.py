@@ -248,27 +248,34 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
         raise TypeError(
             f"{name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), got {len(values)}"
         )
-    return tuple(_packed(name, argument, value, device) for argument, value in zip(signature, values, strict=True))
+    packed = []
+    for argument, value in zip(signature, values):  # in every launch: nothing is formatted unless it is wrong
+        if not argument.pointer:
+            kinds, convert = _SCALARS[argument.c_type]
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise _wrong(name, argument, value, device)
+            packed.append(convert(value))
+        elif value is None and argument.c_type == "none":
+            packed.append(0)
+        elif isinstance(value, torch.Tensor) and value.dtype is _POINTED[argument.c_type] and value.device == device:
+            packed.append(value.data_ptr())
+        else:
+            raise _wrong(name, argument, value, device)
+    return tuple(packed)
 
 
-def _packed(name: str, argument: Argument, value: Any, device: torch.device) -> Any:
+def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> Exception:
+    """Return the error for an argument that `pack` refuses."""
     where = f"{name}: {argument.name}"
     if not argument.pointer:
-        kinds, convert = _SCALARS[argument.c_type]
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise TypeError(f"{where} must be a {argument.c_type}, got {type(value).__name__} {value!r}")
-        return convert(value)
+        return TypeError(f"{where} must be a {argument.c_type}, got {type(value).__name__} {value!r}")
     if argument.c_type == "none":
-        if value is not None:
-            raise TypeError(f"{where} is not used by this variant and must be None, got {type(value).__name__}")
-        return 0
+        return TypeError(f"{where} is not used by this variant and must be None, got {type(value).__name__}")
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{where} must be a tensor of {argument.c_type}, got {type(value).__name__}")
+        return TypeError(f"{where} must be a tensor of {argument.c_type}, got {type(value).__name__}")
     if value.dtype != _POINTED[argument.c_type]:
-        raise ValueError(f"{where} must be {_POINTED[argument.c_type]}, got {value.dtype}")
-    if value.device != device:
-        raise ValueError(f"{where} must be on {device}, got {value.device}")
-    return value.data_ptr()
+        return ValueError(f"{where} must be {_POINTED[argument.c_type]}, got {value.dtype}")
+    return ValueError(f"{where} must be on {device}, got {value.device}")
 
 
 class Kernel:
@@ -280,6 +287,7 @@ class Kernel:
         self.name = name
         self.device = torch.device("cuda", index)
         self.signature = variant.signature(name)
+        self._written = [place for place, argument in enumerate(self.signature) if argument.written]
         self.function = self.cupy.RawModule(path=str(cached_cubin(variant, arch))).get_function(name)
         self.shared_limit = 48 << 10  # CUDA's limit for a launch, until `__call__` raises the kernel's attribute
 
@@ -295,11 +303,11 @@ class Kernel:
             *values: the kernel's arguments, see `pack`.
             shared_memory: bytes of dynamic shared memory per block.
         """
-        index = self.device.index
-        if torch.cuda.current_device() != index:
+        index, current = self.device.index, torch.cuda.current_device()
+        if current != index:
             raise RuntimeError(
-                f"{self.name} runs on {self.device}, but torch's current device is "
-                f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({index}) first"
+                f"{self.name} runs on {self.device}, but torch's current device is cuda:{current}: call "
+                f"torch.cuda.set_device({index}) first"
             )
         runtime = self.cupy.cuda.runtime
         if runtime.getDevice() != index:  # CuPy has its own current device in each thread
@@ -311,9 +319,8 @@ class Kernel:
         # CuPy has its own current stream, which is not torch's, for example in autograd's threads: pass torch's.
         stream = SimpleNamespace(ptr=current_raw_stream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
-        for argument, value in zip(self.signature, values, strict=True):
-            if argument.written and value is not None and not value.is_inference():
-                torch.autograd.graph.increment_version(value)
+        written = [values[place] for place in self._written if values[place] is not None]
+        torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
 
 
 @cache

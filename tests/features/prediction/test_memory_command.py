@@ -97,5 +97,7 @@ def test_bad_arguments_are_named(config, words, message, capsys):
 def test_an_unknown_configuration_and_a_length_beyond_the_positions(config, tmp_path):
     with pytest.raises(SystemExit, match="CONFIG .* is not a configuration .* Pass a config.json"):
         run(str(tmp_path / "missing"))
-    with pytest.raises(SystemExit, match="--seq-len 129 exceeds the model's maximum of 128 positions: pass 128 or less"):
+    with pytest.raises(
+        SystemExit, match="--seq-len 129 exceeds the model's maximum of 128 positions: pass 128 or less"
+    ):
         run(config, "--length", "129")

@@ -34,13 +34,14 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 def _wide_output(device: torch.device) -> bool:
     """Return whether a GPU can multiply half-precision matrices with a float32 result; log a warning if not."""
     offered = "dtype_out" in torch.ops.aten.addmm.overloads()
-    if offered and torch.cuda.get_device_capability(device)[0] >= 8:
+    capability = torch.cuda.get_device_capability(device)
+    if offered and capability[0] >= 8:
         return True
     log.warning(
         "linear_cross_entropy rounds the gradient of its weight once per chunk, because torch %s on a GPU of compute "
         "capability %s cannot multiply half-precision matrices with a float32 result. torch 2.8 with capability 8.0 "
         "or newer can.",
         torch.__version__,
-        torch.cuda.get_device_capability(device),
+        ".".join(map(str, capability)),
     )
     return False

@@ -9,6 +9,7 @@ import hf_bmtrain as bmt
 import hf_bmtrain.engine.wrap.root_params
 import linear_loss_checks as checks
 from cases import full, in_full, pairwise, rows_in_full
+from hf_bmtrain.features.loss import wide_product
 from hf_bmtrain.features.loss.linear import chunk_rows
 from hf_bmtrain.loss import linear_cross_entropy
 from language_model import CLASSES, Language, batch, buffers, head_loss
@@ -40,6 +41,12 @@ def test_a_target_out_of_range_is_named():
 )
 def test_chunks_are_even_and_within_the_budget(rows, row_bytes, budget, expected):
     assert chunk_rows(rows, row_bytes, budget) == expected
+
+
+def test_the_capability_of_a_gpu_is_printed_as_a_number(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not wide_product._wide_output.__wrapped__(torch.device("cuda", 0))
+    assert "on a GPU of compute capability 7.5 cannot" in caplog.text
 
 
 # -- a sharded head ---------------------------------------------------------------------------------------------

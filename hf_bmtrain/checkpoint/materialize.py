@@ -75,11 +75,16 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
     missing = [names[0] for tensor, names in entries if tensor.is_meta and not any(name in state for name in names)]
     unexpected = [name for name in state if name not in known]
     if missing or unexpected:
+        differences = []
+        if missing:
+            differences.append(f"lack {len(missing)} tensors of the model ({', '.join(missing[:5])})")
+        if unexpected:
+            which = "others" if missing else "tensors that are not in the model"
+            differences.append(f"have {len(unexpected)} {which} ({', '.join(unexpected[:5])})")
         raise ValueError(
-            f"the files lack {len(missing)} tensors of the model ({', '.join(missing[:5])}), and have "
-            f"{len(unexpected)} others ({', '.join(unexpected[:5])}). Names in the files must be those of "
-            "state_dict(); bmt.hf.from_pretrained converts other names. Initialize what the files lack, such as a new "
-            "head, before auto_wrap"
+            f"the files {', and '.join(differences)}. Names in the files must be those of state_dict(); "
+            "bmt.hf.from_pretrained converts other names. Initialize what the files lack, such as a new head, before "
+            "auto_wrap"
         )
     for tensor, names in entries:
         present = [name for name in names if name in state]
@@ -131,8 +136,10 @@ def _put(
 def _compute_buffers(module: Any, owner: Any) -> None:
     """Compute the non-persistent meta buffers of `module` and its children with Hugging Face's `_init_weights`.
 
-    The method is that of the innermost Hugging Face model around each module; `owner` is the one around `module`.
-    Buffers that it does not write stay on the meta device, and tensors that have values keep them.
+    For each module, the method of the innermost Hugging Face model around it is called. Buffers that the method does
+    not write stay on the meta device, and tensors that have values keep them.
+
+    owner: the innermost Hugging Face model that contains `module`; the root module if none does.
     """
     owner = module if callable(getattr(module, "_init_weights", None)) else owner
     for child in module.children():

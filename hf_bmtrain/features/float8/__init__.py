@@ -27,7 +27,7 @@ class Float8(Extension):
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._linears: dict[str, torch.nn.Module] = {}  # that will compute in float8, by path
+        self._linears: dict[str, torch.nn.Module] = {}  # the layers that will compute in float8, by path
         self._gathered: set[int] = set()  # ids of the weights that may be gathered in float8
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:

@@ -5,11 +5,11 @@ share the scale, at least 1e-30. A value is the element times 448 / absmax, in f
 absmax is inf or NaN, all these elements become NaN, so that overflows are detected as in other dtypes.
 
 A product multiplies values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have the
-summed dimension last. A GPU's product needs one scale for all elements of a sum, so a matrix that is summed along
-either dimension is rounded twice: `quantize_both` rounds it by rows and, transposed, by columns. A weight has a single
-scale, so it is rounded once for both; and once the ranks know its absmax, each rank can round its own part
-(`measure_pieces`, `round_pieces`). On a GPU kernels/float8.cu rounds; its bits equal those of the reference in torch,
-except for the sign of NaN.
+summed dimension last. On a GPU all elements of a sum must share one scale, so a matrix that is summed over its columns
+in one product and over its rows in another is rounded twice: `quantize_both` rounds it by rows and, transposed, by
+columns. A weight has a single scale, so it is rounded once for both products; and once the ranks know its absmax, each
+rank can round its own part (`measure_pieces`, `round_pieces`). On a GPU kernels/float8.cu rounds; its bits equal those
+of the reference in torch, except for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -34,7 +34,7 @@ ALIGNMENT = 16
 """Rows of factors and results have a multiple of this number of elements, since GPUs read 16 bytes at a time."""
 _LEAST = 1e-30
 _THREADS = 256
-_TILE = 64  # rows of a tile, by which kernels divide a matrix
+_TILE = 64  # rows of a tile, the part of a matrix that one CUDA thread block processes
 _PARTS = 4  # groups of 16 bytes that a thread holds in registers
 _CAPABILITY = (8, 9)
 
@@ -151,7 +151,7 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
     Args:
         x: (n,), a flat tensor.
         pieces: the k ranges of x.
-        bits: (k,) int32, the output. It must be zero, and stays 0 for an empty range.
+        bits: (k,) int32, the output. It must be zero before the call, and stays 0 for an empty range.
     """
     expect("x", x, tuple(C_NAMES), (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
@@ -187,7 +187,7 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 def scales_of(bits: Tensor) -> Tensor:
     """Return the scales (n,) float32 of weights, given the absmax of each as float32 `bits` (n,) int32."""
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
-    return absmax / torch.full_like(absmax, MOST)  # a GPU would multiply by the rounded 1 / MOST
+    return absmax / torch.full_like(absmax, MOST)  # for `absmax / MOST`, a GPU multiplies by the rounded 1 / MOST
 
 
 def transpose(values: Tensor) -> Tensor:
@@ -232,11 +232,11 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _by_kernels(x: Tensor) -> bool:
-    """Return whether kernels round x. True on the meta device as well, which stands for a GPU.
+    """Return whether kernels round x: on GPUs and on the meta device, which stands for a GPU, unless compiled.
 
-    torch.compile generates its own code for rounding, except for `quantize_both`, which is a custom operator: Inductor
-    fuses the column-wise absmax with the computation of the elements, which took 1.3 ms instead of 0.6 ms for separate
-    passes (H200, SwiGLU of 8192 x 14336, backward).
+    Compiled code rounds with kernels that Inductor generates. An exception is `quantize_both`, which is a custom
+    operator, because Inductor would fuse the column-wise absmax with the computation of the elements: that took 1.3 ms,
+    and separate passes take 0.6 ms (H200, SwiGLU of 8192 x 14336, backward).
     """
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 

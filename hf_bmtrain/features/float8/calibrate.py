@@ -1,7 +1,7 @@
 """Calibration of float8: measures each layer's rounding noise once, and switches noisy layers back to their dtype.
 
-The measurement is the first training step or, for compiled blocks, a separate forward before it that is not compiled:
-so no graph contains the measurement, or is recompiled when a layer stops using float8.
+Layers measure in the first training step. For compiled blocks they measure in a separate forward before it, which is
+not compiled, so that no graph contains the measurement or is recompiled when a layer stops using float8.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ class CalibrationInStep(Calibration):
 
 
 class CalibrationAhead(Calibration):
-    """Measures layers in a separate forward before the first training forward, and decides before that one begins.
+    """Measures layers in a separate forward, and decides, just before the first training forward begins.
 
-    The separate forward gets the same arguments, and is neither compiled nor differentiated. Random generators,
-    buffers, attributes and containers are restored afterwards, also if the forward raises.
+    The separate forward gets the arguments of the training forward, and is neither compiled nor differentiated. Random
+    generators, buffers, attributes and containers are restored afterwards, also if the separate forward raises.
     """
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -184,7 +184,10 @@ Decision = dict[str, tuple[bool, str | None]]
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
-    """Return the decision for the float8 layers of `model`, after deciding if all have been measured. Collective."""
+    """Return the decision for those float8 layers of `model` that have one. Collective.
+
+    Calibrations whose measurements are done on every rank decide first.
+    """
     states = _states_of(model)
     for guard in _guards_of(states):
         if all(world.control.gather(guard.has_measured, "whether float8's noise is measured")):
@@ -227,7 +230,10 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Return whether a layer is undecided, missing in the saved decision, or computes as the saved decision says."""
+    """Return whether a layer is undecided, or computes as its saved decision says.
+
+    found: the layer's saved decision. None, for a layer that was not saved, counts as agreement.
+    """
     return state.guard is not None or found is None or found[0] == state.active
 
 
@@ -253,7 +259,7 @@ def _tell(ratios: dict[str, float]) -> None:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return the ratio of two sums of squares in decibels; inf if the noise is zero or a sum is not finite."""
+    """Return the ratio of two sums of squares in decibels; inf if one of them is zero or not finite."""
     if not math.isfinite(signal) or not math.isfinite(noise):
         return math.inf  # the output overflowed: a matter of the loss scale, not of rounding
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

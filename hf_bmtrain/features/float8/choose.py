@@ -106,7 +106,7 @@ def _choose(
 
 
 def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
-    """Return why a linear layer cannot use float8; "" if it can."""
+    """Return why a linear layer cannot use float8; "" if it can. adapters: the ids of all parameters of adapters."""
     weight: Any = module.weight
     if not is_conv1d(module) and type(module).forward is not torch.nn.Linear.forward:
         return f"{type(module).__name__} has a forward of its own"
@@ -129,7 +129,7 @@ def _reads_weights(module: torch.nn.Module) -> bool:
 
 
 def _table(layers: Iterable[str], left: dict[str, str]) -> str:
-    """Return a table of the layers that compute in float8 and those that do not, counted by name."""
+    """Return a table, for the log, of layers counted by name. left: the others, each with why it is not in float8."""
     lines = ["float8: matrix products of linear layers in blocks, with one scale per token and one per weight"]
     lines.append(f"  in float8: {', '.join(_counted(layers))}")
     lines += [f"  not: {text}" for text in _grouped(left)]

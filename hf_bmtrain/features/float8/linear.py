@@ -31,7 +31,7 @@ _CHUNK = 1024  # rows that are measured at a time
 class Float8Inputs:
     """Caches the quantized input that several layers share, such as the query, key and value projections.
 
-    The cache holds one input: until that tensor is freed, or a layer gets another one.
+    The cache has one entry, which is dropped when the input tensor is garbage-collected or a layer gets another input.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class Float8Inputs:
         self._factors: tuple[Float8, Float8 | None] | None = None
 
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
-        """Return x, converted to `dtype`, quantized by rows and, if `both`, by columns.
+        """Return x, converted to `dtype` and quantized by rows and, if `both`, also by columns.
 
-        Returns values and scales by rows, then values and scales by columns, or None twice.
+        Returns values and scales by rows, then values and scales by columns (None twice unless `both`).
         """
         # torch.compile removes repeated computations itself, and cannot trace `_is_view`.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _flattened(*_round(x, dtype, both))
-        # Tensors of torch.inference_mode have no version counter, and a full parameter's does not change when it is
-        # gathered again.
+        # Two kinds of tensors may get new values unnoticed, so they are not cached: those of torch.inference_mode have
+        # no version, and the version of a full parameter does not change when it is all-gathered again.
         owner = x._base if x._is_view() else x
         if x.is_inference() or isinstance(owner, torch.nn.Parameter):
             return _flattened(*_round(x, dtype, both))
@@ -72,7 +72,7 @@ class Float8State:
         transposed: whether its weight is (K, N), as in transformers' Conv1D, instead of (N, K).
         inputs: the cache of quantized inputs, shared with the model's other float8 layers.
         active: whether it computes in float8.
-        guard: the calibration that will decide this; None once it is decided.
+        guard: a weak reference to the calibration that will decide `active`; None once it has decided.
         reason: why the weight is gathered in its own dtype; None before the decision, or if it is gathered in float8.
         measures: whether the next forward sets `powers`.
         powers: (2,) float32, the sum of squares of the output without rounding, and of the error that rounding adds.
@@ -91,11 +91,15 @@ class Float8State:
     index: int = 0
 
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
-        """Return the weight as it was gathered in float8; None if it was not, or if `weight` is another tensor."""
+        """Return the weight as it was all-gathered in float8.
+
+        None if it was gathered in its own dtype, or if `weight` is not the full parameter that the storage fills.
+        """
         storage = self.storage
         if storage is None or not storage.in_float8:
             return None
-        # Compiled blocks always get their own full parameters; comparing tensors would become part of the graph.
+        # Compiled code does not compare: the block always gets its own full parameters, and the comparison would become
+        # part of the graph.
         shown = torch.compiler.is_compiling() or weight is storage.buffer.full_params[self.index]
         return storage.factors[self.index] if shown else None
 
@@ -136,7 +140,7 @@ def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs
 
 @functools.cache
 def _extended_class(cls: Any) -> Any:
-    """Return the subclass of `cls` that all layers of `cls` with float8 share."""
+    """Return the subclass of `cls` that all float8 layers of class `cls` get."""
     return extend_class(Float8Linear, cls, {})
 
 
@@ -162,7 +166,12 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx, x, weight, rows, row_scales, columns, column_scales, values, of_rows, of_columns, transposed: bool
     ):
-        """values, of_rows, of_columns: the fields of a GatheredFactor, or None each to quantize `weight` here."""
+        """Return x Wᵀ in the dtype of x. Nothing else is read of x, because its values come quantized.
+
+        rows, row_scales, columns, column_scales: x quantized by rows and by columns; the last two are None if the
+        weight needs no gradient. values, of_rows, of_columns: the fields of a GatheredFactor, or all None to quantize
+        `weight` here. transposed: whether `weight` is (K, N).
+        """
         ctx.transposed, ctx.dtype, ctx.weight_dtype = transposed, x.dtype, weight.dtype
         weight = (weight,) if values is None else (values, of_rows, of_columns)
         ctx.save_for_backward(columns, column_scales, *weight)
@@ -188,7 +197,10 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight, or its transpose if `turned`. weight: the tensor alone, or the fields of a GatheredFactor."""
+    """Return a weight, or its transpose if `turned`, as a factor.
+
+    weight: one tensor, the full weight in its own dtype; or three, the fields of a GatheredFactor.
+    """
     if len(weight) > 1:
         return GatheredFactor(*weight).factor(turned)
     return quantize_transposed(weight[0]) if turned else quantize_full(weight[0])
@@ -196,7 +208,7 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 
 @torch.no_grad()
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
-    """Return `powers` of a Float8State for the output y of x."""
+    """Return the sums (2,) for `Float8State.powers`. y: the output that was computed in float8, without the bias."""
     weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
     for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):
         exact = linear(some, weight).float()

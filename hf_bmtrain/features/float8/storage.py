@@ -44,8 +44,8 @@ class Float8Requantizer:
 
     Shards that an optimizer updates asynchronously are rounded one buffer at a time instead, each after its own update.
 
-    It refers weakly to the storages and their owners, and skips a storage whose owners have been freed: an optimizer
-    may keep the local parameters of a deleted model alive, longer on one rank than on another.
+    It refers weakly to the storages and their owners, and skips a storage whose owners no longer exist: an optimizer
+    may keep the storages of a deleted model alive, longer on one rank than on another.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -57,7 +57,7 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round `gathered`, and every other storage whose shard has changed. Collective."""
+        """Round `gathered`, which is about to be all-gathered, and all others whose shards have changed. Collective."""
         changed: list[Float8Storage] = []
         for reference, owners in self._storages:
             storage = reference()
@@ -96,17 +96,21 @@ class Float8Kind(StorageKind):
 class Float8Storage(Storage):
     """Weights (matrices) of float8 layers: gathered in their own dtype at first, and in float8 after `switch`.
 
-    After `switch`, an all-gather rounds this rank's parts of the weights, if the shard has changed since, and sends the
-    codes: their bits are those of `quantize_full` of the full weights. The layers compute with `factors`. The full
-    weights then have no memory, and read as NaN in every element, so that an unexpected read is noticed; within
-    `full_values` they have the shards' values in their own dtype.
+    After `switch`, an all-gather first rounds this rank's parts of the weights, if the shard has changed since they
+    were rounded, and then sends the codes: their bits are those of `quantize_full` of the full weights. The layers
+    compute with `factors`. The full weights then have no memory, and read as NaN in every element, so that an
+    unexpected read is noticed; within `full_values` they have the shards' values in their own dtype.
 
-    small: the number of other parameters of the block (norms, biases), which come first in the buffer. They are few, so
-    rank 0 stores all of them, and they are sent unrounded, as bytes before the codes: in a separate buffer they would
-    need an all-gather and a reduction of their own. The layout therefore gives them one element per byte.
+    The block's other parameters (norms, biases) are small parameters, which come first in the buffer, because in a
+    separate buffer they would need an all-gather and a reduction of their own. They are few, so rank 0 stores all of
+    them. They are sent unrounded, as bytes before the codes, so the layout gives them one element per byte.
 
-    in_float8: whether an all-gather sends float8. factors: a GatheredFactor for each weight, None for a small
-    parameter, by index; empty before `switch`.
+    Args:
+        small: the number of small parameters.
+
+    Attributes:
+        in_float8: whether an all-gather sends float8.
+        factors: a GatheredFactor for each weight, None for a small parameter, by index; empty before `switch`.
     """
 
     in_float8 = False
@@ -156,8 +160,8 @@ class Float8Storage(Storage):
 
         Args:
             requantizer: rounds this storage together with others.
-            owners: objects that live as long as the layers of this storage do; once they are freed, `requantizer` skips
-                this storage.
+            owners: objects that live as long as the layers of this storage do; once none of them exists, `requantizer`
+                skips this storage.
 
         Raises:
             RuntimeError: the gathered codes are not those of the full weights.
@@ -165,6 +169,8 @@ class Float8Storage(Storage):
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
         buffer.drop()
+        # Zeros. `round` writes only parameters and, between small ones, the shard's zero padding. So the padding that
+        # is sent stays zero.
         self._rounded = self._shards.allocate(layout.shard_numel, torch.uint8, device, buffer.update.wait)
         self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
         ranges = [
@@ -176,7 +182,7 @@ class Float8Storage(Storage):
         self._shown = [self._show_small(index) for index in range(self._small)]
         self._arrived.free()
         self._rounded_version = -1
-        buffer.route(self._rounded, self._arrived)  # both are zero; their padding stays zero
+        buffer.route(self._rounded, self._arrived)
         self.in_float8 = self.prepares = True
         self._requantizer = requantizer
         requantizer.add(self, owners)
@@ -189,7 +195,10 @@ class Float8Storage(Storage):
             buffer.reshard()
 
     def _check(self) -> None:
-        """Raise RuntimeError unless what was gathered equals the full parameters, with weights rounded. Collective."""
+        """Raise RuntimeError if this rank received other values than the parameters have, weights rounded. Collective.
+
+        The expected values are all-gathered in the parameters' own dtype.
+        """
         full_params = self.buffer.full_params
         shown = [small.clone() for small in self._shown]
         with self.buffer.unsharded():
@@ -226,7 +235,10 @@ class Float8Storage(Storage):
         self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
-        """Return a view of a weight's codes, in the rounded shard if that has all of them, else in the full buffer."""
+        """Return a view of a weight's codes.
+
+        It is of this rank's rounded shard if that contains the full weight, else of the full buffer of codes.
+        """
         local_range, shape = self.buffer.local_ranges[index], self.buffer.full_params[index].shape
         if local_range.length < shape.numel():
             return self._arrived.view(self.buffer.layout.offsets[index], shape)
@@ -246,7 +258,7 @@ class Float8Storage(Storage):
         return self._arrived.view(offset * dtype.itemsize, nbytes).view(dtype).view(full.shape).data
 
     def _show(self) -> None:
-        """Point every full parameter to the memory that it can be read from now."""
+        """Set `.data` of every full parameter to the view of the memory that it can be read from now."""
         for index, full in enumerate(self.buffer.full_params):
             full.data = self.view(index, full.shape)
 
@@ -273,18 +285,27 @@ class Float8Storage(Storage):
         return self._rounded_version != self.buffer.shard._version
 
     def measure(self, bits: torch.Tensor) -> None:
-        """Write the absmax of this rank's part of each weight to `bits` (k,) int32, which must be zero, as float32."""
+        """Write the absmax of this rank's part of each of the k weights to `bits`, as the bit pattern of a float32.
+
+        bits: (k,) int32, zero before the call.
+        """
         measure_pieces(self.buffer.shard.data, self._pieces_here, bits)
 
     def round(self, bits: torch.Tensor, scales: torch.Tensor) -> None:
-        """Round this rank's parts of the k weights. bits (k,), scales (k, 1): absmax and scale of each full weight."""
+        """Round this rank's parts of the k weights, and copy its small parameters, into the shard that is sent.
+
+        bits: (k,) int32, the absmax of each full weight as the bit pattern of a float32. scales: (k, 1) float32, the
+        scale of each.
+        """
         shard = self.buffer.shard
         round_pieces(shard.data, self._pieces_here, bits, self._rounded)
         if self._small_numel:  # this rank stores the small parameters
             small = shard.data[: self._small_numel].view(torch.uint8)
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
-        torch.autograd.graph.increment_version(self._rounded)  # needed on ranks that store no weights and wrote nothing
+        # A new version makes the next gather publish the shard, which is collective with peer copies. So it must change
+        # on every rank, also if this rank stores no weights and wrote nothing.
+        torch.autograd.graph.increment_version(self._rounded)
         self._rounded_version = shard._version
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
 """PEFT's LoRA layers, whose adapters' products are accumulated in the output of the frozen layer.
 
-Adapters, even frozen ones, get separate buffers, so that activating one later does not reduce its neighbours. LoRA
-layers in blocks add their adapters in fewer passes over the output than PEFT, and without float32 copies of
-activations. Layers with DoRA, adapter biases or hooks on the inner layers run PEFT's own forward, and the log says so.
+Adapters, even frozen ones, share no buffer with base weights, so that training an adapter later reduces no gradients of
+base weights. LoRA layers in blocks add their adapters in fewer passes over the output than PEFT, and without float32
+copies of activations. Layers with DoRA, adapter biases or hooks on the inner layers run PEFT's own forward, and the log
+says so.
 
 `linear` is the layer, `factors` its products with A and B; `parametrize` lets PEFT's adapters on parameters
 (`target_parameters`) work when those parameters are sharded.

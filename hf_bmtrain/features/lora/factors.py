@@ -51,7 +51,10 @@ class Adapter(NamedTuple):
 
 @functools.cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether `device` can multiply 16-bit matrices with a float32 result; a GPU without float32 copies."""
+    """Return whether `device` can multiply 16-bit matrices with a float32 result.
+
+    A GPU must do so without float32 copies of the matrices. Other devices make copies.
+    """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
 
@@ -74,7 +77,7 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     """Return the product of x with a transposed factor: u of the forward, or du of the backward.
 
     Args:
-        x: (rows, width).
+        x: (rows, width): the layer's input for u, the gradient of its output for du.
         factor: a result of `factors_of`, (r, width) or, if split, (4 r, width).
         adapter: the settings of the adapter.
         rank: r.

@@ -112,7 +112,7 @@ def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = 
 
 @functools.cache
 def _extended_class(cls: Any, wide: bool) -> Any:
-    """Return the class that fused layers of PEFT's class `cls` share."""
+    """Return the subclass of PEFT's class `cls` that all its fused layers get, with this attribute `wide`."""
     return extend_class(FusedLoraLinear, cls, {"wide": wide})
 
 

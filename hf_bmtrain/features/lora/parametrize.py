@@ -32,7 +32,11 @@ def let_parametrize(model: torch.nn.Module) -> None:
 
 @contextmanager
 def _activate_uncounted(activate: Callable, reference: weakref.ref[Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Enter the context `activate` without changing the parameter's version, and restore its slot at the end."""
+    """Enter PEFT's context `activate(*args, **kwargs)`, which replaces a parameter.
+
+    The parameter's version is not incremented. On exit, put what its slot held before back into the slot. reference: to
+    PEFT's wrapper module, which knows the parameter (`get_param`) and the module with its slot (`get_base_layer`).
+    """
     wrapper: Any = reference()
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)

@@ -51,7 +51,7 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 
 
 class ChunkedHead:
-    """Extends the class of a model's output layer, in place.
+    """A model's output layer whose class was replaced by a subclass, so that it can return UnbornLogits.
 
     Attributes:
         armed: whether a training forward with labels is running, in which the layer returns UnbornLogits.
@@ -100,7 +100,7 @@ class UnbornLogits:
         return logits if self._cap is None else torch.tanh(logits) * self._cap
 
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
-        """Return what F.cross_entropy would. size_average, reduce: deprecated; None, see `_is_usual_loss`."""
+        """Return what F.cross_entropy would. size_average, reduce: deprecated; always None (see `_is_usual_loss`)."""
         # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x, which is a softcap of y.
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(

@@ -48,7 +48,7 @@ class Criterion:
             expect_number("num_items_in_batch", self.num_items, wanted, lambda n: 0 <= n < math.inf)
 
     def indices(self, targets: Tensor, classes: int) -> Tensor:
-        """Return the targets as int64, since uint8 cannot hold -100.
+        """Check the targets, and return them as int64, since uint8 cannot hold -100.
 
         Args:
             targets: a tensor of class indices of any integer dtype.
@@ -105,7 +105,7 @@ def criterion(
     softcap: float,
     num_items: NumItems,
 ) -> Criterion:
-    """Return a Criterion for the arguments of a public loss function, which describes them."""
+    """Return a Criterion for the arguments of a public loss function (`cross_entropy` documents them)."""
     if class_weight is not None:
         expect_tensor("the class weights (weight, class_weight)", class_weight)
     weight = None if class_weight is None else class_weight.detach().float().contiguous()

@@ -15,10 +15,10 @@ from torch import Tensor
 from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
-SCRATCH = 640  # bytes of shared memory in addition to the staged row: SCRATCH of kernels/cross_entropy.cu, in bytes
+SCRATCH = 640  # bytes of shared memory besides the staged row: SCRATCH of kernels/cross_entropy.cu is 40 x 16 bytes
 SHARE = 72 << 10  # bytes of a row per thread block: three such blocks fit on an SM with 227 KiB of shared memory
 BYTES_A_THREAD = 256  # sixteen 16-byte vectors, which a thread loads concurrently
-PART_VECTORS = 2048  # 16-byte vectors of a row per thread block of the kernels that stage nothing (gradient, rescale)
+PART_VECTORS = 2048  # 16-byte vectors of a row per thread block, for kernels that stage no row (gradient, rescale)
 
 
 @cache
@@ -162,7 +162,8 @@ class CrossEntropy:
 
     def gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
         """Return what `gradient_` would write, as a new tensor; `logits` are not written."""
-        # `gradient_` needs an `out` with the stride and alignment of the logits; a new tensor is contiguous, aligned.
+        # `gradient_` needs an `out` with the stride and alignment of the logits. A new tensor is contiguous and aligned
+        # to 16 bytes, so for other logits the gradient is written over a copy of them.
         if logits.is_contiguous() and logits.data_ptr() % 16 == 0:
             gradient = torch.empty_like(logits)
             self.gradient_(logits, targets, lses, scale, gradient)
@@ -246,9 +247,9 @@ def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
     A row with used = 0 is not changed. On CUDA, rows with wanted = used are neither read nor written.
 
     Args:
-        gradient: (N, V), written with the scale `used`.
+        gradient: (N, V), a gradient that was computed with `scale=used`.
         wanted: (1,) or (N,) float32, the scale that the gradient should have.
-        used: (1,) or (N,) float32.
+        used: (1,) or (N,) float32, the scale that it has.
     """
     _check_logits(gradient)
     _check_scale("wanted", wanted, gradient)
@@ -271,12 +272,12 @@ def _empty_losses(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(logits: Tensor) -> int:
-    """Return the number of thread blocks per row of the kernels that stage nothing."""
+    """Return the number of thread blocks per row, for kernels that stage no row in shared memory."""
     return -(-(logits.shape[1] * logits.element_size() // 16 + 2) // PART_VECTORS)
 
 
 def _stride(scale: Tensor) -> int:
-    """Return the distance between the scales of two rows: 0 if all rows share one."""
+    """Return the distance, in elements, between the scales of two rows: 0 if all rows share one scale."""
     return int(scale.numel() > 1)
 
 

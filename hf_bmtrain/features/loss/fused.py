@@ -55,7 +55,8 @@ class FusedCrossEntropy(torch.nn.Module):
         expect_flag("inplace", inplace)
         if parallel:
             refuse_parallelism("FusedCrossEntropy(parallel=True)")
-        criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)  # raises now, not later
+        # Refuses wrong arguments now, not in the first forward.
+        criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, None)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
         self.inplace, self.z_loss, self.softcap = inplace, z_loss, softcap
@@ -153,13 +154,13 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Rows of logits (N, C), targets (N,) → losses (N,) or a scalar; everything in float32."""
+    """Rows of logits (N, C), targets (N,) → losses (N,) or a scalar, in float32. wanted: compute a gradient too."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):
         factor = how.factor(targets)
-        # early: the forward writes the gradient. Not in float16, where it would underflow, since the loss scale is only
-        # known in backward.
+        # early: whether the forward writes the gradient over the logits. Not in float16, where the gradient would
+        # underflow, because the loss scale is only known in backward.
         early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
         if early:
             losses, lses = how.rows.losses_and_gradient_(logits, targets, factor)

@@ -87,7 +87,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Work:
-    """What to compute.
+    """The settings of one call of `linear_cross_entropy`.
 
     Attributes:
         how: the loss of each row, and the reduction.
@@ -122,7 +122,7 @@ class _Work:
             return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
-        """Do what `run` describes, with full parameters in `dtype`."""
+        """Do what `run` describes. weight, bias: full parameters. rows, weight, bias: in `dtype`."""
         (count, _), classes = rows.shape, weight.shape[0]
         for_rows, for_weight, for_bias = (wanted and scale is not None for wanted in self.wants)
         losses = rows.new_empty(count, dtype=torch.float32)
@@ -130,7 +130,7 @@ class _Work:
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
         space = rows.new_empty(size, -(-classes // 8) * 8)  # rows aligned to 16 bytes for cuBLAS
-        # On CPUs with AMX, torch 2.13 reads these columns too and multiplies them by 0: they must not be inf or NaN.
+        # On CPUs with AMX, torch 2.13 also reads the added columns and multiplies them by 0: none may be inf or NaN.
         space[:, classes:].zero_()
         space = space[:, :classes]
         for start in range(0, count, size):
@@ -204,7 +204,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
-    """Return ratio * gradient in the parameter's dtype. If that is sharded, pass it to its buffer and return None."""
+    """Return ratio * gradient in the parameter's dtype; None if `gradient` is None.
+
+    For a local parameter, give the result to its buffer instead, and return None.
+    """
     if gradient is None:
         return None
     if parameter.dtype == torch.float32:
@@ -220,7 +223,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
 
 @contextmanager
 def _full(parameter: Tensor | None) -> Iterator[Any]:
-    """Yield the full parameter. A sharded one is all-gathered, and resharded at the end if it was sharded before."""
+    """Yield the full parameter. A local one is all-gathered, and resharded at the end unless unsharded before."""
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():
             yield parameter.buffer.full_params[parameter.index].detach()

@@ -37,8 +37,9 @@ class MemoryPlanner(Observer):
     There is at most one per world. It is an observer of forwards, and takes part in the backwards that are measured.
 
     Attributes:
-        activations: the plan for all blocks with use_checkpoint="auto". It subtracts the resident buffers.
-        residents: a plan for each wrapped model with keep_frozen="auto". They share what `activations` leaves.
+        activations: the plan for all blocks with use_checkpoint="auto". It counts resident buffers as taken memory.
+        residents: a plan for each wrapped model with keep_frozen="auto". They share the memory that `activations`
+            leaves.
     """
 
     position = 10  # resident buffers are resharded before other observers may need the memory
@@ -156,7 +157,10 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """Apply keep_frozen=True to parameters that were added to `model`, or frozen, since it was wrapped. Collective."""
+    """Apply keep_frozen=True to parameters that were added, or frozen, after `model` was wrapped with it. Collective.
+
+    Does nothing if `model` was wrapped with another keep_frozen.
+    """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):
         if any(buffer.resident for buffer in buffers_of(model)):

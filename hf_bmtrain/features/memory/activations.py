@@ -24,7 +24,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Block(Protocol):
-    """The attributes of a BlockState that a plan reads, and writes (`zero_level`)."""
+    """The attributes of a BlockState that a plan reads. It also writes `zero_level`."""
 
     buffers: list[ShardedBuffer]
     zero_level: int
@@ -64,7 +64,7 @@ class AutoCheckpoint(Recompute):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block's activations as backward begins: those of its largest measured forward, times `calls`."""
+        """Bytes of the block's activations when backward begins: of its largest measured forward, times `calls`."""
         return self._most * self.calls
 
     @property
@@ -97,8 +97,8 @@ class AutoCheckpoint(Recompute):
         """Return whether the training forward that is about to begin is recomputed in backward.
 
         Call it before the block is gathered. Until there is a plan, the first forward of a pass must be run by every
-        rank, because the ranks exchange measurements here. True also inside saved-tensor hooks, such as those of a
-        checkpoint or of offloading around the block: these decide themselves which tensors are kept.
+        rank, because the ranks exchange measurements here. True also inside saved-tensor hooks, such as those of
+        torch's checkpoint or of offloading around the block: such hooks decide themselves which tensors are kept.
 
         Args:
             args: the positional arguments of the forward.
@@ -116,7 +116,7 @@ class AutoCheckpoint(Recompute):
     def _count_saved(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Iterator[None]:
         """Under `with`, count the bytes that autograd saves in the block's forward, and add them as a Measurement.
 
-        A forward inside a backward is not counted: it is the recomputation of a checkpoint around the block.
+        A forward inside a backward is not counted: it is a recomputation by torch's checkpoint around the block.
         """
         if self.activations.in_backward:
             yield
@@ -166,7 +166,7 @@ class Activations:
         self._forward = self._backward = 0  # the two peaks, in bytes above what was allocated as the pass began
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
-        self._stale = True  # measured since the last plan
+        self._stale = True  # whether a pass was measured since the last plan, or there is none
         self._left = 0
         self.measuring = False
 
@@ -185,7 +185,7 @@ class Activations:
 
     @property
     def outlived(self) -> bool:
-        """True if all blocks of the plan have been freed."""
+        """True if no block of the plan exists any more."""
         return bool(self._blocks) and not self._present()
 
     def _present(self) -> list[AutoCheckpoint]:

@@ -31,7 +31,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Under `with`, count. Saved-tensor hooks that are active already, such as a checkpoint's, stay active."""
+        """Under `with`, count. Saved-tensor hooks that are active already, as of torch's checkpoint, stay active."""
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
         def count(tensor: torch.Tensor) -> Any:
@@ -71,7 +71,7 @@ class MeasuredInputs:
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        self._covered: dict[Shapes, int] = {}  # cache of `cover`: up to which number shapes are covered
+        self._covered: dict[Shapes, int] = {}  # cache of `cover`: the highest number for which shapes are covered
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
         """Add the shapes of the inputs of a measured forward. number: of the forward within its pass."""

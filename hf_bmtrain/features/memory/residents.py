@@ -46,7 +46,8 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
             buffer.gather()
     for buffer in buffers:
         buffer.wait()
-    world.schedule.wait_for_readers()  # else a rank could write its shard before the first step while others read it
+    # Without this, a rank could write its shard, before the first step, while others still read it.
+    world.schedule.wait_for_readers()
 
 
 class Residents:
@@ -58,11 +59,11 @@ class Residents:
     the least room. The room of a rank is what a measured step leaves of `DeviceMemory.usable` or, if blocks have
     use_checkpoint="auto", what their plan leaves (`Activations.left`).
 
-    At each training forward the ranks exchange one message: whether its inputs are no larger than measured, and as much
-    memory is free as the plan was made for. If this is not so on a rank, all ranks reshard the resident buffers before
-    the forward, measure, and plan again. Forwards without gradients (evaluation, generation) may need any amount of
-    memory: the buffers are resharded before them, which needs no message, and become resident again with the next
-    training forward. So a step that fits in memory without resident buffers also fits with this class.
+    Before each training forward the ranks exchange one message. If on any rank the inputs are larger than measured, or
+    less memory is free than the plan was made for, all ranks reshard the resident buffers, measure, and plan again.
+    Forwards without gradients (evaluation, generation) may need any amount of memory: the buffers are resharded before
+    them, which needs no message, and become resident again with the next training forward. So a step that fits in
+    memory without resident buffers also fits with this class.
 
     Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or after a plan that
     has found no room.
@@ -73,14 +74,14 @@ class Residents:
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
         modules: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
         inside = {buffer for block in modules for buffer in block._bmt.buffers}
-        # Weak references, so that a deleted part of the model is freed. Blocks are listed by their states, not by their
-        # buffers, because a later auto_wrap may add a buffer to a block.
+        # Weak references, so that a deleted part of the model can be garbage-collected. Blocks are listed by their
+        # states, not by their buffers, because a later auto_wrap may add a buffer to a block.
         self._root = [weakref.ref(buffer) for buffer in buffers_of(model) if buffer not in inside]
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
         self._forwards = 0  # the number of training forwards in this pass
-        self._seen: list[tuple[int, Shapes]] = []  # of each measured forward of this pass: its number, its inputs
+        self._seen: list[tuple[int, Shapes]] = []  # for each measured forward of this pass: its number, inputs' shapes
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # the most bytes taken since a measurement began; None if none is running
         self._free = 0  # the least bytes free at the beginning of a pass, since a measurement began
@@ -104,9 +105,10 @@ class Residents:
         return [buffer for buffer in (reference() for reference in self._chosen) if buffer is not None]
 
     def _units(self) -> list[list[ShardedBuffer]]:
-        """Return groups of buffers that become resident together: each root buffer alone, and all buffers of a block.
+        """Return all buffers, in groups that become resident together.
 
-        The group of a root buffer or block that has been freed is empty.
+        Each root buffer is a group alone, and all buffers of a block are a group. A root buffer or block that no longer
+        exists (its weak reference is dead) leaves an empty group.
         """
         outside = [[] if buffer is None else [buffer] for buffer in (reference() for reference in self._root)]
         return outside + [[] if state is None else state.buffers for state in (each() for each in self._blocks)]
@@ -143,7 +145,7 @@ class Residents:
     def _begin_pass(self) -> None:
         """Use the measured inputs of the last pass, and decide whether there is anything to do in this one."""
         self._forwards = 0
-        for number, shapes in self._seen:  # the pass of these forwards has ended
+        for number, shapes in self._seen:  # only now, because a measurement is complete when its pass has ended
             self._inputs.add(shapes, number)
         self._seen = []
         if self._planned:
@@ -152,7 +154,7 @@ class Residents:
         units = self._units()
         self._idle = _LEAST_SHARE * _nbytes(_frozen(units)) < _nbytes(units)
         if self._planner.activations.measuring:
-            self._peak = None  # `activations` has reset the allocator's peak
+            self._peak = None  # `activations` has reset the allocator's peak, so this measurement cannot continue
 
     def _is_short(self) -> bool:
         """Return whether less memory is free than the plan was made for, or blocks have other recompute policies."""
@@ -172,7 +174,7 @@ class Residents:
     # -- a measurement ------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Begin a measurement. No buffer of this model is resident."""
+        """Begin a measurement. Call it only while no buffer of this model is resident."""
         self._policies = self._present_policies()
         self._meter.note_versions(self._buffers())
         if self._planner.activations.measuring:
@@ -226,7 +228,7 @@ class Residents:
             if 0 < _nbytes([unit]) <= left:
                 numbers.append(number)
                 left -= _nbytes([unit])
-        # Rank 0 decides for all: a deleted part of the model may be freed on one rank and not yet on another.
+        # Rank 0 decides for all, because a deleted block may be garbage-collected on one rank and not yet on another.
         chosen = [units[number] for number in self._world.control.broadcast_object(numbers)]
         units = [unit for unit in units if unit]
         self._chosen = [weakref.ref(buffer) for unit in chosen for buffer in unit]
@@ -249,7 +251,7 @@ class Residents:
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the resident buffers. Inside another model's forward, which may read them, leave that to its end."""
+        """Reshard the resident buffers: now or, inside another model's forward, which may read them, at its end."""
         for buffer in self._kept():
             buffer.resident = False
             if self._schedule.inside.depth <= 1:

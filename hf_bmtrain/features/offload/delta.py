@@ -50,7 +50,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
     """Yield δ of the last step for consecutive ranges of a run, (≤ PIECE,) float32 on the device of its weights."""
-    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last, L2, was added to the gradient, so is in m
+    lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last is L2 decay: part of the gradient, so of m
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)
     for start in range(0, state.run.weights.numel(), PIECE):

@@ -25,7 +25,8 @@ class DeviceUpdate:
     * Update of a buffer: until its upload is complete, and until the work that the current stream had queued when
       `carry` was called is complete: the gradients, the step's numbers, and everything that reads the old weights.
     * Download of a buffer: until its update is complete.
-    * The caller may write gradients, the step's numbers and weights again after waiting for the tickets or `updated`.
+    * The caller may write gradients, the step's numbers and weights again after waiting for the events that `carry`
+      yields, or for `updated`.
 
     Attributes:
         updated: the event of the last chunk's update.
@@ -53,7 +54,7 @@ class DeviceUpdate:
         self.downloaded: Event = DONE
 
     def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
-        """Queue the update of every chunk, and yield the event of each. The gradients must be kept until their event.
+        """Queue the update of every chunk, and yield the event of each. Keep a chunk's gradients until its event.
 
         Args:
             chunks: the chunks to update, in this order.

@@ -137,7 +137,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._delta = moments if found_inf is None else torch.where(found_inf != 0, earlier, moments)
 
     def _not_early(self) -> list[int]:
-        """Return the numbers of the runs that were not updated during the backward."""
+        """Return the indices of the runs that were not updated during the backward."""
         return [n for n, state in enumerate(self._states) if state.run.parameters[0] not in self._early.parameters]
 
     def _update(self, numbers: Sequence[int]) -> None:
@@ -155,7 +155,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        tickets = dict.fromkeys(used, DONE)  # a buffer without chunks: this rank's shard of it may be empty
+        tickets = dict.fromkeys(used, DONE)  # stays DONE for a buffer of which this rank stores no element: no chunk
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
             tickets[chunk.owner] = ticket
@@ -163,10 +163,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if isinstance(owner, ShardedBuffer):
                 owner.update.begin(ticket, used[owner])
             else:
-                ticket.wait()  # now, because reading an ordinary parameter waits for nothing
+                ticket.wait()  # now: nothing would wait later, when an ordinary parameter is read
 
     def _in_order(self, numbers: Sequence[int]) -> list[int]:
-        """Sort numbers of runs by `index_base`, so that runs of one buffer are adjacent, in one order on all ranks."""
+        """Sort indices of runs by `index_base`: runs of a buffer become adjacent, and all ranks get the same order."""
         return sorted(numbers, key=lambda number: self._states[number].index_base)
 
     # -- during the backward ------------------------------------------------------------------------------------
@@ -212,7 +212,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 by_buffer.setdefault(parameter.buffer, []).append(parameter)
         with ExitStack() as hooks:
             for buffer, local_params in by_buffer.items():
-                # Hooks run in the order of the buffer, so this one runs after the user's hooks on all its parameters.
+                # Hooks run parameter by parameter, in the buffer's order: so a hook on the last parameter, added now,
+                # runs after the user's hooks on all of them.
                 last = [local for local in buffer.slices if local.requires_grad][-1]
                 update = last.register_post_accumulate_grad_hook(
                     lambda _, local_params=local_params: self._update_early(local_params)
@@ -226,7 +227,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:
-        """Update the parameters of a buffer, whose gradient has just been reduced.
+        """Update `local_params`, all of one buffer, whose gradient has just been reduced.
 
         If the parameters with gradients are not exactly those of the buffer's runs, leave the update to `step`, which
         arranges the runs first. (All parameters of a buffer get their gradients at once.) The weights may be written
@@ -318,5 +319,5 @@ class _EarlyUpdates:
 
 
 def _snapshot(settings: Sequence[Hyper]) -> list:
-    """Return a copy to compare with later settings. It has a tensor's id and version, so that no device is read."""
+    """Return a copy to compare with later settings. Tensors are replaced by id and version, so none is read."""
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

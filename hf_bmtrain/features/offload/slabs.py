@@ -32,7 +32,7 @@ class Part:
     """The part of a chunk that belongs to one run.
 
     Attributes:
-        run: the number of the run.
+        run: the index of the run.
         of_run: the range of elements in the run.
         of_chunk: the same elements' range in the chunk.
     """
@@ -105,7 +105,7 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
     Args:
         runs: the runs.
         places: the place of each run's state.
-        order: the numbers of the runs to cut, in the order that the chunks shall have.
+        order: the indices of the runs to cut, in the order that the chunks shall have.
 
     Returns:
         The chunks. A chunk holds several runs if they have one owner and are adjacent in one slab.

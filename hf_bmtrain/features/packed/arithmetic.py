@@ -71,7 +71,7 @@ class Format:
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
-        """Return the bytes of `numel` packed elements, including what fills the last cell."""
+        """Return the bytes that `numel` elements take packed, in full cells."""
         return -(-numel // CELL) * self.cell_bytes
 
     @torch.no_grad()
@@ -100,13 +100,14 @@ class Format:
         return packed.view(-1)
 
     def _put_scales(self, tails: Tensor, absmax: Tensor, count: int) -> Tensor:
-        """Write the scales into `tails`, the bytes of each cell after its codes, and return them as unpacked.
+        """Write the scales into `tails`, the bytes of each cell after its codes, and return them as `unpack` gets them.
 
-        absmax: the largest magnitude of each 64 elements, (cells, 256) float32. count: how many of these belong to
-        elements; the others fill the last cell. Returns (cells, 256) float32.
+        absmax: the largest magnitude of each 64 elements, (cells, 256) float32. count: how many of these are of the
+        tensor; the rest is filling of the last cell. Returns (cells, 256) float32.
         """
         if self.scale_bits == 32:
-            most = torch.full_like(absmax, _FP8_MOST)  # by a Python number a GPU divides with its rounded inverse
+            # A tensor, because a GPU would replace the division by a Python number by a product with the inverse.
+            most = torch.full_like(absmax, _FP8_MOST)
             tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)
         mean = absmax.view(-1)[:count].mean()
@@ -120,14 +121,20 @@ class Format:
         return self._scales(tails)
 
     def _scales(self, tails: Tensor) -> Tensor:
-        """Return the scales (cells, 256) float32 that `tails` has, the bytes of each cell after its codes."""
+        """Return the scales (cells, 256) float32. tails: the bytes of each cell after its codes."""
         if self.scale_bits == 32:
             return tails.contiguous().view(torch.float32)
         floats = tails[:, _BLOCKS : _BLOCKS + 8].contiguous().view(torch.float32)
         return dynamic_values(tails.device)[tails[:, :_BLOCKS].int()] * floats[:, :1] + floats[:, 1:]
 
     def _encode(self, blocks: Tensor, divisors: Tensor) -> Tensor:
-        """Return the codes (cells, bytes) uint8 of elements (cells, 256, 64). divisors: (cells, 256)."""
+        """Divide each block of 64 elements by its divisor, and return the nearest codes.
+
+        Returns (cells, bytes of a cell's codes) uint8.
+
+        blocks: (cells, 256, 64) float32. divisors: (cells, 256) float32, the largest magnitudes of the blocks for 4-bit
+        codes, or the scales for float8.
+        """
         if not self.values:
             scaled = torch.where(divisors[..., None] > 0, blocks / divisors[..., None], 0.0)
             return scaled.clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
@@ -191,7 +198,7 @@ class Format:
         )
 
     def _reference(self, packed: Tensor, out: Tensor) -> None:
-        """Unpack in torch, on any device."""
+        """Do what `unpack` describes in torch, on any device."""
         rows = packed.view(-1, self.cell_bytes)
         for cells, target in zip(rows.split(_CHUNK), out.view(-1, _BLOCKS, BLOCK).split(_CHUNK)):
             codes = cells[:, : self._codes]
@@ -238,7 +245,7 @@ def _tables(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _nearest(values: Tensor, numbers: Tensor) -> Tensor:
-    """Return for each value the index, uint8, of the nearest of the ascending `numbers`; of two as near, the lower."""
+    """Return for each value the index, uint8, of the nearest of the ascending `numbers`; the lower index in a tie."""
     return torch.bucketize(values, (numbers[:-1] + numbers[1:]) / 2, out_int32=True).to(torch.uint8)
 
 

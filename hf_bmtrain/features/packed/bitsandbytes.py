@@ -83,7 +83,7 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
     """
     found = _find(model)
     root = shared_parameters(blocks, outside) | {id(parameter) for _, _, parameter in find_places(outside)}
-    made: dict[int, torch.nn.Parameter] = {}  # by the id of the old one, for tied weights
+    made: dict[int, torch.nn.Parameter] = {}  # by the id of the old one; tied weights share it
     unpacked: list[str] = []
     for name, (module, key, parameter) in found.items():
         if id(parameter) not in made:

@@ -253,5 +253,5 @@ def _unpack(parameter: QuantizedParameter) -> ShardTensor:
 
 
 def _unpacked(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, unpacked if it is a quantized parameter."""
+    """Return `value`, or this rank's elements unpacked if it is a quantized parameter."""
     return _unpack(value) if isinstance(value, QuantizedParameter) else value

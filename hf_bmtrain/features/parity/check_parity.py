@@ -54,9 +54,9 @@ def check_parity(
         loss: a function of the model's output that returns the scalar loss; None for the output's `loss` or, if the
             output is a tensor, the output itself.
         optimizer: a function that returns an optimizer for a list of parameters; None for SGD with lr=0.1.
-        bound: the allowed difference of an output or gradient, relative to the largest element of that tensor. For a
-            gradient, a fifth of the largest element of all gradients is added to that element. None for 1e-5 in
-            float32, and 2e-2 if weights or autocast are in 16 bits.
+        bound: the allowed difference of an output or gradient, relative to a reference magnitude: for an output its
+            largest element; for a gradient its largest element plus a fifth of the largest element of all gradients.
+            None for 1e-5 in float32, and 2e-2 if weights or autocast are in 16 bits.
         verbose: whether to print the table on rank 0.
 
     Returns:
@@ -158,7 +158,7 @@ class _Comparison:
         self._names = {p: name for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
 
     def _allowed(self, tensor: torch.Tensor) -> float:
-        """Return the relative difference that is allowed in `tensor`: the user's bound, or by dtype."""
+        """Return the relative difference that is allowed in `tensor`: the user's bound, or a default for the dtypes."""
         if self._bound is not None:
             return self._bound
         device = self._world.device.type
@@ -172,7 +172,7 @@ class _Comparison:
         return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
 
     def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
-        """Add the Difference of two tensors."""
+        """Add the Difference of a tensor: `got` in the sharded step, `wanted` in the plain step."""
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 
     def of_outputs(self, sharded: Outputs, plain: Outputs, mine: torch.Tensor, expected: torch.Tensor) -> None:

@@ -67,6 +67,6 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
 def _own_class(module: torch.nn.Module) -> Any:
     """Return the class that `module` had before it was sharded."""
     cls: Any = type(module)
-    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # a feature's layers keep their class
+    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # not below a feature's class
         cls = cls._extends
     return cls

@@ -47,7 +47,7 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _attend(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """Emulate `aten::scaled_dot_product_attention`, which chooses a kernel: as on compute capability 8.0 and above."""
+    """Emulate `aten::scaled_dot_product_attention`, with the kernel chosen as on compute capability 8.0 and above."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
     alike = query.dim() == 4 and width == key.shape[-1] == value.shape[-1] and width % 8 == 0

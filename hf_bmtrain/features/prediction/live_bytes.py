@@ -57,9 +57,9 @@ class LiveBytes(TorchDispatchMode):
         self.changes: list[Change] = []
         self._label = label
         self._known: dict[int, tuple[Any, int, int]] = {}  # by storage: weak reference, bytes, number
-        self._hosted: dict[int, Any] = {}  # page-locked ones, by storage: weak reference
+        self._hosted: dict[int, Any] = {}  # weak references to page-locked storages, by storage
         self._all: set[int | None] = set()  # the numbers of storages that have a result of `all`
-        self._count = 0  # the last number
+        self._count = 0  # the last number that a storage was given
 
     def reset_peak(self) -> None:
         self.peak = self.live

@@ -84,8 +84,8 @@ class Prediction:
 def usable_bytes(total: int, ranks: int) -> int:
     """Return the bytes that tensors may take on a device: its memory less the CUDA context, NCCL and a reserve.
 
-    The reserve is 5 % of the device, at least 2 GiB. `DeviceMemory.usable` leaves the same reserve, so plans for
-    use_checkpoint="auto" have the same bytes.
+    The reserve is 5 % of the device, at least 2 GiB. `DeviceMemory.usable` leaves the same reserve, so that a
+    prediction and a plan for use_checkpoint="auto" start from the same number of bytes.
 
     Args:
         total: bytes of the device.

@@ -92,9 +92,9 @@ class Snapshot:
     def _restore_others(self) -> Callable[[], None]:
         """Restore attributes, containers and generators, but not buffers.
 
-        Returns a function that goes back to what was found at the call. If the attributes were equal to the snapshot's
-        then, nothing was saved of them: the function compares them again, and if the forward in between has changed
-        them, restores the snapshot once more.
+        Returns a function that goes back to the state that was present at the call. Attributes that equal the
+        snapshot's at the call are not copied: to go back, the function restores the snapshot's attributes, unless they
+        are still equal.
         """
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
@@ -179,8 +179,8 @@ class Attributes:
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Copy the attributes of `modules`: the layer, first, and all modules in it."""
-        # The layer refers to this object, so neither the layer nor its `__dict__` may be referenced here.
+        """Copy the attributes of `modules`: first the layer, then all modules inside it."""
+        # The layer refers to this object, so a reference to the layer or its `__dict__` would be a cycle.
         self._layer = weakref.ref(modules[0])
         # For each module: its `__dict__` (None for the layer's), and a copy of its own attributes.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
@@ -192,7 +192,7 @@ class Attributes:
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
                 own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
-                names = [*own, "training", "_modules"]  # a getter of two names or more returns a tuple
+                names = [*own, "training", "_modules"]  # filled up to two: a getter of one name returns no tuple
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])
@@ -248,7 +248,7 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
-    """Make `own` the attributes, in a module's `__dict__`, that a forward may change."""
+    """Replace the attributes, of a module's `__dict__`, that a forward may change by `own`."""
     for name in _own(attributes).keys() - own.keys():
         del attributes[name]
     attributes.update(own)

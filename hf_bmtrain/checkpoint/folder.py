@@ -85,8 +85,9 @@ def is_reserved(name: str) -> bool:
 
 
 def stage(root: Path, step: int, nbytes: int) -> Path:
-    """Create an empty temporary folder for `nbytes` of files, and delete those of killed jobs. The caller has the lock.
+    """Create an empty temporary folder for `nbytes` of files, and delete temporary folders that killed jobs have left.
 
+    The caller has the lock.
     The folder's name is never reused, since a rank of a killed job may survive for a while and still write to its own.
     Raises OSError if the disk has too little free space. Does not reserve the space, because some file systems do that
     by writing zeros.

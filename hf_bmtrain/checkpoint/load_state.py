@@ -284,7 +284,7 @@ class _Loading:
         with torch.no_grad():
             for target, values in self._full_params:
                 target.copy_(values.view(target.shape))
-        for parameter in self._trained:  # so that the next checkpoint has it even if it is frozen now
+        for parameter in self._trained:  # so that `trained_only` includes it even if it is frozen now
             parameter.trained = True
         for loaded in self._states:
             loaded.load()

@@ -54,7 +54,7 @@ def memory_of(data: torch.Tensor) -> memoryview:
 class _Scratch(threading.local):
     """Host memory for one chunk per thread, page-locked if `device` is a GPU.
 
-    Other memory comes from mmap, because malloc would not return all of it to the system.
+    Memory that is not page-locked comes from mmap, because malloc would not return all of it to the system.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -42,7 +42,7 @@ from .ranges import Part, checksums, write_file, write_parts
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
-_SECONDS = 1800  # how long a background thread waits for another rank's
+_SECONDS = 1800  # how long a background thread waits for the report of another rank's thread
 
 Agree = Callable[[str, str | None], str | None]
 """A function that exchanges problems between ranks: (name of the point, this rank's problem or None) -> all problems in
@@ -303,9 +303,11 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the temporary folder and all files in their final sizes. Sets `number`, `staged` and, if None, `step`.
+        """Create the temporary folder and all files in their final sizes, complete but for the ranks' elements.
 
-        The ranks' elements are the only contents still missing then.
+        Locks the folder, and stores the lock in `keeper`. Sets `number`, `staged` and, if it is None, `step`.
+
+        small: the contents of further files, by name. state: the small state.
         """
         small = {**small, small_state.NAME: small_state.encode(state)}
         keeper.lock = lock(self.root, keeper.lock)
@@ -351,7 +353,10 @@ class _Job:
         return problem
 
     def _note(self, name: str, written: dict[str, list[Checked]]) -> None:
-        """Write the checksums of the written chunks to a file, from which rank 0 makes the manifest."""
+        """Write the chunks in `written`, with checksums, to a file, from which rank 0 makes the manifest.
+
+        name: identifies the file.
+        """
         with open(self.staging / f"pieces-{name}.json", "x") as file:
             json.dump(written, file)
 

@@ -171,7 +171,10 @@ def _with_metadata(state: OrderedDict) -> dict[str, Any]:
 
 
 def _each_once(state: dict) -> dict[str, torch.Tensor]:
-    """Return the tensors, tied ones under their first key, as Hugging Face does: safetensors refuses shared memory."""
+    """Return the tensors, tied ones only under their first key (as in Hugging Face's files).
+
+    safetensors refuses tensors that share memory.
+    """
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     for key, value in state.items():

@@ -85,9 +85,8 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        torch.autograd.graph.increment_version(
-            [buffer.shard for buffer in buffers]
-        )  # on all ranks, even without elements
+        # Also on ranks that store no elements, since all ranks must all-gather the buffers again.
+        torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
 

@@ -85,7 +85,7 @@ class _AcceleratorStates:
             with self._left_to_accelerate():
                 self._save_state(str(folder), safe_serialization, **options)
 
-        with ExitStack() as stack:  # on rank 0 it may have a temporary folder, which `close` renames to `root`
+        with ExitStack() as stack:  # if `_fresh` creates a temporary folder, on rank 0, `close` renames it to `root`
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(
@@ -165,17 +165,17 @@ class _AcceleratorStates:
     def _left_to_accelerate(self) -> Iterator[None]:
         """While this context is open, make Accelerate save or load everything but models and optimizers.
 
-        If the user has registered hooks before saving or loading, they get the models; those before saving also get
-        full weights.
+        Hooks that the user has registered for saving or loading still get the models, and hooks for saving also full
+        weights.
         """
         accelerator, configuration = self._accelerator, self._accelerator.project_configuration
         models, optimizers, automatic = (
             accelerator._models, accelerator._optimizers, configuration.automatic_checkpoint_naming
         )  # fmt: skip
         if not (accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook):
-            accelerator._models = []  # no hook needs them, so that Accelerate does not gather weights
+            accelerator._models = []  # no hook needs models; without them, Accelerate does not gather weights
         accelerator._optimizers, configuration.automatic_checkpoint_naming = [], False
-        handles = [  # they run after all other hooks
+        handles = [  # registered last, so they run after the user's hooks
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
             accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()),
         ]

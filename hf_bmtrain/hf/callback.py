@@ -86,7 +86,7 @@ class BMTrainCallback(TrainerCallback):
         if self._weights is None or self._weights.model is not model:
             check_arguments(args, model)
             self._weights = StagedWeights(model)
-            # for Trainer's total_flos, which would count only this rank's elements
+            # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
 
@@ -190,7 +190,7 @@ class BMTrainCallback(TrainerCallback):
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Move the speed and memory since the last log entry into a new entry.
+        """Move the speed and memory, measured since the last log entry, into a new one.
 
         Args:
             logs: the entry. It is changed only if it contains the training loss.

@@ -60,7 +60,8 @@ class TrainerCheckpoints:
         """Save the sharded part of `checkpoint-step`, before Trainer writes the rest. Collective.
 
         Until `complete` or `withdraw`, the optimizer's state_dict() returns a reference to the folder instead of the
-        state. Does nothing if that is so already. Raises RuntimeError on every rank if one rank cannot write.
+        state. Does nothing if neither was called since the last `save`. Raises RuntimeError on every rank if one rank
+        cannot write.
         """
         if self._reference is not None:
             return

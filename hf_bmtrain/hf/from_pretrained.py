@@ -238,9 +238,10 @@ def _check_alike(model: torch.nn.Module, world: World) -> None:
 
 
 def _tie_equal(model: Any, world: World) -> None:
-    """Tie weights that the model declares as tied and that the files contain both, if they are equal. Collective.
+    """Tie two weights that the model declares as tied, if the files contain both and they are equal. Collective.
 
-    transformers has tied the others. It would compare these too, but no rank has all their values.
+    If the files contain only one of the two, transformers has tied them. If both, it would compare them, but no rank
+    has all their values.
     """
     pairs = []
     for target, source in list(model.all_tied_weights_keys.items()):

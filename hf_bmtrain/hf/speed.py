@@ -106,9 +106,9 @@ class ParameterCount:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._held: list[dict[str, Any]] = []  # the modules' dictionaries of modules and parameters
-        self._seen: list[Any] = []  # their values and, in _sizes, their lengths at the last search
-        self._sizes: list[int] = []
-        # (parameter, its elements, whether only embeddings use it)
+        self._seen: list[Any] = []  # the values in these dictionaries at the last search
+        self._sizes: list[int] = []  # the length of each dictionary then
+        # For each parameter: the parameter, the number of its elements, and whether only embeddings use it.
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

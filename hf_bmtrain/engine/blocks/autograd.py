@@ -4,8 +4,8 @@
 exist, before any other autograd node of the layer. `leave_backward` is an identity function on the inputs. Its
 backward runs when the gradients of all inputs exist, hence after the nodes that computed them. By then the gradients
 of the layer's weights are complete too: of the nodes that are ready, autograd's engine runs those that accumulate
-gradients first, and then the one that was created last. `watch_backward` does not replace the outputs of a model: hooks
-on them call back at the first gradient.
+gradients first, and then the one that was created last. `watch_backward` is for a whole model: it leaves the outputs as
+they are, and registers hooks on them that run at the first gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class _EnterBackward(torch.autograd.Function):
     def forward(ctx, before: Callable[[Any], None], token: Any, *outputs: torch.Tensor):
         ctx.before, ctx.token = before, token
         ctx.set_materialize_grads(False)
-        # detach(), because autograd turns an input that is returned into a view that may not be modified in place.
+        # detach(), because autograd would turn an input that is returned as it is into a view, and such a view may not be
+        # modified in place.
         return tuple([output.detach() for output in outputs])
 
     @staticmethod
@@ -51,9 +52,10 @@ class _LeaveBackward(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call `function.apply(*args)` without its search for functorch's wrappers, which takes half the time of the call.
+    """Return `function.apply(*args)`, but skip the checks for functorch, which take half the time of the call.
 
-    The usual call is made inside a functorch transform, where it raises, and in torch.compile, which supports no other.
+    Inside a functorch transform, call `function.apply` itself, which raises torch's error for unsupported functions.
+    While torch.compile traces, do so too, because it supports no other call.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
@@ -104,7 +106,8 @@ def enter_backward(
         before: called before the layer's backward.
         token: the argument of `before`.
         outputs: what the layer returned.
-        filled: the containers among the layer's arguments; tensors that the layer added to them count as outputs.
+        filled: the containers among the layer's arguments, None if there are none. Tensors that the layer added to them
+            count as outputs.
 
     Returns:
         The outputs with these tensors replaced, and whether there are any.
@@ -123,11 +126,12 @@ def enter_backward(
 
 
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
-    """Do as `enter_backward`, but leave `outputs` as they are and call `before` from hooks on their tensors.
+    """Do as `enter_backward`, but leave `outputs` as they are: hooks on their tensors call `before` once.
 
-    The model then returns the very tensors that its layers passed on, and a hook or `retain_grad()` on a hidden state
-    sees the complete gradient. `enter_backward` is called instead if an output is a leaf, which would keep the hook,
-    if an object cannot be searched for tensors, or while torch.compile traces the model.
+    They do so when backward computes the first gradient of any of these tensors. The model returns the very tensors
+    that its layers passed on, so a user's hook or `retain_grad()` on a hidden state sees the complete gradient.
+    `enter_backward` is called instead if an output is a leaf, on which the hook would stay registered, if an object
+    cannot be searched for tensors, or while torch.compile traces the model.
     """
     if torch.compiler.is_compiling():
         return enter_backward(before, token, outputs)
@@ -219,9 +223,10 @@ def _leave_containers(
 
 
 def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -> None:
-    """Append to `found` the differentiable tensors in `values` and in tuples in them, in the order of `_replace`.
+    """Append the differentiable tensors in `values`, also in nested tuples, to `found`.
 
-    opened: everything else that may contain tensors is appended to it.
+    Their order is the one in which `_replace` visits them. Other objects that may contain tensors are appended to
+    `opened`.
     """
     for value in values:
         kind = type(value)
@@ -246,8 +251,9 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 def uncached_autocast() -> AbstractContextManager | None:
     """Return a context with the current autocast settings but without the cache of casts; None without autocast.
 
-    The cache is keyed by the full parameter, which is the same object at every step: after an optimizer step a block
-    would compute with casts of the old weights, and the casts of all blocks would stay in memory.
+    The cache has one entry for each parameter object, and a full parameter is the same object at every step. If one
+    autocast context enclosed several steps, a block would compute with casts of old weights. The casts of all blocks
+    would stay in memory until the end of the context.
     """
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):

@@ -24,15 +24,15 @@ from .sharded_module import ShardedModule, extend_class
 class CheckpointBlock(ShardedModule):
     """A transformer layer whose parameters are sharded, and full only while its forward or backward runs.
 
-    `CheckpointBlock(layer)` shards `layer` in place and returns it, its class extended by this one: the layer's names,
-    `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. Collective.
+    `CheckpointBlock(layer)` shards `layer` in place, replaces its class by a subclass of both classes, and returns it.
+    The layer's names, `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. Collective.
 
     Args:
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
         use_checkpoint: whether to recompute the forward in backward instead of keeping its activations; for "auto" see
             `auto_wrap`.
         zero_level: 3 frees the full parameters between forward and backward, 2 keeps them; None takes the world's.
-        mode: accepted because BMTrain has it, for pipelines; ignored.
+        mode: BMTrain's argument for pipelines, accepted for compatibility and ignored.
     """
 
     _bmt: BlockState
@@ -67,8 +67,9 @@ class CheckpointBlock(ShardedModule):
     def compile(self, *args, **kwargs) -> None:
         """Compile the layer's own forward with torch.compile, without the all-gathers and reductions around it.
 
-        The forward of the class is compiled, not the bound method: the parameters are inputs of the graph, so layers
-        that differ only in their parameters share it. A forward that was set on the instance is compiled separately.
+        The function in the class is compiled, not the bound method. Parameters then are inputs of the compiled graph,
+        and layers that differ only in their parameters share one graph. A forward that was set on the instance is
+        compiled for this layer alone.
 
         Args:
             *args: passed to torch.compile.
@@ -110,15 +111,16 @@ def extend(
 
     Args:
         layer: the layer.
-        sharded: the result of `shard_places` for its parameters.
-        world: the ranks that share it.
+        sharded: the result of `shard_places` for the layer's parameters.
+        world: the ranks that share the parameters.
         use_checkpoint: as in CheckpointBlock.
         zero_level: 2 or 3.
     """
     buffers, slots = sharded
     state = BlockState(world.schedule, buffers, slots, world.layer_features.replay(layer), zero_level)
     state.recompute = world.layer_features.recompute(use_checkpoint, state)
-    # A forward set on the instance (by a patch) would hide the extended class's: the block calls it as the layer's own.
+    # A `forward` in the instance's __dict__ (set by a patch) would hide the forward of the extended class. Move it to
+    # `own_forward`, which the block calls as the layer's forward.
     state.own_forward = layer.__dict__.pop("forward", None)
     layer._bmt = state  # pyright: ignore[reportArgumentType]
     layer.__class__ = _extended_class(type(layer))

@@ -25,7 +25,7 @@ class TransformerBlockList(torch.nn.ModuleList):
             block. Each block returns as many, as a tuple if there are several.
     """
 
-    num_hidden: int = 1  # a class attribute, for lists whose class was extended in place without __init__
+    num_hidden: int = 1  # a class attribute, because `wrap` makes ModuleLists of this class without calling __init__
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
         wanted = "at least 1: it is the number of hidden states that are passed from block to block"
@@ -104,7 +104,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
         Args:
             *args: as in TransformerBlockList.
-            batch_related: accepted because BMTrain has it, for the arguments to cut into micro-batches; ignored.
+            batch_related: which arguments BMTrain cuts into micro-batches; accepted for compatibility and ignored.
             return_hidden_states: as in TransformerBlockList.
             **kwargs: as in TransformerBlockList.
         """

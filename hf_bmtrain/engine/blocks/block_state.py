@@ -26,8 +26,8 @@ class BlockState:
     The slots are set to full parameters exactly while the block's forward or backward runs. The block that ran last
     stays unsharded until another block starts. When a block starts, its neighbour is prefetched.
 
-    Whether a block's gradients are reduced follows from `pending` and `_entered`, which are the same on every rank. It
-    must not follow from which gradients exist, which may differ between ranks.
+    `pending` and `_entered` decide when the block's gradients are reduced. They are the same on every rank, whereas
+    the set of parameters that have a gradient may differ between ranks.
 
     Attributes:
         schedule: the schedule of the world.
@@ -38,11 +38,12 @@ class BlockState:
         recompute: decides which forwards are recomputed in backward.
         previous: the block before this one in the block list.
         next: the block after this one in the block list.
-        own_forward: if not None, called instead of the class's forward: one set on the instance, or a compiled one.
+        own_forward: called instead of the class's forward if not None: the forward that was set on the instance, or a
+            compiled one.
         compiled: whether the forward is compiled.
         eager_forward: `own_forward` before it was compiled.
-        pending: the number of forwards whose backward has not run. A block that is called several times is reduced
-            once, when this is 0.
+        pending: the number of forwards whose backward has not run. The gradients of a block that is called several
+            times are reduced once, when `pending` is 0 again.
     """
 
     schedule: Schedule
@@ -58,8 +59,8 @@ class BlockState:
     eager_forward: Callable | None = None
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # the slots are set to full parameters
-    _entered: bool = field(default=False, init=False)  # backward has entered the block, and has not reduced it yet
-    _recomputed: bool = field(default=True, init=False)  # what the policy answered for the last training forward
+    _entered: bool = field(default=False, init=False)  # backward has entered the block, not reduced it yet
+    _recomputed: bool = field(default=True, init=False)  # whether the last training forward is recomputed
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -103,7 +104,7 @@ class BlockState:
         return outputs
 
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
-        """Run the layer's forward with callbacks for the block's backward.
+        """Run the layer's forward, and make autograd call `before_backward` and `after_backward` around its backward.
 
         Returns the outputs, and whether any of them is differentiable.
         """
@@ -165,7 +166,8 @@ class BlockState:
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Recompute this block for a checkpoint around it, perhaps before the block's own backward has started.
 
-        Autograd must save the same tensors as in the first forward, so the block's own checkpoint is applied again.
+        Autograd must save the same tensors as in the first forward. If the block applied torch's checkpoint to itself
+        then, it does so again.
         """
         closed = not self._open
         if closed:
@@ -173,7 +175,7 @@ class BlockState:
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
             return checkpoint(run, *args, use_reentrant=False) if self._recomputed else run(*args)
-        finally:  # torch may end a recomputation early by raising an exception
+        finally:  # reached by an exception too: torch ends a recomputation early by raising one
             if closed:
                 self.show_local()
                 if self.zero_level == 3:
@@ -252,8 +254,8 @@ class BlockState:
     def finish_backward(self) -> None:
         """Reduce and reshard the block at the end of the whole backward, unless `after_backward` has done so.
 
-        `after_backward` has not if no input of the block required a gradient, or if the backward did not go through all
-        of the block's forwards.
+        It has not if no input of the block required a gradient (autograd then does not call it), or if the backward did
+        not go through all of the block's forwards.
         """
         if self._open:
             self.show_local()

@@ -33,7 +33,7 @@ def _has_attributes(cls: type) -> bool:
 def containers_of(value: Any) -> list[Any]:
     """Return the mutable containers of `value`: itself if it is a list, dict, set or deque, and its `__dict__`.
 
-    Empty for tensors, modules, functions and classes, and objects of the standard library, torch or numpy.
+    The `__dict__` of tensors, modules, functions, classes and objects of the packages in `_STATELESS` is left out.
     """
     own = [value] if isinstance(value, (list, dict, set, deque)) else []
     if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):
@@ -59,7 +59,7 @@ def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Ite
 
     Args:
         values: the values to search.
-        seen: ids of containers, which are skipped. The id of each container that is searched is added.
+        seen: ids of containers to skip. The id of each container that is searched is added.
         strange: objects that cannot be searched are appended to it.
     """
     for value in values:
@@ -83,10 +83,12 @@ def tensors_in(values: Iterable[Any], seen: set[int], strange: list[Any]) -> Ite
 
 
 def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
-    """Return `value` with the tensors of `table` replaced. Mutable containers are modified in place, tuples copied.
+    """Return `value` with the tensors that `table` lists replaced, at any depth.
+
+    Lists, dicts, deques and attributes of objects are modified in place, tuples are copied, sets stay as they are.
 
     Args:
-        value: the value to search, at any depth.
+        value: the value to search.
         table: the new tensors, by the id of the tensor that each replaces.
         seen: as in `tensors_in`.
     """

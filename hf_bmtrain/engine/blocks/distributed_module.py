@@ -27,7 +27,7 @@ _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
 
 
 def _without_views(outputs: Any, forward_pass: ForwardPass) -> Any:
-    """Return `outputs` with copies in place of views of parameters, whose full buffer is freed after the forward."""
+    """Return `outputs`, with every view of a root parameter replaced by a copy: the full buffer may be freed next."""
     if torch.compiler.is_compiling() or not any(reader.unwatched for reader in forward_pass.readers):
         return outputs
     if not any(isinstance(leaf, torch.Tensor) and forward_pass.holds(leaf) for leaf in pytree.tree_leaves(outputs)):
@@ -95,9 +95,10 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _watch_own(self) -> AbstractContextManager[None]:
-        """Return the context `watch` for this module's own buffers, or a null context if the module has children.
+        """Return `watch` for the buffers of this module's own parameters; a null context if the module has children.
 
-        `watch` requires that no other module reads these buffers inside it, as only a module without children can tell.
+        Inside `watch` no other module may read these buffers. A module without children calls no other module, so its
+        forward satisfies this. Without grad mode, autograd saves nothing, and the context is null too.
         """
         if self._modules or not torch.is_grad_enabled():
             return nullcontext()
@@ -108,14 +109,14 @@ class DistributedModule(ShardedModule):
     # -- weights in and out -------------------------------------------------------------------------------------
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self._schedule.discard_failed_backward()  # which may have left full parameters in slots, for zero_grad to find
+        self._schedule.discard_failed_backward()  # a backward that raised may have left full parameters in the slots
         return super().named_parameters(*args, **kwargs)
 
     def _slots(self) -> list[Slot]:
         return find_slots([self])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        # Registered here to run after the user's hooks, which may rename keys.
+        # Registered only now, so that it runs after the user's hooks, which may rename keys.
         slicing = self.register_load_state_dict_pre_hook(shard_on_load)
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
@@ -133,7 +134,8 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
     parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(getattr(cls, name))]
-    # The `generate` of transformers, which has synced_gpus, only calls the model. A model's own reads parameters.
+    # Wrap `generate` only if the model defines it, since it may read parameters. The one that models inherit from
+    # transformers (it has the argument synced_gpus) only calls the model.
     if "generate" in parts and "synced_gpus" in inspect.signature(cls.generate).parameters:
         parts.remove("generate")
     return extend_class(DistributedModule, cls, {name: _part(getattr(cls, name)) for name in parts})

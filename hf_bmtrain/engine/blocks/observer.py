@@ -32,16 +32,16 @@ class Observer:
         """Called before a gradient is averaged over the ranks.
 
         Args:
-            gradient: the gradient of the flat buffer.
-            index: the parameter's index in the buffer.
-            values: this rank's gradient of the full parameter.
+            gradient: the GradientBuffer of the flat buffer that has the parameter.
+            index: the index of the parameter in the flat buffer.
+            values: this rank's gradient of the full parameter, before averaging.
         """
 
     def end_backward(self) -> None:
         """Called at the end of a backward, when every `.grad` is set."""
 
     def end_step(self, manager: OptimManager) -> None:
-        """Called at the end of `OptimManager.step`. On a GPU, the host does not know yet if the step was skipped."""
+        """Called at the end of `manager.step()`. On a GPU, the host does not know yet whether the step was skipped."""
 
     def explain_skip(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor
@@ -50,9 +50,9 @@ class Observer:
 
         Args:
             manager: the manager whose step was skipped.
-            parameters: the parameters of all its optimizers.
+            parameters: the parameters of all optimizers of `manager`.
             counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
-                gradient; -1 if the gradient was freed before the host knew that the step is skipped.
+                gradient; -1 if the gradient was freed before the host knew that the step had been skipped.
         """
 
     def out_of_memory(self) -> str | None:
@@ -106,7 +106,7 @@ class ObserverHandle:
     """Removes an observer that `Schedule.observe` has added."""
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
-        self._observers, self._observer = observers, weakref.ref(observer)  # an observer may own its handle
+        self._observers, self._observer = observers, weakref.ref(observer)  # weak: an observer may own its handle
         self._freed = None if owner is None else weakref.finalize(owner, observers.remove, observer)
         if self._freed is not None:
             self._freed.atexit = False

@@ -16,7 +16,7 @@ class Recompute:
 
     Attributes:
         fills_cache: whether training forwards may fill a key-value cache, which a recomputation would fill twice.
-        keeps_activations: whether the last forward's activations were kept, and it is not recomputed.
+        keeps_activations: whether the last training forward kept its activations, so that it is not recomputed.
     """
 
     fills_cache = False
@@ -35,10 +35,13 @@ class Recompute:
         return True
 
     def first_forward(self, args: tuple, kwargs: dict, pending: int) -> AbstractContextManager[Any] | None:
-        """Return a context for the first run of a forward that will be recomputed, or None."""
+        """Return a context for the first run of a forward that backward will recompute, or None.
+
+        args, kwargs, pending: as in `recomputes`.
+        """
 
     def backward_begins(self, recomputed: bool) -> None:
-        """Called when the block's backward starts, and, with `recomputed`, when a recomputation in it starts."""
+        """Called with False when the block's backward starts, and with True when a recomputation in it starts."""
 
 
 class _Never(Recompute):
@@ -60,15 +63,18 @@ class Replay(Protocol):
         ...
 
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:
-        """Return the context of the recomputation. It may end the recomputation early by swallowing an exception."""
+        """Return the context of the recomputation.
+
+        The context may suppress an exception that the layer raises in it, which ends the recomputation early.
+        """
         ...
 
 
 class LayerFeatures(Protocol):
-    """Creates the parts of a block that this folder cannot import. `World` has the implementation."""
+    """Creates parts of a block from outside the engine, which it must not import. See `World.layer_features`."""
 
     def check(self, use_checkpoint: object) -> None:
-        """Raise ValueError if `recompute` does not accept `use_checkpoint`."""
+        """Raise ValueError if `use_checkpoint` is not a value that the method `recompute` accepts."""
 
     def recompute(self, use_checkpoint: Any, block: BlockState) -> Recompute:
         """Return the policy for `block` that the user's value of `use_checkpoint` selects."""

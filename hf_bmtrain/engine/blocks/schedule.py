@@ -25,7 +25,9 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class BackwardParticipant(Protocol):
-    """Takes part in a backward. The schedule calls all participants at its end, in the same order on every rank."""
+    """Takes part in a backward. At the end of that backward the schedule calls all participants, in the same order on
+    every rank.
+    """
 
     def finish_backward(self) -> None:
         """Start the reductions that are still missing, and reshard. Collective."""
@@ -35,18 +37,19 @@ class BackwardParticipant(Protocol):
 
 
 class ForwardPass:
-    """One call of the outermost sharded module, from its forward until its backward reaches its outputs.
+    """One forward of the outermost sharded module: what it read and which blocks it called, for its backward.
 
-    If a block of `blocks` is called while the backward runs, a checkpoint around it recomputes it. A call of any other
-    block is a new forward, whose backward runs inside the running one.
+    While that backward runs, a call of a block in `blocks` is a recomputation, by a checkpoint around the block. A call
+    of any other block is a new forward, which has a backward of its own.
 
     Attributes:
-        readers: the buffers of root parameters that the forward read, each with its `unwatched` at the `end`.
+        readers: the OnDemandGather of each buffer of root parameters that the forward read. The value is True during
+            the forward; `end` sets it to the OnDemandGather's `unwatched`.
         blocks: the blocks with a differentiable output in this forward.
     """
 
     def __init__(self, enter: Callable[[ForwardPass], None]) -> None:
-        """enter: called with this pass when a backward reaches its outputs."""
+        """enter: called with this forward pass when a backward reaches the outputs of the forward."""
         self._enter = enter
         self.readers: dict[OnDemandGather, bool] = {}
         self.blocks: set[Any] = set()
@@ -54,7 +57,7 @@ class ForwardPass:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def end(self) -> list[int]:
-        """End the forward, and return the versions of the buffers it read, for `before_backward`."""
+        """End the forward, and return the versions of the buffers in `readers`, for `before_backward`."""
         self.readers = {reader: reader.unwatched for reader in self.readers}
         return [reader.version for reader in self.readers]
 
@@ -68,7 +71,7 @@ class ForwardPass:
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
     def reshard(self) -> None:
-        """Reshard the buffers that were read, when no backward will follow."""
+        """Reshard the buffers that the forward read. Called if no backward will follow."""
         for reader in self.readers:
             reader.reshard()
 
@@ -90,7 +93,7 @@ class ForwardPass:
 
 
 class ForwardDepth:
-    """Counts how many layers' and models' forwards are running, one inside the other; each enters this context."""
+    """A context that every layer's and model's forward enters. `depth` counts the forwards that run now, nested."""
 
     depth = 0
 
@@ -154,7 +157,7 @@ class Schedule:
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
-        """Add to a torch.OutOfMemoryError what the observers know: what uses memory, and how to use less."""
+        """If `error` is a torch.OutOfMemoryError, add what the observers know: what uses memory, how to use less."""
         if not isinstance(error, torch.OutOfMemoryError):
             return
         lines = [text for observer in self.observers.out_of_memory if (text := observer.out_of_memory()) is not None]
@@ -167,7 +170,7 @@ class Schedule:
             add_note("\n".join(lines))
 
     def free_dropped(self) -> None:
-        """Free the memory outside torch's allocator of models that every rank has dropped. Collective."""
+        """Free memory outside torch's allocator, if it belongs to models that every rank has dropped. Collective."""
         self.shards.free_dropped()
         if not self.shards.mapped_bytes:
             self.blocks.free()
@@ -208,7 +211,7 @@ class Schedule:
     def calibration(self) -> Iterator[None]:
         """Run a rehearsal inside this context: a forward without a backward, before the real forward.
 
-        At the end, buffers are resharded that only the rehearsal has read.
+        At the end of the context, buffers of root parameters that only the rehearsal has read are resharded.
         """
         outer = {} if self._pass is None else self._pass.readers
         with self.forward() as own:
@@ -326,7 +329,7 @@ class Schedule:
     # -- pending reductions -------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Wait for earlier gradient reductions until at most one block's is still pending.
+        """Wait for earlier reductions until those of at most one block (none with one rank) are still pending.
 
         Called before a block's backward creates gradients of its own. The caller must issue the all-gathers that
         overlap that backward before this call; otherwise they are delayed by the wait.
@@ -334,13 +337,13 @@ class Schedule:
         self._receive(self.blocks.ahead)
 
     def receive_all(self) -> None:
-        """Wait for all pending reductions, and set their `.grad`s."""
+        """Wait for all pending reductions, and set the `.grad`s of the local parameters."""
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average `gradients`, those of one block, over the ranks. Collective.
 
-        First waits, like `make_room`, for earlier reductions. Later waits treat `gradients` as one group.
+        First waits for earlier reductions, like `make_room`. Later calls wait for all of `gradients` or for none.
         """
         self._receive(self.blocks.ahead)
         for gradient in gradients:
@@ -354,7 +357,7 @@ class Schedule:
             self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """Wait for all pending reductions except the last `ahead` groups, and set their `.grad`s."""
+        """Wait for pending reductions, except those of the last `ahead` calls of `send`, and set the `.grad`s."""
         while len(self._pending) > ahead:
             for gradient in self._pending[0]:
                 if gradient.receive():

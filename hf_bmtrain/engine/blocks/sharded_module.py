@@ -19,7 +19,10 @@ from ..tensors.tensor import barrier_outside
 
 
 class RefuseDataParallel:
-    """Raises when it is iterated over, which DistributedDataParallel does; reading the attribute is harmless."""
+    """The value of `ShardedModule._ddp_params_and_buffers_to_ignore`.
+
+    DistributedDataParallel iterates over it, which raises RuntimeError. Reading the attribute is harmless.
+    """
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise RuntimeError(
@@ -32,8 +35,8 @@ class RefuseDataParallel:
 class ShardedModule(torch.nn.Module):
     """A module with sharded parameters, whose gradients are reduced without DistributedDataParallel.
 
-    `_is_accelerate_prepared` prevents Accelerate from adding DistributedDataParallel. If that is added nevertheless,
-    it iterates over `_ddp_params_and_buffers_to_ignore`, which raises.
+    `_is_accelerate_prepared` prevents Accelerate from adding DistributedDataParallel. If it is added nevertheless, its
+    constructor iterates over `_ddp_params_and_buffers_to_ignore`, which raises.
     """
 
     _extends: ClassVar[Any]  # set on a generated subclass: the user's class that it extends
@@ -91,7 +94,7 @@ class ShardedModule(torch.nn.Module):
             return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo):
-        """Return a deep copy that is not sharded, with full parameters; `auto_wrap` shards it. Collective."""
+        """Return a deep copy that is not sharded and has full parameters, for example to wrap it anew. Collective."""
         return _plain_copy(self, memo)
 
     def __reduce_ex__(self, protocol) -> NoReturn:
@@ -109,7 +112,7 @@ class ShardedModule(torch.nn.Module):
 
 
 def moved(name: str, module: torch.nn.Module) -> RuntimeError:
-    """Return the error for a sharded parameter that is registered in `module` under another `name`."""
+    """Return the error for a sharded parameter that `module` registers under a new name, `name`."""
     return RuntimeError(
         f"'{name}' in {type(module).__name__} is a sharded weight under a new name. torch.nn.utils.prune and "
         "spectral_norm rename the weights that they change, and would then read this rank's elements only. Prune and "
@@ -149,9 +152,9 @@ _ADDED = ("_schedule", "_bmt", "_is_fsdp_managed_module")
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a module with full parameters, and without what sharding has added. Collective.
+    """Return a deep copy of `module` that has full parameters and nothing that sharding has added. Collective.
 
-    memo: that of `copy.deepcopy`.
+    memo: the argument of `__deepcopy__`, {id(original): copy}.
     """
     modules = [each for each in module.modules() if id(each) not in memo and _is_copied_here(each)]
     parameters = dict.fromkeys(p for each in modules for p in each._parameters.values())
@@ -165,7 +168,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
             copied.init_method, copied.group = parameter.init_method, parameter.group
             memo[id(parameter)] = full
     made = []
-    for each in modules:  # before their attributes are copied, which refer to each other
+    for each in modules:  # make all copies before filling any of them, because their attributes refer to each other
         cls = own_class(each)
         made.append(cls.__new__(cls))
         memo[id(each)] = made[-1]
@@ -180,13 +183,14 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # a Float8Linear is none, and stays
+    # Layer classes that extensions have generated are no ShardedModules: they stay.
+    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):
         cls = cls._extends
     return cls
 
 
 def _is_copied_here(module: torch.nn.Module) -> bool:
-    """Return whether the module's own class leaves deep copies to torch.nn.Module."""
+    """Return whether the class that `module` had before it was sharded defines no `__deepcopy__`."""
     copies = ShardedModule.__deepcopy__
     return getattr(own_class(module), "__deepcopy__", copies) is copies
 
@@ -210,7 +214,10 @@ def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
-    """Return whether a method, a hook or another callable is of Python modules whose names begin with one of these."""
+    """Return whether `value` is a callable (such as a method or hook) that a Python module in `modules` defines.
+
+    modules: the beginnings of the modules' names.
+    """
     if isinstance(value, functools.partial):
         return _is_ours(value.func, modules)
     function = getattr(value, "__func__", value)
@@ -222,7 +229,7 @@ def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
 
 
 def _replaced_by(method: Any) -> Any:
-    """Return what was set on the instance before one of our methods took its place, None if nothing was."""
+    """Return what was set on the instance before our `method` replaced it; None if the class's own method was used."""
     before = getattr(method, "__wrapped__", None)
     owner = getattr(method, "owner", None)
     if owner is None or before is None:

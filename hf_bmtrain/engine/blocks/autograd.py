@@ -26,8 +26,7 @@ class _EnterBackward(torch.autograd.Function):
     def forward(ctx, before: Callable[[Any], None], token: Any, *outputs: torch.Tensor):
         ctx.before, ctx.token = before, token
         ctx.set_materialize_grads(False)
-        # detach(), because autograd would turn an input that is returned as it is into a view, and such a view may not be
-        # modified in place.
+        # detach(), because autograd would make a returned input a view, and such views may not be modified in place.
         return tuple([output.detach() for output in outputs])
 
     @staticmethod

@@ -30,11 +30,11 @@ class AdamOptimizer(torch.optim.Optimizer):
     updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are only
     read. The host never waits for the device in `step`.
 
-    The state is m, v and, for half-precision weights, a master copy of w, all float32; the weights are the masters
-    rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which needs no master, and 12 per
-    element of a float16 weight. On CUDA the master of a bfloat16 weight is stored as its 16-bit difference from the
-    weight, without loss (ops/residual.py): 10 bytes per element, and `optimizer.state[p]` has "residual" instead of
-    "master". `state_dict()` has float32 masters in any case, in host memory.
+    The state is m, v and, for half-precision weights, a master copy of w, all float32 by default; the weights are the
+    masters rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which needs no master, and
+    12 per element of a float16 weight. On CUDA the master of a bfloat16 weight is stored as its 16-bit difference from
+    the weight, without loss (ops/residual.py): 10 bytes per element, and `optimizer.state[p]` has "residual" instead of
+    "master". `state_dict()` always has float32 masters; it computes them from the residuals, in host memory.
 
     If half-precision weights are written between steps (by loading, averaging or masking), the masters of the weights
     that changed are set to values that round to the new weights (see `Master.follow_weight`).
@@ -58,7 +58,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             only.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically, by
             bits that depend on the element and the step but not on the number of ranks, except in buffers whose
-            storage lays out parameters differently on one rank.
+            storage has another layout in a world of one rank.
 
     Raises:
         TypeError: `params` is a single tensor.
@@ -66,7 +66,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None  # deleted after each step: GradScaler would multiply by an old value
+    grad_scale: torch.Tensor | None  # deleted after each step: GradScaler multiplies by a value it finds
     found_inf: torch.Tensor | None
 
     def __init__(
@@ -136,7 +136,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: a function that computes the loss, called before the update; None for none.
-            scale: divides the gradients.
+            scale: the number by which the gradients are divided.
 
         Returns:
             What `closure` returned, or None.
@@ -170,7 +170,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._step_runs(range(len(self._states)))
 
     def _step_runs(self, numbers: Sequence[int]) -> None:
-        """Make one step of the runs with these numbers, in ascending order, whose gradients have been reduced."""
+        """Make one step of the runs `numbers`, which must be in ascending order and have reduced gradients."""
         states = [self._states[number] for number in numbers]
         # 1. Wait for earlier updates of these buffers, and update masters of weights that were written meanwhile.
         for state in states:
@@ -209,7 +209,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             if state.run.buffer is not None:
                 state.run.buffer.update.wait()
 
-    _finish = wait  # called before state is read or moved; a subclass may override it
+    _finish = wait  # called before state is read or moved; subclasses may override it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to None, or to zero.
@@ -225,11 +225,12 @@ class AdamOptimizer(torch.optim.Optimizer):
     # -- runs and state -----------------------------------------------------------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
-        """Divide the parameters that this step updates into runs. Return False if they are those of the last step.
+        """Divide the parameters that this step updates into runs, and return True; return False if nothing changes.
 
-        Runs of the same parameters as before keep their state tensors.
+        Nothing changes if the last step updated the same parameters. A new run of the same parameters as an old one
+        takes over its state tensors.
 
-        active: the parameters, by parameter group.
+        active: the parameters that this step updates, by parameter group.
         """
         if same_members(active, self._active):
             return False
@@ -246,7 +247,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
-        new.sort(key=lambda run: (bases[run.owner], run.start))  # the allocator may lay out state in this order
+        new.sort(key=lambda run: (bases[run.owner], run.start))  # `_allocate` may lay out the state in this order
         tensors = dict(zip(new, self._allocate(new)))
         self._states = []
         for number, (run, state) in enumerate(zip(runs, kept)):
@@ -270,7 +271,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
-        """Return the number of steps taken, which must be equal for all parameters of a run."""
+        """Return the number of steps that `parameter` has taken, which must be equal for all parameters of a run."""
         state = self.state.get(parameter)
         return float(state["step"]) if state else 0.0
 
@@ -314,8 +315,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def stored_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the state without copies: the tensors are the optimizer's own, which the next step changes.
 
-        Where masters are stored as residuals, it has "residual" and no "master". Masters are first updated to weights
-        that were written since the last step.
+        Parameters whose masters are stored as residuals have "residual" and no "master". Float32 masters are first
+        updated to weights that were written since the last step.
         """
         self._finish()
         for state in self._states:

@@ -2,9 +2,9 @@
 
 Users may create any torch optimizer over sharded parameters, or may have created it before the model was sharded. Only
 torch's process-wide hook before an optimizer's step sees all of them; `init_distributed` registers it. An optimizer is
-checked in its first step, and again after its parameter groups have changed or more parameters were sharded. Every
-other step only makes sure that neither has happened, and records its settings in the collective log, by which the
-ranks compare them.
+checked in its first step, and again after its parameter groups have changed or more parameters were sharded. In every
+other step, the hook only makes sure that neither has happened. In every step, it records the optimizer's settings in
+the collective log, by which the ranks compare them.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
     For each parameter group, three new optimizers of the same class and options make three steps: one on a small
     matrix, and two on 1-D parts of the same matrix, since local parameters are such parts. Adafactor, LAMB, Muon and
-    LBFGS update these differently. An optimizer that does is also tried on a sharded matrix, because torch's functions
-    on a sharded parameter may compute with the full one. That trial is collective; all ranks come to the same decision,
-    because they try the same values.
+    LBFGS update the parts differently from the matrix. Such an optimizer is then tried on a sharded matrix, since it
+    may still work: torch's functions on a sharded parameter may compute with the full one. That trial is collective;
+    all ranks come to the same decision, because they try the same values.
     """
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS

@@ -22,7 +22,7 @@ from .skipped_steps import HostFlag, SkippedSteps
 from .state import load_state, save_state
 
 _CHECKSUMS = "checksums"
-"""The entry of a saved state that `load_state_dict` compares the others with."""
+"""The key, in a saved state, of the checksums with which `load_state_dict` verifies the other entries."""
 
 
 class OptimManager:
@@ -269,7 +269,7 @@ class OptimManager:
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
-            if isinstance(value, (int, float)):  # not a tensor, for which the host may have to wait
+            if isinstance(value, (int, float)):  # a tensor is not recorded: the host might wait to read it
                 self._reduce.collective_log.note(value_code(kind, value))
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
@@ -338,7 +338,7 @@ class OptimManager:
         self._compared = len(self.optimizers)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        # The number by which to divide the gradients of this optimizer, None for 1.
+        # divisor: the number by which the gradients of this optimizer are divided, None for 1.
         clip, divisor = self._clips.get(optimizer), self._scale
         if clip is not None:
             divisor = clip.reciprocal() if divisor is None else divisor / clip
@@ -440,7 +440,8 @@ class OptimManager:
             state: what `own_state` returned.
 
         Raises:
-            ValueError: it comes from another manager.
+            ValueError: it comes from a manager with other optimizers or schedulers, or only one of the two has a loss
+                scale.
         """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
@@ -491,7 +492,7 @@ class OptimManager:
             )
         if skipped:
             for parameter, seen in used.items():
-                if is_unchanged(parameter, seen):  # otherwise a later backward has computed it
+                if is_unchanged(parameter, seen):  # otherwise the `.grad` is of a later backward: keep it
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self, self._parameters(), scale, self._bounds[0])
@@ -505,7 +506,7 @@ class OptimManager:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of the last step, None for one that has changed since."""
+        """Return the last step's gradients, in the order of `_parameters`; None for each that has changed since."""
         used = self._used
         return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
 
@@ -519,12 +520,12 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
     plain = {type(max_norm), type(norm_type), type(eps)} <= {int, float} and isinstance(param_groups, list)
     if plain and 0 <= max_norm and 0 < norm_type and 0 <= eps < float("inf"):
         if all(isinstance(group, dict) for group in param_groups):
-            return  # the fast path, for a check in every step
+            return  # the fast path, because this check runs in every step
     wanted = 'optimizer.param_groups, a list of dicts with "params"'
     expect_kind("param_groups", param_groups, (list, tuple), wanted)
     for group in param_groups:
         expect_kind("param_groups", group, dict, wanted)
-    if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:  # a tensor is not read
+    if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:  # not read if a tensor
         expect_number("max_norm", max_norm, "at least 0", lambda norm: norm >= 0)
     if norm_type != "inf":  # torch's clip_grad_norm_ accepts this string
         expect_number("norm_type", norm_type, "positive or inf", lambda order: order > 0)
@@ -629,9 +630,9 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
 
 
 def _flat(members: list) -> list[torch.Tensor]:
-    """Return the `.grad`s of adjacent parameters as 1-D tensors that hold every element once.
+    """Return the `.grad`s of adjacent parameters as 1-D tensors that together have every element once.
 
-    One view of the flat gradient, whose padding is zeros, where possible; otherwise one tensor a parameter.
+    They are one view of the flat gradient, whose padding is zeros, if possible; otherwise one tensor per parameter.
     """
     flat = Run.over(members).flat_gradient() if isinstance(members[0], DistributedParameter) else None
     if flat is not None:

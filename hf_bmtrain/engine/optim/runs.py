@@ -1,4 +1,4 @@
-"""Runs: adjacent local parameters, updated in one kernel launch and measured in one pass, and their AdamW state."""
+"""Runs: adjacent local parameters, which one kernel launch updates, and the AdamW state of a run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..sharding.parameter import DistributedParameter
 
 @dataclass(eq=False)
 class Run:
-    """Adjacent local parameters of one shard, or one ordinary parameter.
+    """Either local parameters that are adjacent in one shard, or exactly one ordinary parameter.
 
     Attributes:
         parameters: the parameters, in the order of the buffer.
         weights: (n,) a view of all their elements, and of the padding between them, which is zero.
-        buffer: the flat buffer, None for an ordinary parameter.
+        buffer: the parameters' flat buffer, None for an ordinary parameter.
         start: the index in the shard of the first element of `weights`.
     """
 
@@ -34,9 +34,10 @@ class Run:
 
     @classmethod
     def over(cls, parameters: list[torch.nn.Parameter]) -> Run:
-        """Return the run of `parameters`, which are adjacent in one buffer, or a single ordinary parameter.
+        """Make the run of `parameters`: either DistributedParameters that are adjacent in one buffer, in its order, or
+        exactly one ordinary parameter.
 
-        Raises ValueError if an ordinary parameter is not contiguous.
+        Raises ValueError if the ordinary parameter is not contiguous.
         """
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
@@ -62,7 +63,7 @@ class Run:
         return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return the `.grad`s as one view, (n,), laid out like `weights`; None if the user has replaced a `.grad`."""
+        """Return the `.grad`s as one tensor, (n,), laid out like `weights`; None if the user has replaced a `.grad`."""
         if self.buffer is None:
             gradient = self.parameters[0].grad
             assert gradient is not None
@@ -75,14 +76,15 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """Return the gradient, (n,), laid out like `weights`; the caller must not write it.
 
-        It is the float32 running sum of an accumulation if there is one, and the `.grad`s otherwise.
+        If gradients of several backwards are accumulated in a wider dtype, it is their sum in that dtype; otherwise it
+        contains the `.grad`s.
         """
         flat = self.flat_gradient()
         if flat is not None:
             stop = self.start + self.weights.numel()
             wide = None if self.buffer is None else self.buffer.gradient.wide(self.start, stop)
             return flat if wide is None else wide
-        # The user has replaced a `.grad`, so copy them together.
+        # The user has replaced a `.grad`, so the `.grad`s are not adjacent in memory: copy them into one tensor.
         flat = torch.zeros(self.weights.numel(), dtype=torch.float32, device=self.weights.device)
         for parameter in self.parameters:
             assert parameter.grad is not None
@@ -100,9 +102,10 @@ def with_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Pa
 def neighbours(
     parameters: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], object] = lambda parameter: None
 ) -> list[list[torch.nn.Parameter]]:
-    """Divide `parameters` into lists, each as long as possible, that are adjacent in one buffer and of equal `kind`.
+    """Divide `parameters` into lists for runs, each as long as possible.
 
-    Each ordinary parameter is in a list of its own.
+    The members of a list are adjacent in one buffer, and `kind` returns the same for all of them. Each ordinary
+    parameter is in a list of its own.
     """
     runs: list[list[torch.nn.Parameter]] = [[p] for p in parameters if not isinstance(p, DistributedParameter)]
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
@@ -111,7 +114,7 @@ def neighbours(
 
     def shared(numbered: tuple[int, DistributedParameter]) -> tuple:
         position, sharded = numbered
-        return sharded.buffer, sharded.index - position, kind(sharded)  # the difference is equal for adjacent ones
+        return sharded.buffer, sharded.index - position, kind(sharded)  # adjacent ones have the same difference
 
     return [*runs, *([sharded for _, sharded in members] for _, members in groupby(enumerate(slices), shared))]
 
@@ -122,20 +125,28 @@ def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
 
 
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
-    """Return the `.grad` of each parameter, and the `.grad`'s version, for `is_unchanged`. All must have a `.grad`."""
+    """Return {parameter: (its `.grad`, the version of that `.grad`)}, for `is_unchanged`. All must have a `.grad`."""
     with WithoutTorchFunction():  # so that `_version` is read without __torch_function__
         return {parameter: (parameter.grad, parameter.grad._version) for parameter in parameters}
 
 
 def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) -> bool:
-    """Return whether the parameter's `.grad` is still `seen` from `gradient_versions`, and was not written since."""
+    """Return whether the parameter still has the `.grad` that `gradient_versions` returned, and it was not written.
+
+    seen: the value for this parameter in the result of `gradient_versions`.
+    """
     gradient, version = seen
     with WithoutTorchFunction():
         return parameter.grad is gradient and gradient._version == version
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Number the elements of all parameters in order, and return each buffer's or ordinary parameter's first number."""
+    """Return the number of the first element of each flat buffer and ordinary parameter.
+
+    The elements of all of them are numbered consecutively, in the order in which `groups` first names each.
+
+    groups: the optimizer's `param_groups`.
+    """
     bases, end = {}, 0
     for parameter in (p for group in groups for p in group["params"]):
         sharded = isinstance(parameter, DistributedParameter)
@@ -155,7 +166,7 @@ class StateTensors(NamedTuple):
     Attributes:
         master: the masters as they are stored (see `Master`); None for float32 weights, which are their own masters.
         exp_avg: float32 or bfloat16.
-        exp_avg_sq: float32; with residuals, its signs are the tie flags.
+        exp_avg_sq: float32. If `master` holds residuals, the signs of exp_avg_sq are their tie flags.
     """
 
     master: torch.Tensor | None
@@ -186,7 +197,7 @@ class RunState:
         exp_avg: (n,) float32 or bfloat16.
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element among all elements of the optimizer (see `index_bases`). It
-            does not depend on the number of ranks, unless a storage lays out parameters differently on one rank.
+            does not depend on the number of ranks, unless the storage has another layout in a world of one rank.
         version: the version of the weights after the optimizer last wrote them; -1 before the first step.
     """
 
@@ -199,9 +210,10 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if weights with float32 masters were written since the last step, by loading or averaging for example.
+        """True if the masters are stored in float32 and the weights were written since the last step.
 
-        Masters that are stored as residuals never are stale, because they are relative to the weights.
+        Loading or averaging weights does that. Masters that are stored as residuals are relative to the weights, and so
+        are never stale.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and self.version not in (-1, self.run.weights._version)
@@ -225,8 +237,8 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     Args:
         parameter: the parameter.
         held: its state.
-        loaded: True if `held` was loaded and is not in a run yet; its master then takes precedence over the weights.
-            False first updates a float32 master to weights that were written since the last step.
+        loaded: True if `held` was loaded and is not in a run yet: its master is returned as it is. If False, a float32
+            master is first updated to weights that were written since the last step.
     """
     weights = _values(parameter)
     if "residual" in held:
@@ -238,10 +250,10 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
-    """Copy a parameter's `earlier` state into `views`, its part of a run's flat tensors.
+    """Copy a parameter's `earlier` state into `views`, the parameter's part of a run's flat tensors.
 
-    Storing a float32 master as a residual also rewrites the weight, as the master rounded: no change, unless a loaded
-    master belongs to different weights.
+    Storing a float32 master as a residual also sets the weight to the rounded master. The weight has this value
+    already, unless a loaded master belongs to different weights.
 
     Args:
         parameter: the parameter.

@@ -86,7 +86,7 @@ class SkippedSteps:
         self._counts = None
 
     def look(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Count nan and inf in the gradients of a skipped step, before they are dropped."""
+        """Count nan and inf in the gradients of a skipped step. Must be called before the gradients are dropped."""
         if self._counts is None:
             self._counts = count_not_finite(gradients, current_world().device)
 

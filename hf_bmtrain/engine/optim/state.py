@@ -25,7 +25,7 @@ _QUANTIZED = "__bnb_optimizer_quant_state__"
 _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
 """Names of the scales and tables of 8-bit optimizer state, which are not laid out like a parameter."""
 States = dict[Any, dict[str, Any]]
-"""The "state" of an optimizer's state dict: for the number of each parameter, its values by name."""
+"""The "state" of an optimizer's state dict: {parameter's number: {name: value}}."""
 
 
 # -- OptimManager's checkpoints -----------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 
 
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
-    """Return this rank's elements of a parameter's state `value`: a view, if `value` is a full tensor.
+    """Return this rank's elements of `value`, the state `name` of a parameter: a view, if `value` is a full tensor.
 
     Numbers, the factors of a factored state, and the state of ordinary parameters are returned as they are. Raises
     ValueError if the shape fits neither the full parameter nor this rank's elements.
@@ -200,7 +200,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
-    """Return whether `shape` is that of a factor of a tensor of `full_shape`, as in the state of Adafactor."""
+    """Return whether a tensor of `shape` may be a factor of Adafactor's state for a parameter of `full_shape`."""
     if len(shape) == len(full_shape):  # Adafactor of torch keeps reduced dimensions
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]
@@ -231,11 +231,12 @@ def _gather(
 ) -> tuple[States, list[str]]:
     """Gather every state tensor that is laid out like its parameter, into host memory. Collective.
 
-    Returns the full state, empty if not `keep`, and the names of the tensors that were gathered.
+    Returns the full state, and the names of the tensors that were gathered. keep: False returns an empty state instead,
+    on ranks that need none.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)
-    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # keys by index in the buffer
+    places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}  # {index in buffer: key}
     for name, key in sharded:
         place = name, parameters[key].buffer, state[key][name].dtype
         places.setdefault(place, {})[parameters[key].index] = key
@@ -252,7 +253,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
 
     A tensor is laid out like its parameter if it has the shape of the local parameter on every rank: on one rank alone,
     a step count and a local parameter of one element look the same. Other values, such as step counts, are taken from
-    the rank that has the most elements of the parameter, because an optimizer may not count on a rank without elements.
+    the rank that has the most elements of the parameter: an optimizer may not count steps on a rank without elements.
 
     Args:
         parameters: the parameters by their keys in `state`.

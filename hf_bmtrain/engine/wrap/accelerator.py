@@ -57,11 +57,11 @@ def _state() -> Any:
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
-    """Make `model`'s forward use the mixed precision of this process's Accelerator, if there is one when it is called.
+    """Make `model.forward` use the mixed precision of the Accelerator that exists when the forward is called, if any.
 
-    Accelerate itself does this only for models that it prepares, and a sharded model is marked as prepared. As in
-    Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale, fp16
-    is replaced by float32, with a warning.
+    Accelerate itself does this only for models that it prepares, and skips a sharded model, which is marked as
+    prepared. As in Accelerate, half-precision outputs are converted to float32. If `device` is the CPU, for which
+    Accelerate has no loss scale, fp16 is replaced by float32, with a warning.
     """
     forward = weak_method(model.forward)
     weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}

@@ -16,9 +16,9 @@ class WrapPlan(NamedTuple):
 
     Attributes:
         model: the outermost module.
-        world: the ranks that share it.
+        world: the ranks that share the parameters.
         layers: the modules that become blocks.
-        root: all modules outside `layers`.
+        root: all modules that are neither in `layers` nor inside one of them.
         shared: ids of parameters that are used by several of `layers`, or by one of them and by `root`. They are root
             parameters.
         compiled: whether the blocks are compiled.
@@ -37,8 +37,9 @@ class WrapPlan(NamedTuple):
 class Extension:
     """Base class of extensions, whose methods do nothing by default.
 
-    `wrap` calls the methods in the order of their definitions here, each of them for all extensions before the next.
-    For parameters that are added to a wrapped model, it leaves out `choose`, `prepare`, `separate` and `kind`.
+    `wrap` calls the methods in the order in which they are defined here: the first method of every extension, then the
+    second of every extension, and so on. If the model is wrapped already and only has new parameters, `wrap` does not
+    call `choose`, `prepare`, `separate` and `kind`.
     """
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
@@ -59,14 +60,14 @@ class Extension:
         """Change modules and parameters before they are sharded."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
-        """Return the ids of parameters of blocks that may share buffers only with each other."""
+        """Return the ids of those parameters in blocks that may share flat buffers only with each other."""
         return set()
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
-        """Return the storage kind of a block's parameter, None for plain elements."""
+        """Return the storage kind that this extension wants for a block's parameter, None if it wants none."""
 
     def connect(self, plan: WrapPlan) -> None:
-        """Finish, when everything is sharded; for example, add observers."""
+        """Called when everything is sharded, for example to add observers."""
 
 
 def kind_of(extensions: list[Extension]) -> Any:

@@ -12,10 +12,10 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """Return the outermost ModuleLists of modules with parameters. A list of ModuleLists is searched for inner ones.
+    """Return the outermost ModuleLists whose items have parameters; of a list of ModuleLists, the inner lists.
 
     Lists that contain None (optional modules between layers) or embeddings are skipped. Models read the weights of
-    such embeddings without calling the module (SAM's points, tied heads), so that no block would all-gather them.
+    such embeddings without calling the module (SAM's points, tied heads), so no block would all-gather them.
     """
     if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]
@@ -72,9 +72,9 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
 
 
 def adapter_parameters(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters of adapters, frozen or not: those in modules named by `adapter_layer_names`.
+    """Return the ids of all adapters' parameters, frozen or not.
 
-    PEFT's layers have this attribute.
+    A layer of PEFT has an attribute `adapter_layer_names`, which lists its submodules that belong to adapters.
     """
     held = [
         getattr(module, name, None) for module in model.modules() for name in getattr(module, "adapter_layer_names", ())

@@ -46,7 +46,7 @@ class ModelHook:
     if it has a parameter that is not sharded, or if a block's parameter was renamed. Parameters and modules can be
     replaced without a call that could be intercepted (FSDP writes into the dicts of modules), so every training
     forward checks all of them. `_walk` visits every module, in the first forward and whenever modules or names of
-    parameters have changed; the other forwards only look into the dicts that the last walk found.
+    parameters have changed. In the other forwards, only the dicts that the last walk found are examined.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ModelHook:
         self._modules: list[dict[str, Any]] = []  # every module's `_modules`
         self._tree: list[torch.nn.Module | None] | None = None  # all modules' children at the last walk
         self._names: list[str] = []  # parameter names at the last walk
-        self._kinds: set[type] = set()  # classes of the sharded parameters (and None) at the last walk
+        self._kinds: set[type] = set()  # classes of the parameters (and of None) at the last walk
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
@@ -133,10 +133,10 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
-    """Make training forwards of `modules` run with use_cache=False.
+    """Make training forwards of `modules` run with use_cache=False while one of `blocks` recomputes or is compiled.
 
-    A recomputed forward would append to the key-value cache twice, and a compiled layer would need another graph for
-    it. Modules without a `use_cache` argument are left alone.
+    A recomputed forward would append to the key-value cache twice, and a compiled layer would need a second graph for
+    forwards with a cache. Modules without a `use_cache` argument are left alone.
     """
     states = weakref.WeakSet(block._bmt for block in blocks)
 

@@ -37,7 +37,7 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
 
 
 def _turn_off(module: torch.nn.Module, disable: Callable[[], object]) -> None:
-    """Call `disable`, and ignore the ValueError that transformers raises if no module can checkpoint."""
+    """Call `disable`. Ignore the ValueError that transformers raises if nothing in `module` can use checkpointing."""
     try:
         disable()
     except ValueError:
@@ -55,9 +55,10 @@ def _set_recompute(states: weakref.WeakSet[BlockState], on: bool, *args, **kwarg
 def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
     """Make all ranks call the same blocks, since the collectives of every block need all ranks.
 
-    Turns off layer-drop, which skips random layers, different ones on each rank. If a model reads the rate from its
-    configuration, the mark `_is_fsdp_managed_module` makes transformers call every layer. Also makes generation go on
-    until every rank has finished, by that mark and by synced_gpus=True in `generate`.
+    Turns off layer-drop, which skips random layers, different ones on each rank: `layerdrop` is set to 0, and the mark
+    `_is_fsdp_managed_module` makes transformers call every layer of models that read the rate of layer-drop from their
+    configuration. The mark, and synced_gpus=True in `generate`, also make generation go on until every rank has
+    finished.
     """
     dropping = [module for module in model.modules() if _drops_layers(module)]
     for module in dropping:
@@ -85,7 +86,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
 def _drops_layers(module: torch.nn.Module) -> bool:
     """Return whether `module` drops layers at random.
 
-    It does if its attribute `layerdrop`, or the rate that its forward reads from its configuration, is not 0.
+    It does if its attribute `layerdrop` is not 0, or if its forward reads such a rate, other than 0, from its `config`.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     rates = [name for name in code.co_names if name.endswith("layerdrop")] if code is not None else []

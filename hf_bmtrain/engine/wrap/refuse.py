@@ -54,7 +54,7 @@ def _admit_modules(model: torch.nn.Module) -> None:
 
 
 def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
-    """Raise ValueError, naming the first one, if a parameter of `model` cannot be sharded.
+    """Raise ValueError if a parameter of `model` cannot be sharded. The error names the first such parameter.
 
     recognized: returns whether an extension can shard a parameter that is not of torch's own Parameter class.
     """

@@ -31,9 +31,10 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 
 
 def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]) -> list[Place]:
-    """Return a (module, name, parameter) for every root parameter.
+    """Return (module, name, parameter) of every slot of a root parameter.
 
-    These are every parameter directly in the modules `outside`, then every one inside `blocks` whose id is in `shared`.
+    First come the slots directly in the modules `outside`, then those inside `blocks` whose parameter's id is in
+    `shared`.
     """
     inside = find_places(module for block in blocks for module in block.modules())
     return [*find_places(outside), *(place for place in inside if id(place[2]) in shared)]
@@ -43,8 +44,8 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
     """Shard the root parameters. Collective.
 
     Args:
-        world: the ranks that share them.
-        places: a (module, name, parameter) for each slot of a root parameter.
+        world: the ranks that share the parameters.
+        places: (module, name, parameter) of each slot of a root parameter.
         outside: the modules outside blocks. They and the modules of `places` become DistributedModules, except
             ModuleLists without parameters of their own.
     """

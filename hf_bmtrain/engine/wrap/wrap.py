@@ -38,7 +38,7 @@ def wrap(
 
     Args:
         model: the model.
-        world: the ranks that share it.
+        world: the ranks that share the parameters.
         zero_level: as in `auto_wrap`.
         use_checkpoint: as in `auto_wrap`.
         compile: as in `auto_wrap`; a string names the backend.
@@ -144,9 +144,9 @@ def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, exten
 
 
 def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
-    """Link the blocks of each chain, make the ModuleLists block lists, and compile the blocks if asked.
+    """Link the blocks of each chain, make block lists of `lists`, and compile the blocks if `compile` is set.
 
-    Also turns off the model's own gradient checkpointing, in favour of the blocks'.
+    Also turns off the model's own gradient checkpointing, because blocks recompute by themselves.
     """
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # lists of a subclass keep their class

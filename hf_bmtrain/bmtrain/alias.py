@@ -1,7 +1,7 @@
 """Makes `import bmtrain` provide this package: a module for each public module of BMTrain, with the same names in it.
 
-`bmtrain` is not this package under a second name in `sys.modules`: then an import of an unknown submodule would find a
-file of this package, and run it a second time. Here it fails.
+`bmtrain` is a new module. If it were this package under a second name in `sys.modules`, an import of a submodule that
+BMTrain does not have would find a file of this package and run it a second time. With a new module it fails.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _stack(x: torch.Tensor) -> torch.Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """y_s = (x_0, ..., x_{N-1}) on every rank s. Adjoint: rank r receives the sum over s of part r."""
+    """y_s = (x_0, ..., x_{N-1}) on every rank s. Adjoint: rank r gets the sum over s of part r of y_s's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """y_s = x_root on every rank s. Adjoint: the root receives the sum over s, other ranks zeros."""
+    """y_s = x_root on every rank s. Adjoint: the root gets the sum over s of y_s's gradients, other ranks zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, root: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class _Moments:
 
 
 class _Local:
-    """One rank's contribution to one line of a summary."""
+    """One rank's statistics of one tensor, from which `_line` makes an entry of a summary."""
 
     def __init__(self, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
         self.name, self.shape = name, tuple(shape)
@@ -77,7 +77,7 @@ class _Local:
 
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the dict of one tensor from the contributions of all ranks. shape: its value for the key "shape"."""
+    """Return the dict of one tensor from the contributions of all ranks. shape: the value for the key "shape"."""
     total = functools.reduce(operator.add, [local.values for local in ranks])
     gradients = [local.gradient for local in ranks if local.gradient is not None]
     gradient = functools.reduce(operator.add, gradients) if gradients else None
@@ -127,7 +127,10 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
 
 @dataclass
 class _Record:
-    """A recorded tensor. wants_gradient: whether its gradient is kept. version: its version when it was recorded."""
+    """A recorded tensor.
+
+    wants_gradient: whether the tensor's gradient is kept. version: the tensor's version when it was recorded.
+    """
 
     tensor: torch.Tensor
     name: str

@@ -106,9 +106,9 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print, on rank 0, how much memory of its device is allocated in GiB: now, and the peak since the last call.
+    """Print the memory allocated on rank 0's device, in GiB: now, and the peak since the last call. Rank 0 prints.
 
-    On the CPU it prints the resident memory of the process: now, and the peak since the process started.
+    On the CPU, print the resident memory of rank 0's process: now, and the peak since the process started.
 
     Args:
         message: a text to print before the numbers.

@@ -54,10 +54,13 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """End a step, to which the gradients seen since the last call belong. After the last watched step stop."""
+        """End a step: the gradients seen since the last call are those of this step.
+
+        The observer is removed one step after the last watched one, because a skip of that one is explained later.
+        """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
-        if self.steps < 0:  # a skip in one of the watched steps would have replaced this object by a new one
+        if self.steps < 0:  # no watched step was skipped: `GradientWatcher.watch` would have replaced this object
             self._last = []
             self.handle.remove()
 
@@ -124,12 +127,13 @@ class _Bad:
     """A gradient that is not finite.
 
     Attributes:
-        place: the sort key of its parameter: the model's number, then the parameter's position in it.
+        place: the sort key of its parameter: the model's number, the parameter's position in the model, and its
+            position in `parameters`. Backward reaches higher places earlier.
         block: the name of the parameter's block, "" for a root parameter.
         name: the parameter's name.
         numel: the number of elements of the full parameter.
         nan: the number of nan elements, 0 if every rank has freed the averaged gradient.
-        inf: the number of inf elements, likewise.
+        inf: the number of inf elements, 0 in the same case.
         partly: whether only some ranks could count, because others had freed the averaged gradient.
         ranks: the ranks whose own gradient was not finite before averaging; () if none was, or if it was not checked.
     """
@@ -185,7 +189,7 @@ def explain(
 
 
 def _judge(parameter: torch.nn.Parameter, rows: torch.Tensor, number: int) -> _Bad | None:
-    """Combine what the ranks know of one parameter's gradient. Returns None if it is finite as far as is known.
+    """Combine what the ranks know of the gradient of `parameter`. Returns None if no rank knows it to be not finite.
 
     rows: (ranks, 4) int64, of each rank: nan and inf elements in its part of the averaged gradient (-1: freed), the
     position in backward of its own non-finite gradient (-1: none), and whether it checked its own gradients (-1: no).

@@ -1,8 +1,8 @@
 """The rendezvous of the ranks in `init_distributed`, which names the ranks that do not arrive.
 
-The ranks meet in torch's TCPStore, under keys of one attempt: each rank sets a key with its number and increments
-"count". "all" is set once, by the last rank that arrives to "met", or by the first that gives up to the missing ranks.
-"told" counts the ranks that have read the latter.
+The ranks meet in torch's TCPStore. Each rank that arrives sets a key named by its number and increments "count". The
+key "all" is set once: the last rank to arrive sets it to "met", or the first rank to give up sets it to the list of
+missing ranks. "told" counts the ranks that have read this list.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
 
 
 def _wait_for_server(place: tuple[str, int], end: float) -> None:
-    """Wait until the store's server accepts a connection; raise OSError at the time `end`.
+    """Wait until the store's server at `place` accepts a connection; raise OSError if none does by the time `end`.
 
-    TCPStore could wait too, but would log errors if no server answers in time.
+    TCPStore could wait too, but it logs errors if no server answers in time.
     """
     while True:
         try:
@@ -130,8 +130,8 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
     """Wait until every rank has arrived or one has given up, at most until the time `end`.
 
-    Returns [] if all have arrived, the missing ranks if one has given up, and None if neither has happened by `end`. It
-    polls, because `TCPStore.wait` logs a warning when its time is over.
+    Returns [] if all have arrived, the missing ranks if one has given up, and None if neither has happened by `end`.
+    The function polls, because `TCPStore.wait` logs a warning when its time is over.
     """
     while not store.check([_key("all")]):
         if time.monotonic() >= end:
@@ -149,7 +149,7 @@ def _give_up(store: TCPStore, size: int) -> list[int]:
 
 
 def _ranks_of(shown: bytes) -> list[int]:
-    """Return the missing ranks from the value of the key "all"; [] if every rank has arrived."""
+    """Return the missing ranks that `shown`, the value of the key "all", lists; [] if it is "met"."""
     return [] if shown.decode() == _MET else [int(rank) for rank in shown.decode().split()]
 
 
@@ -164,7 +164,10 @@ def _say_farewell(store: TCPStore, rank: int) -> None:
 
 
 def _absent(store: TCPStore, size: int) -> list[int]:
-    """Return the ranks that have not arrived; [0] if the store, which rank 0's process serves, does not answer."""
+    """Return the ranks that have not arrived, [0] if all have just arrived.
+
+    Returns [0] too if the store does not answer, because rank 0's process serves it.
+    """
     try:
         return [rank for rank in range(size) if not store.check([_key(str(rank))])] or [0]
     except RuntimeError:
@@ -172,7 +175,10 @@ def _absent(store: TCPStore, size: int) -> list[int]:
 
 
 def _key(name: str) -> str:
-    """Return the key for `name` in this attempt: a launcher that restarts the ranks may keep the same store."""
+    """Return a key of the store for `name`.
+
+    It has the number of restarts, because a launcher that restarts the ranks may keep the store with its old keys.
+    """
     return f"hf_bmtrain/meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 
 

@@ -81,7 +81,7 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             other, status = first
             reason = "" if problem is not None or summary in status.ended else f" ({summary.splitlines()[0]})"
             sys.stderr.write(f"rank {rank} ends{at}{reason}, because rank {other} failed first: see its output.\n")
-        elif problem is not None:  # it names ranks and lines itself; this rank's traceback would add nothing
+        elif problem is not None:  # the problem names ranks and lines; this rank's traceback would add nothing
             sys.stderr.write(f"rank {rank} ends{at}: {problem}\n")
         else:
             sys.stderr.write(f"rank {rank} raised the following exception; the other ranks end because of it:\n")
@@ -107,7 +107,7 @@ class Exits:
         self._pid = os.getpid()
 
     def install(self) -> Callable[[], None]:
-        """Wrap the three functions. Returns a function that restores them."""
+        """Wrap `sys.exit`, `exit` and `quit`. Returns a function that restores them."""
         places = [(sys, "exit"), *((builtins, name) for name in ("exit", "quit") if hasattr(builtins, name))]
         undo = []
         for place, name in places:
@@ -136,7 +136,7 @@ class Exits:
 
 
 def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
-    """Set `place.name` back to `before`, unless something else has replaced `ours` since."""
+    """Set the attribute `name` of `place` back to `before`, if its value is still `ours`."""
     if getattr(place, name) is ours:
         setattr(place, name, before)
 

@@ -72,9 +72,9 @@ class SharedStatus:
     def add(self, collective_log: CollectiveLog) -> None:
         """Move a log to this rank's page, and compare each new entry with the logs of the two adjacent ranks.
 
-        Two ranks are enough, and comparing costs time at every operation: if any ranks of a host differ, two adjacent
-        ones do. Every rank must add the same logs in the same order, with equal entries so far. Logs beyond _JOURNALS
-        stay private.
+        Adjacent ranks are enough: if any two ranks of a host differ, two adjacent ones do. More comparisons would cost
+        time at every operation. Every rank must add the same logs in the same order, with equal entries so far. Further
+        logs than _JOURNALS are not shared.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
@@ -129,7 +129,7 @@ def _create(nbytes: int) -> str | None:
 
 
 def _write(page: memoryview, data: bytes) -> None:
-    """Write `data` to the text area that readers do not use, then increment the count, which switches them to it.
+    """Write `data` to the text area that readers do not use, then increment the count, so that they read this area.
 
     If the process is stopped or killed in between, readers still see the previous text.
     """

@@ -37,7 +37,7 @@ class Status:
         ended_at: the time at which it ended.
         problem: why every rank must stop, None if nothing is known.
         blamed: the ranks that the others waited for until the timeout.
-        occasions: the purpose of each exchange of objects, by the number (as text) under which the logs have it.
+        occasions: the purpose of each exchange of objects, by the number (as text) that stands for it in the logs.
         excerpts: the last entries of each of its collective logs.
     """
 
@@ -61,7 +61,7 @@ class Status:
 
     @classmethod
     def from_text(cls, text: str) -> Status:
-        """Return the status from what `to_text` returned."""
+        """Return the status of which `to_text` returned `text`."""
         status = cls(**json.loads(text))
         status.excerpts = [Excerpt(*values) for values in status.excerpts]
         return status
@@ -109,7 +109,7 @@ def line_of(trace: Any) -> str:
 
 
 def condition(pid: int) -> str:
-    """Return "gone" or "stopped" for a process of this host that does not run; "" if it runs or /proc is missing."""
+    """Return "gone" or "stopped" if the process `pid` of this host does not run; "" if it runs or /proc is missing."""
     if not os.path.isdir("/proc/self"):
         return ""
     try:
@@ -120,7 +120,7 @@ def condition(pid: int) -> str:
 
 
 def _waited_for(frame: FrameType, path: str) -> str:
-    """Return the operation with other ranks that `frame` waits for, "" if it waits for none. path: its file."""
+    """Return the operation with other ranks that `frame` waits for, "" if none. path: the file of the frame's code."""
     if not any(each in path for each in _WAITS):
         return ""
     name = frame.f_code.co_name
@@ -145,5 +145,5 @@ def _in_words(lines: list[tuple[str, str]]) -> str:
 
 
 def _short(path: str) -> str:
-    """Return `path` relative to the working directory if it is in it."""
+    """Return `path` relative to the working directory if it is inside; otherwise as it is."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -28,9 +28,9 @@ CROSSED_SECONDS = 5.0
 _SILENT_SECONDS = 5.0
 """Seconds without an update of its status after which a rank's process counts as blocked."""
 _GRACE_SECONDS = 5.0
-"""Seconds that this rank's program has to raise a problem before the next, stronger measure."""
+"""Seconds that this rank's program has to raise a problem before its GPU operations, then its process, are ended."""
 _LONGEST = 4000
-"""The most characters of an exception that are shown to the other ranks."""
+"""The maximum length, in characters, of the text about an exception that other ranks see."""
 
 
 class Watch(Monitor):
@@ -58,7 +58,7 @@ class Watch(Monitor):
         self._delay = self._next = hang_seconds()
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of _seen
-        self._seen: tuple[list[int], list[int]] = [], []  # entries of each log: this rank's, the next rank's
+        self._seen: tuple[list[int], list[int]] = [], []  # number of entries of each log: this rank's, the next's
         self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
@@ -71,7 +71,7 @@ class Watch(Monitor):
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)
         self._observe()
-        self._show()  # before the thread's first update in a second, by which time the process may be stopped
+        self._show()  # do not wait for the thread's first update in a second: the process may be stopped before
         self._thread.start()
 
     def add(self, communicator: Communicator) -> None:
@@ -79,7 +79,7 @@ class Watch(Monitor):
         self._compare(communicator.collective_log)
 
     def _compare(self, collective_log: CollectiveLog) -> None:
-        """Share a log with this host's ranks, so that each new entry is compared, and let it explain differences."""
+        """Compare each new entry of a log with the logs of this host's ranks, and explain differences in words."""
         self._board.add(collective_log)
         collective_log.explain = self.difference
 
@@ -117,7 +117,7 @@ class Watch(Monitor):
         )
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
-        """Wait at most `seconds` until another rank's process has ended or stopped; return at once for other hosts."""
+        """Wait at most `seconds` until the process of `rank` has ended or is stopped; do not wait for other hosts."""
         status, end = self._read(rank), time.monotonic() + seconds
         while status is not None and rank in self._board.neighbours and time.monotonic() < end:
             if condition(status.pid):
@@ -140,7 +140,8 @@ class Watch(Monitor):
         self._show()
         if self.problem is not None:  # an operation of this rank has found it
             return self.problem
-        # Look at both: the rank that is ahead still has the entries that the one behind publishes, but not vice versa.
+        # Compare with both neighbours: of two ranks, only the one that has issued more operations can compare, because
+        # its log has the entries in the other's excerpt. An excerpt has only the last entries of a rank.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -189,7 +190,7 @@ class Watch(Monitor):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _tell(self, problem: str) -> None:
-        """Make this rank's program raise `problem`, and end the process if it does not get to.
+        """Make this rank's program raise `problem`; end this process if the program does not do so in time.
 
         First kill the processes of this host that would never end: those that are stopped, and those that are blamed
         and blocked.
@@ -198,7 +199,7 @@ class Watch(Monitor):
             theirs = self._read(rank)
             stuck = rank in self.status.blamed and time.time() - theirs.written > _SILENT_SECONDS if theirs else False
             if theirs is not None and (stuck or condition(theirs.pid) == "stopped"):
-                # It would never end, nor would its launcher. It ends before this rank, so the launcher blames it.
+                # Its launcher would wait for it forever. End it before this rank ends, so that the launcher blames it.
                 os.kill(theirs.pid, signal.SIGKILL)
                 self.wait_for_end(rank, SECONDS)
         self.status.problem = problem
@@ -212,7 +213,7 @@ class Watch(Monitor):
             self._observe()
             self._show()
             if self.status.waits:
-                break  # it waits in an operation that does not check for a problem; until then it may be working
+                break  # the program waits in an operation that does not check `problem`; otherwise it may be working
         _log.error("rank %d: %s", self._rank, problem)
         self._interrupt()
         if self._is_told(SECONDS if blamed else _GRACE_SECONDS):
@@ -243,11 +244,11 @@ class Watch(Monitor):
     def _of_all(self) -> str | None:
         """Check how long this rank has waited for others.
 
-        After the delay, the lowest waiting rank logs which ranks are missing, and again after ever longer intervals.
-        Returns the explanation once the timeout is over, else None.
+        After HF_BMTRAIN_HANG_SECONDS, the lowest waiting rank logs which ranks are missing, and again after ever longer
+        intervals. Returns the explanation once the timeout is over, else None.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
-        over = waited >= self._control.timeout and not self.status.ended  # after its end a rank may wait in vain
+        over = waited >= self._control.timeout and not self.status.ended  # the barrier at exit has its own timeout
         if waited < self._next and not over:
             return None
         ranks = self._read_all()
@@ -354,8 +355,8 @@ class Watch(Monitor):
     def _crossed(self, other: int, theirs: Status) -> str | None:
         """Return that this rank and `other` wait for each other on two communicators; None if they do not.
 
-        That is so if each has issued an operation on one that the other has not, and neither has made progress for
-        CROSSED_SECONDS.
+        They do if each has issued an operation, on one of the communicators, that the other has not issued, and neither
+        has made progress for CROSSED_SECONDS.
         """
         mine = [collective_log.count for collective_log in self._collective_logs]
         counts = mine, [shown.stop for shown in theirs.excerpts]
@@ -388,13 +389,16 @@ class Watch(Monitor):
             time.sleep(0.1)
 
     def _explain(self, places: dict[int, str], what: str) -> str:
-        """Return the error for ranks that differ. places: the operation of each rank. what: where they differ."""
+        """Return the error text for ranks that issued different operations.
+
+        places: the operation of each of the ranks, in words. what: a clause that says where their logs differ.
+        """
         self.status.look(self._program)
         self._show()
         begun, end = time.time(), time.monotonic() + 1.5 * SECONDS
         ranks = {rank: self._read(rank) for rank in places if rank != self._rank}
         while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
-            time.sleep(0.1)  # until they have published the line that they are at now
+            time.sleep(0.1)  # until the other ranks have published the line that they are at now
             ranks = {rank: self._read(rank) for rank in ranks}
         at = {rank: (self.status if status is None else status).place for rank, status in ranks.items()}
         at[self._rank] = self.status.place

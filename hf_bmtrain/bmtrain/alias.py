@@ -105,7 +105,7 @@ def install_as_bmtrain() -> None:
     if real is not None:
         _log.warning("bmtrain is installed (%s), but `import bmtrain` will provide hf_bmtrain instead", real.origin)
     package = sys.modules[__name__.split(".")[0]]
-    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # parents come first
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted: parents come first
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
     for name, module in modules.items():
         if name in _OFFERED:
@@ -113,6 +113,6 @@ def install_as_bmtrain() -> None:
             source = getattr(package, origin) if origin else package
             vars(module).update({each: getattr(source, each) for each in names.split()})
         above, _, last = name.rpartition(".")
-        if above and not callable(vars(modules[above]).get(last)):  # bmtrain.synchronize stays the function
+        if above and not callable(vars(modules[above]).get(last)):  # the function `synchronize` hides its module
             setattr(modules[above], last, module)
         sys.modules[name] = module

@@ -93,9 +93,8 @@ class DistributedStateDictWrapper(Mapping):
 def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, prefix: str = "") -> dict:
     """Return the full state dict on the CPU, under the model's own keys, on rank 0; {} on other ranks. Collective.
 
-    The `state_dict` method of some models, such as ModelCenter's, calls this function. It therefore calls
-    `torch.nn.Module.state_dict` and not the model's method. destination: a state dict to add to, on every rank, and to
-    return.
+    The `state_dict` method of some models, such as ModelCenter's, calls this function, which therefore does not call
+    that method, but `torch.nn.Module.state_dict`. destination: a state dict to add to, on every rank, and to return.
     """
     if destination is not None:
         _fill(model, destination, prefix)

@@ -56,7 +56,8 @@ class OwnGradients(Observer):
     def end(self) -> None:
         """End a step: the gradients seen since the last call are those of this step.
 
-        The observer is removed one step after the last watched one, because a skip of that one is explained later.
+        The observer is removed one step after the last watched step, because that step's skip may still have to be
+        explained.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -96,8 +97,8 @@ class GradientWatcher(Observer):
 
         Args:
             owner: the object whose steps are counted, an OptimManager or the object that follows Trainer. It is
-                referenced weakly. A watch that it has already is replaced.
-            parameters: the local parameters of its optimizers.
+                referenced weakly. An earlier watch of the same owner is replaced.
+            parameters: the local parameters of the owner's optimizers.
         """
         self.stop(owner)
         own = self._watches[owner] = OwnGradients(owner, parameters)
@@ -157,8 +158,8 @@ class _Bad:
 def explain(
     parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor, own: OwnGradients | None, world: World
 ) -> str | None:
-    """Return a message that names the non-finite gradients, the first in backward, and the ranks that computed it.
-    Collective.
+    """Return a message that names the first block in backward with non-finite gradients, these gradients, and the ranks
+    that computed them. Collective.
 
     Args:
         parameters: the local parameters of all optimizers.

@@ -154,9 +154,9 @@ def _ranks_of(shown: bytes) -> list[int]:
 
 
 def _say_farewell(store: TCPStore, rank: int) -> None:
-    """Note that this rank knows which ranks are missing. Rank 0 waits for the others, because it serves the store."""
+    """Note in the store that this rank has read the missing ranks. Rank 0 serves the store, so it waits for the rest."""
     end = time.monotonic() + _FAREWELL_SECONDS
-    with contextlib.suppress(RuntimeError):  # rank 0 may have ended already
+    with contextlib.suppress(RuntimeError):  # rank 0, whose process serves the store, may have ended
         told = store.add(_key("told"), 1)
         while rank == 0 and told < store.add(_key("count"), 0) and time.monotonic() < end:
             time.sleep(_PAUSE)

@@ -119,7 +119,8 @@ def _create(nbytes: int) -> str | None:
         except OSError:
             continue
         try:
-            os.posix_fallocate(handle, 0, nbytes)  # without it, writing to the mapping of a full disk raises SIGBUS
+            # Reserve the space now. Otherwise, a write to the mapped memory raises SIGBUS if the disk is full.
+            os.posix_fallocate(handle, 0, nbytes)
             return path
         except OSError:
             os.unlink(path)

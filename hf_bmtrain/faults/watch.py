@@ -71,7 +71,7 @@ class Watch(Monitor):
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)
         self._observe()
-        self._show()  # do not wait for the thread's first update in a second: the process may be stopped before
+        self._show()  # the thread publishes only after a second, and the process may be stopped before
         self._thread.start()
 
     def add(self, communicator: Communicator) -> None:
@@ -131,17 +131,17 @@ class Watch(Monitor):
                 if problem is not None:
                     self._tell(problem)
                     return
-        except Exception as error:  # the launcher or rank 0, which serves the store, has ended
+        except Exception as error:  # the process that serves the store (the launcher or rank 0) has ended
             _log.debug("rank %d: stops monitoring the other ranks: %s", self._rank, error, exc_info=True)
 
     def _look(self) -> str | None:
         """Publish this rank's status, read the others', and return why every rank must stop, None if none must."""
         self._observe()
         self._show()
-        if self.problem is not None:  # an operation of this rank has found it
+        if self.problem is not None:  # an operation of this rank has found a problem
             return self.problem
-        # Compare with both neighbours: of two ranks, only the one that has issued more operations can compare, because
-        # its log has the entries in the other's excerpt. An excerpt has only the last entries of a rank.
+        # An excerpt has only the last entries of a rank. So, of two ranks, only the one that has issued more operations
+        # can be sure to find the other's in its own log. Compare with both neighbours, so that one of each pair can.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -199,7 +199,8 @@ class Watch(Monitor):
             theirs = self._read(rank)
             stuck = rank in self.status.blamed and time.time() - theirs.written > _SILENT_SECONDS if theirs else False
             if theirs is not None and (stuck or condition(theirs.pid) == "stopped"):
-                # Its launcher would wait for it forever. End it before this rank ends, so that the launcher blames it.
+                # Its launcher would wait for that process forever. It must end before this rank does, so that the
+                # launcher blames it.
                 os.kill(theirs.pid, signal.SIGKILL)
                 self.wait_for_end(rank, SECONDS)
         self.status.problem = problem
@@ -248,7 +249,8 @@ class Watch(Monitor):
         intervals. Returns the explanation once the timeout is over, else None.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
-        over = waited >= self._control.timeout and not self.status.ended  # the barrier at exit has its own timeout
+        # A rank whose program has ended waits in the barrier at exit, which has its own timeout.
+        over = waited >= self._control.timeout and not self.status.ended
         if waited < self._next and not over:
             return None
         ranks = self._read_all()

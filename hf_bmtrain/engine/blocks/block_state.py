@@ -59,7 +59,7 @@ class BlockState:
     eager_forward: Callable | None = None
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # the slots are set to full parameters
-    _entered: bool = field(default=False, init=False)  # backward has entered the block, not reduced it yet
+    _entered: bool = field(default=False, init=False)  # backward has entered the block; its reduction has not started
     _recomputed: bool = field(default=True, init=False)  # whether the last training forward is recomputed
 
     @property
@@ -265,7 +265,7 @@ class BlockState:
         self.reshard()
         for buffer in self.buffers:
             if not buffer.gradient.trainable:
-                buffer.gradient.discard()  # its parameters were frozen after the forward
+                buffer.gradient.discard()  # the buffer's parameters were frozen after the forward
             for full in buffer.full_params:
                 if full.grad is not None:
                     raise RuntimeError(

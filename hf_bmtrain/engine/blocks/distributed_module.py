@@ -57,7 +57,7 @@ class DistributedModule(ShardedModule):
         world = current_world()
         self.__dict__["_schedule"] = world.schedule
         if world.size > 1:
-            self.__dict__["_is_fsdp_managed_module"] = True  # see engine/wrap/patches.py
+            self.__dict__["_is_fsdp_managed_module"] = True  # for transformers, see `keep_ranks_together`
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

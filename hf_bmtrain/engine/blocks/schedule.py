@@ -157,7 +157,7 @@ class Schedule:
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
-        """If `error` is a torch.OutOfMemoryError, add what the observers know: what uses memory, how to use less."""
+        """If `error` is a torch.OutOfMemoryError, add the lines of the observers' `out_of_memory` to its text."""
         if not isinstance(error, torch.OutOfMemoryError):
             return
         lines = [text for observer in self.observers.out_of_memory if (text := observer.out_of_memory()) is not None]

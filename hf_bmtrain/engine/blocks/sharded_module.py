@@ -183,7 +183,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 def own_class(module: torch.nn.Module) -> Any:
     """Return the class that a module had before it was sharded."""
     cls: Any = type(module)
-    # Layer classes that extensions have generated are no ShardedModules: they stay.
+    # A class that an extension has generated for a layer also has `_extends`, but is no ShardedModule, so it stays.
     while "_extends" in vars(cls) and issubclass(cls, ShardedModule):
         cls = cls._extends
     return cls

@@ -66,7 +66,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None  # deleted after each step: GradScaler multiplies by a value it finds
+    # Set before a step and deleted after it, because GradScaler multiplies its scale by a `grad_scale` that it finds.
+    grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
     def __init__(
@@ -97,7 +98,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.loss_scale: torch.Tensor | None = None  # set by OptimManager
         self._exp_avg_dtype = exp_avg_dtype
         self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not in a run yet
-        self.loaded_facts: dict[str, str] | None = None  # facts of the last load; the next step compares the ranks'
+        self.loaded_facts: dict[str, str] | None = None  # of the last loaded state; the next step compares the ranks'
         self._active: list[list[torch.nn.Parameter]] = []  # the parameters of all runs, by parameter group
         self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
@@ -146,9 +147,9 @@ class AdamOptimizer(torch.optim.Optimizer):
             expect_callable("closure", closure, "a function that computes the loss, or None")
             with torch.enable_grad():
                 loss = closure()
-        # Subclasses override `_step`, because torch would call the step hooks twice for an overridden `step`.
         if type(scale) is not float:
             scale = _number("scale", scale)
+        # Subclasses override `_step`, because torch would call the step hooks twice for an overridden `step`.
         if scale == 1.0:
             self._step()
             return loss
@@ -172,7 +173,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _step_runs(self, numbers: Sequence[int]) -> None:
         """Make one step of the runs `numbers`, which must be in ascending order and have reduced gradients."""
         states = [self._states[number] for number in numbers]
-        # 1. Wait for earlier updates of these buffers, and update masters of weights that were written meanwhile.
+        # 1. Wait for earlier updates of these buffers, and update masters of weights written since the last step.
         for state in states:
             if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
@@ -182,7 +183,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         # 2. Prepare the scalars of this step: settings, gradient scale, skip flag, step counts, bias corrections.
         self._steps.begin(self._settings(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self._steps.advance(numbers)
-        # 3. Compute.
+        # 3. Update the weights and the state.
         self._update(numbers)
         # 4. Increment the versions, even of empty ranges, so that all ranks gather the new weights.
         torch.autograd.graph.increment_version([state.run.weights for state in states])
@@ -247,7 +248,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
-        new.sort(key=lambda run: (bases[run.owner], run.start))  # `_allocate` may lay out the state in this order
+        # Sort by element number, because a subclass's `_allocate` may lay out the state in the order of the runs.
+        new.sort(key=lambda run: (bases[run.owner], run.start))
         tensors = dict(zip(new, self._allocate(new)))
         self._states = []
         for number, (run, state) in enumerate(zip(runs, kept)):

@@ -39,9 +39,9 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
         The optimizer's FullState, or None if it has no sharded parameter.
 
     Raises:
-        RuntimeError: it has parameters from before the model was sharded, or ordinary ones whose gradients are not
-            averaged, or the ranks' optimizers differ.
-        TypeError: its update of an element depends on the shape of the parameter.
+        RuntimeError: the optimizer has parameters from before the model was sharded, or ordinary parameters whose
+            gradients are not averaged, or the ranks' optimizers differ.
+        TypeError: the optimizer's update of an element depends on the shape of the parameter.
     """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [p for p in parameters if getattr(p, "sharded_elsewhere", False)]
@@ -58,7 +58,7 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
         world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
         _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     if known is None and slices:
-        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # ours are element-wise
+        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # the package's own are element-wise
             _check_element_wise(optimizer, slices[0].device)
         known = optimizer.full_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
     return known
@@ -99,7 +99,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _finish_load(optimizer: Any, full_state: FullState) -> None:
     """If a full state was loaded since the last step, compare it between the ranks and shard it. Collective."""
     facts = None
-    if isinstance(optimizer, AdamOptimizer):  # load_state_dict has sharded it already
+    if isinstance(optimizer, AdamOptimizer):  # its load_state_dict has sharded the state already
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
     elif full_state.is_loaded(optimizer) and optimizer.state:
         facts = full_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())
@@ -180,7 +180,7 @@ class _NotedOptions:
         self._values = [*map(group.get, self._names)]
 
     def step(self, group: dict[str, Any]) -> None:
-        """Record the settings of this step."""
+        """Record the settings in `group` with which the optimizer is about to step."""
         rate = group.get("lr")
         if isinstance(rate, torch.Tensor):
             rate = rate.item() if rate.device.type == "cpu" and rate.numel() == 1 else None
@@ -226,7 +226,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
         flat = functools.partial(_move_parts, optimizer, group, values.view(-1), [each.view(-1) for each in tries])
         if _difference(flat, moved) is None:
             continue
-        # Large enough that every rank stores a part of it.
+        # A matrix large enough that every rank stores a part of it.
         shape = _STEPS + 1, _ROWS, _COLUMNS * current_world().size
         values, *tries = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
         moved = _movement(optimizer, group, values, tries)
@@ -253,13 +253,13 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
 
 
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the update of 1-D `values` that are divided into two parameters, each with its own optimizer."""
+    """Return the update of 1-D `values` if they are divided into two parameters, each with its own new optimizer."""
     cuts = slice(None, _CUT), slice(_CUT, None)
     return torch.cat([_movement(optimizer, group, values[cut], [each[cut] for each in gradients]) for cut in cuts])
 
 
 def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the update of `values` as a sharded parameter. Collective."""
+    """Return the update of `values` if they are one sharded parameter, with a new optimizer. Collective."""
     parameter = DistributedParameter(values)
     pieces = [parameter.take(gradient).clone() for gradient in gradients]
     _train(optimizer, group, parameter, pieces)

@@ -88,7 +88,8 @@ class OptimManager:
         if loss_scale_steps is not None:
             expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
         self.grad_scale = world.size if grad_scale is None else grad_scale
-        self._mean_scale = world.size / self.grad_scale  # a factor for the loss, since the reduction takes the mean
+        # The reduction takes the mean over ranks. This factor of the loss makes it their sum divided by `grad_scale`.
+        self._mean_scale = world.size / self.grad_scale
         self._device, self._reduce = world.device, world.reduce
         self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
         self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
@@ -109,7 +110,7 @@ class OptimManager:
         self._skips = SkippedSteps(max_skipped_steps)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
-        self._compared = 0  # the number of optimizers that were compared with the other ranks'
+        self._compared = 0  # the number of optimizers when the ranks last compared their managers
 
     @property
     def loss_scale(self) -> float:
@@ -265,7 +266,8 @@ class OptimManager:
                 "backward already. Leave one of the two out; torch.nn.utils.get_total_norm of the gradients returns "
                 "their norm."
             )
-        for optimizer in list(self._clips):  # the second clipping in this step: apply the first one's factor now
+        # An optimizer in `_clips` was clipped before in this step. Multiply its gradients by that factor now.
+        for optimizer in list(self._clips):
             if not chosen.isdisjoint(own[optimizer]):
                 foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
@@ -316,7 +318,7 @@ class OptimManager:
                 self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Start to copy the flag to the host, which reads it in the next step; on the CPU it is there already.
+        # 5. Start to copy the skip flag to the host, which reads it in the next step, or below if it is in host memory.
         self._skipped = HostFlag(self._found_inf)
         self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
         self._skips.end_step()
@@ -525,7 +527,8 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
     expect_kind("param_groups", param_groups, (list, tuple), wanted)
     for group in param_groups:
         expect_kind("param_groups", group, dict, wanted)
-    if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:  # not read if a tensor
+    # The value of a tensor is not checked, because the host would have to wait for it.
+    if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:
         expect_number("max_norm", max_norm, "at least 0", lambda norm: norm >= 0)
     if norm_type != "inf":  # torch's clip_grad_norm_ accepts this string
         expect_number("norm_type", norm_type, "positive or inf", lambda order: order > 0)

@@ -114,7 +114,8 @@ def neighbours(
 
     def shared(numbered: tuple[int, DistributedParameter]) -> tuple:
         position, sharded = numbered
-        return sharded.buffer, sharded.index - position, kind(sharded)  # adjacent ones have the same difference
+        # `index - position` is the same for parameters that are adjacent in the buffer, and differs after a gap.
+        return sharded.buffer, sharded.index - position, kind(sharded)
 
     return [*runs, *([sharded for _, sharded in members] for _, members in groupby(enumerate(slices), shared))]
 

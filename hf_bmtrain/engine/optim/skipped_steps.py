@@ -11,7 +11,7 @@ import torch
 from ..base.arguments import expect_number
 from ..runtime.world import current_world
 
-if TYPE_CHECKING:  # manager.py imports this file
+if TYPE_CHECKING:  # at run time, the import would be circular
     from .manager import OptimManager
 
 _log = logging.getLogger("hf_bmtrain")

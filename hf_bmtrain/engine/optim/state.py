@@ -201,10 +201,10 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
 def _is_factor(shape: torch.Size, full_shape: torch.Size) -> bool:
     """Return whether a tensor of `shape` may be a factor of Adafactor's state for a parameter of `full_shape`."""
-    if len(shape) == len(full_shape):  # Adafactor of torch keeps reduced dimensions
+    if len(shape) == len(full_shape):  # torch's Adafactor keeps reduced dimensions, of size 1
         return all(mine in (1, full) for mine, full in zip(shape, full_shape))
     left_out = [full_shape[:i] + full_shape[i + 1 :] for i in range(len(full_shape))]
-    return len(full_shape) > 1 and shape in left_out  # Adafactor of transformers
+    return len(full_shape) > 1 and shape in left_out  # transformers' Adafactor removes them
 
 
 # -- gathering ----------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     Raises:
         RuntimeError: the ranks have state for different parameters.
     """
-    # (whether it has the local parameter's shape, the local parameter's number of elements, a copy if it may be needed)
+    # (whether the value has the local parameter's shape, the number of local elements, a copy if one may be needed)
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():
@@ -313,7 +313,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state, merged with the nested dict in which 8-bit optimizers keep quantized state."""
+    """Return `values`, a parameter's state, merged with the dict in it that has 8-bit optimizers' quantized state."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

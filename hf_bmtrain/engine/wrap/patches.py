@@ -27,7 +27,7 @@ def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
     # Weak references, because a block may contain a patched module, which would be a reference cycle.
     states = weakref.WeakSet(block._bmt for block in blocks)
     for module in model.modules():
-        for word in ("activation", "gradient"):  # the new and the old name in transformers
+        for word in ("activation", "gradient"):  # the new and the old prefix of these methods in transformers
             disable = getattr(module, f"{word}_checkpointing_disable", None)
             if callable(disable):
                 if word == "activation" or not hasattr(module, "activation_checkpointing_disable"):
@@ -71,7 +71,7 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
             "all-gathers of the others would hang. Set layerdrop to 0 in the configuration to make this explicit.",
             names,
         )
-    # Modules inside blocks are not marked, because torch.compile treats marked modules differently.
+    # Modules inside blocks are not marked, because torch.compile would compile them as modules of FSDP.
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         if module not in inside:

@@ -154,7 +154,7 @@ def _ranks_of(shown: bytes) -> list[int]:
 
 
 def _say_farewell(store: TCPStore, rank: int) -> None:
-    """Note in the store that this rank has read the missing ranks. Rank 0 serves the store, so it waits for the rest."""
+    """Note in the store that this rank has read the missing ranks. Rank 0 serves the store, so it waits for others."""
     end = time.monotonic() + _FAREWELL_SECONDS
     with contextlib.suppress(RuntimeError):  # rank 0, whose process serves the store, may have ended
         told = store.add(_key("told"), 1)

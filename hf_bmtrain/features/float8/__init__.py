@@ -23,7 +23,7 @@ from .storage import Float8Kind
 
 
 class Float8(Extension):
-    """`auto_wrap(float8=, keep=)`."""
+    """The feature of `auto_wrap(float8=, keep=)`: linear layers that compute in float8."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -265,7 +265,7 @@ def _tiles(x: Tensor, parts: int) -> int:
 
 
 def _blocks(numel: int, itemsize: int) -> int:
-    """Return how many CUDA thread blocks cover `numel` elements, with _PARTS * 16 bytes per thread."""
+    """Return how many CUDA thread blocks cover `numel` elements of `itemsize` bytes; a thread has _PARTS * 16 bytes."""
     return -(-numel * itemsize // (_THREADS * _PARTS * 16))
 
 
@@ -280,13 +280,16 @@ def _launch_full(name: str, weight: Tensor, out: Float8) -> Float8:
 
 
 def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligned: bool) -> None:
-    """Launch a kernel over the ranges of x, unless all are empty."""
+    """Launch the kernel `name` over the ranges of x, unless all are empty. values, aligned: as for `_launch`."""
     if pieces.blocks:
         _launch(name, pieces.blocks, x, pieces.table, len(pieces), *values, aligned=aligned)
 
 
 def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, threads: int = _THREADS) -> None:
-    """Launch a kernel over x. aligned: whether the length of every row is a multiple of ALIGNMENT."""
+    """Launch the kernel `name` over x, with `grid` thread blocks of `threads` threads.
+
+    values: the kernel's arguments after x. aligned: whether the length of every row is a multiple of ALIGNMENT.
+    """
     if x.is_meta:
         return
     chosen = variant(x.dtype, aligned and x.data_ptr() % 16 == 0)

@@ -162,7 +162,7 @@ class CalibrationAhead(Calibration):
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         before = Snapshot.of(model, self._world.device, (*args, *kwargs.values()))
-        # The forward may modify tensors in place, including those inside lists and dictionaries.
+        # The forward may modify tensors in place, including those inside lists and dictionaries: so it gets clones.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
         for state in self.states.values():
             state.measures, state.powers = True, None
@@ -238,7 +238,7 @@ def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
 
 
 def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
-    """Return the calibrations that have not decided yet, without duplicates."""
+    """Return the calibrations that have still to decide about a layer of `states`, each once."""
     found = [state.guard() for state in states.values() if state.guard is not None]
     return [guard for guard in dict.fromkeys(found) if guard is not None]
 
@@ -259,7 +259,7 @@ def _tell(ratios: dict[str, float]) -> None:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return the ratio of two sums of squares in decibels; inf if one of them is zero or not finite."""
+    """Return signal / noise in decibels; inf if one of them is zero or not finite. Both are sums of squares."""
     if not math.isfinite(signal) or not math.isfinite(noise):
         return math.inf  # the output overflowed: a matter of the loss scale, not of rounding
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

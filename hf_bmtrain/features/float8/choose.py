@@ -75,7 +75,10 @@ def is_conv1d(module: torch.nn.Module) -> bool:
 def _choose(
     model: torch.nn.Module, blocks: Chain, keep: Sequence[str]
 ) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
-    """Return by path the linear layers of `blocks` that will compute in float8, and why the others will not."""
+    """Return by path the linear layers of `blocks` that will compute in float8, and why the others will not.
+
+    keep: as for `choose_float8`.
+    """
     names = {module: path for path, module in model.named_modules()}
     adapters, unused = adapter_parameters(model), {*keep}
     attentions = [module for block in blocks for module in block.modules() if _reads_weights(module)]
@@ -129,7 +132,7 @@ def _reads_weights(module: torch.nn.Module) -> bool:
 
 
 def _table(layers: Iterable[str], left: dict[str, str]) -> str:
-    """Return a table, for the log, of layers counted by name. left: the others, each with why it is not in float8."""
+    """Return a table for the log, counted by name: `layers` in float8; layers in `left`, with the reason why not."""
     lines = ["float8: matrix products of linear layers in blocks, with one scale per token and one per weight"]
     lines.append(f"  in float8: {', '.join(_counted(layers))}")
     lines += [f"  not: {text}" for text in _grouped(left)]

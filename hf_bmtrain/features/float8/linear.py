@@ -208,7 +208,10 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
 
 @torch.no_grad()
 def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
-    """Return the sums (2,) for `Float8State.powers`. y: the output that was computed in float8, without the bias."""
+    """Return the sums (2,) for `Float8State.powers`.
+
+    y: what the layer computed in float8 for the input x, without the bias. transposed: whether `weight` is (K, N).
+    """
     weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
     for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):
         exact = linear(some, weight).float()

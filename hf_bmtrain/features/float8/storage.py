@@ -235,7 +235,7 @@ class Float8Storage(Storage):
         self.factors = (*[None] * first, *factors)
 
     def _codes(self, index: int) -> torch.Tensor:
-        """Return a view of a weight's codes.
+        """Return a view of the codes of the weight with this index.
 
         It is of this rank's rounded shard if that contains the full weight, else of the full buffer of codes.
         """

@@ -23,7 +23,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Lora(Extension):
-    """PEFT's LoRA adapters; enabled without a keyword of `auto_wrap`."""
+    """The feature for PEFT's LoRA adapters; no keyword of `auto_wrap` enables it, the adapters do."""
 
     def separate(self, plan: WrapPlan) -> set[int]:
         return adapter_parameters(plan.model)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
 
-_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # since torch 2.8
+_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # `out_dtype=` on CUDA, since torch 2.8
 
 
 class Adapter(NamedTuple):
@@ -155,7 +155,7 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
-    """Return dB = s dyᵀ u in `dtype`; a split u includes s. rank: r."""
+    """Return dB = s dyᵀ u in `dtype`, where s is the adapter's scaling; a split u includes s. rank: r."""
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
     return _wide_product(dy.t(), u[:, : 3 * rank], 1.0, adapter).view(-1, 3, rank).sum(1)
@@ -176,7 +176,7 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 
 
 def _wide_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter) -> Tensor:
-    """Return factor · one @ other in float32, for 16-bit matrices."""
+    """Return factor · one @ other in float32, for 16-bit matrices `one` and `other`."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
     if torch.compiler.is_compiling():  # not in place: see `add_products`
         wide = device == "cuda"

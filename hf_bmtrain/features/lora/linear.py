@@ -197,7 +197,7 @@ def _log_once(reason: str, layer: Any) -> None:
     """Log why `layer` runs PEFT's own forward, unless another layer has logged this reason. On rank 0 alone."""
     if reason not in _logged:
         _logged.add(reason)
-        name = getattr(layer, "fused_name", "")  # only rank 0 sets it, and so logs
+        name = getattr(layer, "fused_name", "")  # set on rank 0 alone, so other ranks do not log
         if name:
             _log.info("LoRA layers, the first of them '%s', run PEFT's own forward: %s", name, reason)
 

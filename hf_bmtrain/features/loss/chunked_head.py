@@ -100,7 +100,10 @@ class UnbornLogits:
         return logits if self._cap is None else torch.tanh(logits) * self._cap
 
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
-        """Return what F.cross_entropy would. size_average, reduce: deprecated; always None (see `_is_usual_loss`)."""
+        """Return F.cross_entropy of these logits, for the same arguments.
+
+        size_average, reduce: deprecated; always None (see `_is_usual_loss`).
+        """
         # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x, which is a softcap of y.
         factor = self._scale * (self._cap or 1.0)
         return linear_cross_entropy(
@@ -217,7 +220,7 @@ for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", 
 
 
 def _why_not(model: torch.nn.Module, head: Any) -> str | None:
-    """Return why the loss of `model` cannot be fused, or None."""
+    """Return why the loss of `model` cannot be fused, or None. head: its output embeddings, None if it has none."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return "its forward takes no labels"

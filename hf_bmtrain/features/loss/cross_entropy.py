@@ -179,7 +179,11 @@ class CrossEntropy:
 
     @property
     def _kind(self) -> tuple[bool, bool]:
-        """The arguments `general` and `weighted` of the kernels' variants."""
+        """(general, weighted), by which a kernel's variant is chosen.
+
+        general: whether it must support label smoothing, a softcap or class weights. weighted: whether there are class
+        weights.
+        """
         weighted = self.class_weight is not None
         return bool(self.label_smoothing or self.softcap or weighted), weighted
 

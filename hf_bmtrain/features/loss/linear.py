@@ -168,7 +168,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         at_once = any(work.wants) and work.how.reduction != "none"
         for parameter in (weight, bias):
             if isinstance(parameter, DistributedParameter):
-                # Free gradients that a failed backward has left, and a shard of gradients that no .grad refers to.
+                # As a block's forward does: free gradients that a failed backward has left, and a shard of gradients
+                # that no .grad refers to.
                 current_world().schedule.discard_failed_backward()
                 parameter.buffer.gradient.free_if_unused()
         losses, gradients = work.run(rows, weight, bias, targets, written if at_once else None)

@@ -126,7 +126,7 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
 
 
 class Memory(Extension):
-    """`auto_wrap(keep_frozen=)`, and the explanation that is added to out-of-memory errors."""
+    """The feature of `auto_wrap(keep_frozen=)`. It also adds an explanation to out-of-memory errors."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -140,7 +140,10 @@ class Memory(Extension):
 
 
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:
-    """Make frozen buffers of `model`, which has just been wrapped, resident: now (True) or by a plan. Collective."""
+    """Make frozen buffers of `model`, which has just been wrapped, resident. Collective.
+
+    keep_frozen: True for all of them now, "auto" for those that a plan chooses later, False for none.
+    """
     if keep_frozen is False or world.size == 1:
         return
     if keep_frozen is True:

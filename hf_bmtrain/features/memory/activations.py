@@ -57,7 +57,7 @@ class AutoCheckpoint(Recompute):
     """
 
     def __init__(self, activations: Activations, block: Block) -> None:
-        self.activations, self.block = activations, weakref.proxy(block)  # the block owns this object
+        self.activations, self.block = activations, weakref.proxy(block)  # weak: the block owns this object
         self.kept = False
         self.calls = self._most = 0
         self._inputs = MeasuredInputs()
@@ -117,6 +117,7 @@ class AutoCheckpoint(Recompute):
         """Under `with`, count the bytes that autograd saves in the block's forward, and add them as a Measurement.
 
         A forward inside a backward is not counted: it is a recomputation by torch's checkpoint around the block.
+        pending: the number of the block's earlier forwards whose backward has not run.
         """
         if self.activations.in_backward:
             yield
@@ -223,7 +224,9 @@ class Activations:
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Record the peak since the last mark as the forward's or the backward's, and begin to measure the next one.
+        """Record the allocator's peak since the last call, and reset it for the next one.
+
+        It counts as the backward's peak if a block's recomputed activations were alive, else as the forward's.
 
         recomputed: True if the recomputation of a block begins now, False if the backward of a block does.
         """
@@ -231,7 +234,7 @@ class Activations:
         self._schedule.join_backward(self._planner)
 
     def _take_peak(self, recomputed: bool) -> None:
-        """Record the peak since the last mark. recomputed: whether a block's recomputed activations are alive next."""
+        """Do what `mark` describes. recomputed: whether recomputed activations of a block are alive from now on."""
         taken = self._meter.taken()
         if self._recomputed:
             self._backward = max(self._backward, taken)
@@ -272,7 +275,8 @@ class Activations:
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
         """Make the first plan, the same on every rank, and return True. Collective.
 
-        Return False, without a plan, if no rank's optimizer has stepped: its state is not allocated yet.
+        Return False, without a plan, if no rank's optimizer has stepped: its state is not allocated yet. blocks: the
+        policies of the measured blocks.
         """
         world, free = self._planner.world, self._read_free()
         sizes = tuple(block.nbytes for block in blocks)

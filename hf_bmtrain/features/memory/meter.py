@@ -31,7 +31,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Under `with`, count. Saved-tensor hooks that are active already, as of torch's checkpoint, stay active."""
+        """Under `with`, count. Saved-tensor hooks that were active before (such as torch's checkpoint's) stay so."""
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
         def count(tensor: torch.Tensor) -> Any:
@@ -154,7 +154,7 @@ class Meter:
 
 
 def _versions(buffers: Iterable[ShardedBuffer]) -> list[int]:
-    """Return the versions of the shards that an optimizer updates."""
+    """Return the versions of the shards of `buffers` that an optimizer updates."""
     return [buffer.version for buffer in buffers if buffer.gradient.trainable]
 
 

@@ -157,7 +157,10 @@ class Residents:
             self._peak = None  # `activations` has reset the allocator's peak, so this measurement cannot continue
 
     def _is_short(self) -> bool:
-        """Return whether less memory is free than the plan was made for, or blocks have other recompute policies."""
+        """Return whether less memory is free than the plan was made for.
+
+        Also True if blocks have other recompute policies than when the last measurement began.
+        """
         if self._present_policies() != self._policies:
             self._peak = None
             return True
@@ -260,7 +263,7 @@ class Residents:
 
 
 def _frozen(units: Sequence[Sequence[ShardedBuffer]]) -> list[list[ShardedBuffer]]:
-    """Return the frozen buffers of each group."""
+    """Return the same groups of buffers, with only the frozen buffers in each."""
     return [[buffer for buffer in unit if not buffer.gradient.trainable] for unit in units]
 
 

@@ -49,7 +49,10 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
-    """Yield δ of the last step for consecutive ranges of a run, (≤ PIECE,) float32 on the device of its weights."""
+    """Yield δ of the last step for consecutive ranges of a run, (≤ PIECE,) float32 on the device of its weights.
+
+    settings: the values of the run's parameter group.
+    """
     lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings  # the last is L2 decay: part of the gradient, so of m
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)

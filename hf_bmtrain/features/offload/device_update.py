@@ -92,7 +92,7 @@ class DeviceUpdate:
 
 
 def _copy(targets: StateTensors, sources: StateTensors) -> None:
-    """Queue copies of the state tensors between host and device on the current stream."""
+    """Queue copies of state tensors from `sources` to `targets`, between host and device, on the current stream."""
     for target, source in zip(targets, sources):
         if target is not None and source is not None:
             target.copy_(source, non_blocking=True)

@@ -155,7 +155,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
         for number, gradient in gradients.items():
             used.setdefault(states[number].run.owner, []).append(gradient)
-        tickets = dict.fromkeys(used, DONE)  # stays DONE for a buffer of which this rank stores no element: no chunk
+        tickets = dict.fromkeys(used, DONE)  # DONE stays if there is no chunk: this rank stores no element
         chunks = [chunk for chunk in self._chunks if chunk.owner in used]
         for chunk, ticket in zip(chunks, self._mover.carry(chunks, update_part)):
             tickets[chunk.owner] = ticket

@@ -71,9 +71,9 @@ def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
 def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, device: torch.device) -> None:
     """Replace bitsandbytes' quantized weights by PackedParameters, which `shard_places` shards without unpacking them.
 
-    Their layers become the Linear4bit of this file. Weights outside blocks, or shared by several, are unpacked instead.
-    The marks of a quantized model are removed, so that Trainer and saved configurations treat the model as an ordinary
-    one, because whoever reads its weights gets unpacked values. Call `admit_quantized` first.
+    Their layers become the Linear4bit of this file. Root parameters are unpacked instead. Whoever reads the model's
+    weights gets unpacked values, so the marks of a quantized model are removed: Trainer and saved configurations treat
+    it as an ordinary one. Call `admit_quantized` first.
 
     Args:
         model: the model that is about to be sharded.
@@ -115,7 +115,10 @@ def _find(model: torch.nn.Module) -> dict[str, Place]:
 
 
 def _refusal(module: Any, key: str, parameter: Any) -> str | None:
-    """Return why a weight that bitsandbytes has quantized cannot be sharded, and the way out; None if it can."""
+    """Return why `parameter`, the `key` of `module`, which bitsandbytes has quantized, cannot be sharded.
+
+    The text includes the way out. None if it can be sharded.
+    """
     computes = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
     if type(parameter).__name__ == "Int8Params":
         return f"is quantized to 8 bits (load_in_8bit=True), which cannot be sharded. {_LOAD}"
@@ -181,7 +184,7 @@ def _packed(module: Any, parameter: Any) -> PackedParameter:
 
 
 def _unpack(packed: PackedParameter, device: torch.device) -> torch.nn.Parameter:
-    """Return a frozen parameter on `device` with the unpacked values."""
+    """Return a frozen parameter on `device` with the unpacked values of `packed`."""
     cells = packed.pack().to(device)
     values = torch.empty(len(cells) // packed.form.cell_bytes * CELL, dtype=packed.dtype, device=device)
     packed.form.unpack(cells, values)

@@ -131,7 +131,7 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
 
 
 def _shortage(sharded_params: Sequence[DistributedParameter], world: World) -> str | None:
-    """Return a message if this rank has too little memory for full weights and gradients, else None."""
+    """Return a message if this rank has too little memory for full copies and gradients of `sharded_params`."""
     needed = 3 * sum(sharded.numel() * sharded.element_size() for sharded in sharded_params)
     memory = world.device_memory
     if memory is None:
@@ -172,7 +172,10 @@ class _Comparison:
         return max(_BOUNDS.get(dtype.to_real(), 1e-5) for dtype in dtypes)
 
     def _add(self, kind: str, block: str, name: str, got: torch.Tensor, wanted: torch.Tensor, allowed: float) -> None:
-        """Add the Difference of a tensor: `got` in the sharded step, `wanted` in the plain step."""
+        """Add the Difference of a tensor: `got` in the sharded step, `wanted` in the plain step.
+
+        kind, block, name, allowed: as for Difference.
+        """
         self.differences.append(Difference(kind, block, name, largest_difference(got, wanted), allowed))
 
     def of_outputs(self, sharded: Outputs, plain: Outputs, mine: torch.Tensor, expected: torch.Tensor) -> None:
@@ -249,6 +252,6 @@ class _Comparison:
                 self._add("update", self._block(sharded), self._names[sharded], got, wanted, allowed)
 
     def _block(self, sharded: DistributedParameter) -> str:
-        """Return the name of the parameter's block, or its own name if it is outside blocks."""
+        """Return the name of the block of the local parameter `sharded`; outside blocks, the parameter's own name."""
         name, origin = self._names[sharded], sharded.origin
         return name if origin is None or not origin.block else origin.block

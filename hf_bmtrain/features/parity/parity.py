@@ -89,7 +89,7 @@ class Parity:
 
 
 def _cells(each: Difference) -> tuple[str, ...]:
-    """Return a row of the table."""
+    """Return the cells of the table's row for the difference `each`."""
     mark = "  <- differs" if each.differs else ""
     inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
     numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"

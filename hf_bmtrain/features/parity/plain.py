@@ -67,6 +67,7 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
 def _own_class(module: torch.nn.Module) -> Any:
     """Return the class that `module` had before it was sharded."""
     cls: Any = type(module)
-    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):  # not below a feature's class
+    # Stops at the class that a feature has given to a layer, such as Float8Linear: the plain step uses it too.
+    while "_extends" in vars(cls) and issubclass(cls, ShardedModule):
         cls = cls._extends
     return cls

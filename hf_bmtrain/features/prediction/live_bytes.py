@@ -122,7 +122,10 @@ class LiveBytes(TorchDispatchMode):
             self._follow(storage, tuple(tensor.shape))
 
     def _follow(self, storage: torch.UntypedStorage, shape: tuple[int, ...] = ()) -> None:
-        """Record the current size of a storage, as a new one or as a change of its last size."""
+        """Record the current size of a storage, as a new one or as a change of its last size.
+
+        shape: the shape of the first tensor in it.
+        """
         key, nbytes = storage._cdata, -(-storage.nbytes() // _ROUND) * _ROUND
         known = self._known.get(key)
         if known is None:

@@ -95,7 +95,7 @@ def usable_bytes(total: int, ranks: int) -> int:
 
 
 def _context(ranks: int) -> int:
-    """Return the bytes on the device that belong to no tensor."""
+    """Return the bytes on the device that belong to no tensor: for CUDA and, if there are several ranks, NCCL."""
     return CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
 
 
@@ -140,7 +140,10 @@ def predict(
 
 
 def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]) -> dict[str, int]:
-    """Return the bytes that are live at the peak of the last step, by the keys of ROWS."""
+    """Return the bytes that are live at the peak of the last step, by the keys of ROWS.
+
+    done: the simulation. vocabulary, shapes: as for `_kind`.
+    """
     live = most = 0
     at = 0
     for index, change in enumerate(done.changes):

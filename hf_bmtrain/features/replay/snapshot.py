@@ -92,9 +92,8 @@ class Snapshot:
     def _restore_others(self) -> Callable[[], None]:
         """Restore attributes, containers and generators, but not buffers.
 
-        Returns a function that goes back to the state that was present at the call. Attributes that equal the
-        snapshot's at the call are not copied: to go back, the function restores the snapshot's attributes, unless they
-        are still equal.
+        Returns a function that goes back to the state at the call. If the attributes equal the snapshot's at the call,
+        which is cheap to check, they are not copied for that: the function then restores the snapshot's attributes.
         """
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()

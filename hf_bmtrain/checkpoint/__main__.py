@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _bytes(text: str) -> int:
-    """Return a size such as 500MB or 2GiB in bytes."""
+    """Convert a size such as "500MB" or "2GiB" to bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 5GB, 500MB or 2GiB")

@@ -85,10 +85,10 @@ def is_reserved(name: str) -> bool:
 
 
 def stage(root: Path, step: int, nbytes: int) -> Path:
-    """Create an empty temporary folder for `nbytes` of files, and delete temporary folders that killed jobs have left.
+    """Create an empty temporary folder in `root` for a checkpoint of `nbytes`, and return it.
 
-    The caller has the lock.
-    The folder's name is never reused, since a rank of a killed job may survive for a while and still write to its own.
+    The caller has the lock of `root`. Temporary folders that killed jobs have left there are deleted. The folder's name
+    is never reused, since a rank of a killed job may survive for a while and still write to the folder of that job.
     Raises OSError if the disk has too little free space. Does not reserve the space, because some file systems do that
     by writing zeros.
     """
@@ -110,7 +110,7 @@ def check_space(folder: Path, nbytes: int) -> None:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Rename a complete temporary folder to its final name. The caller has flushed its files to disk.
+    """Rename the temporary folder `staging` to `final`. It is complete, and its files are flushed to disk.
 
     An earlier checkpoint of that name is renamed first, and deleted by `prune`.
     """
@@ -125,7 +125,7 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(root: Path, keep: int | None) -> None:
-    """Delete replaced checkpoints and, unless `keep` is None, all but the newest `keep` intact ones.
+    """Delete replaced checkpoints in `root` and, unless `keep` is None, all but the newest `keep` intact ones.
 
     Symbolic links to checkpoints are not counted, and are deleted only if they were replaced.
     """

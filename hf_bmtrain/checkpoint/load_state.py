@@ -140,6 +140,7 @@ def load_state(
 def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
     """Find the checkpoints in `given` on rank 0, and return them on all ranks. Collective.
 
+    without: as for `find`, which describes the result.
     Raises RuntimeError on all ranks if rank 0 cannot read the folder.
     """
     found, problem, root = None, None, given.resolve()
@@ -284,7 +285,7 @@ class _Loading:
         with torch.no_grad():
             for target, values in self._full_params:
                 target.copy_(values.view(target.shape))
-        for parameter in self._trained:  # so that `trained_only` includes it even if it is frozen now
+        for parameter in self._trained:  # so that later saves with `trained_only` include it even if it is frozen
             parameter.trained = True
         for loaded in self._states:
             loaded.load()
@@ -296,7 +297,10 @@ class _Loading:
 
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if the checkpoint has values for weights that are quantized, thus read-only, in this model."""
+    """Raise ValueError if the checkpoint has values for weights that are quantized, thus read-only, in this model.
+
+    parameters: the model's, by name. tensors: the checkpoint's, by name.
+    """
     packed = [name for name in tensors if is_read_only(parameters.get(name))]
     if packed:
         raise ValueError(

@@ -117,7 +117,10 @@ def _sources(checkpoint: Found, base: str) -> dict[str, _Source]:
 
 
 def _small_files(checkpoint: Found, with_optimizer: bool) -> dict[str, bytes]:
-    """Return the contents of the files to copy unchanged, by name. `check_heads` has verified their checksums."""
+    """Return the contents, by name, of the checkpoint's files that are copied unchanged.
+
+    The small state is among them if `with_optimizer`. `check_heads` has verified their checksums.
+    """
     return {
         name: (checkpoint.folder / name).read_bytes()
         for name in checkpoint.manifest.files
@@ -191,7 +194,11 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
 def _write(
     staging: Path, groups: dict[str, dict[str, _Source]], copied: dict[str, bytes], limit: int
 ) -> dict[str, list[Checked]]:
-    """Write all files, if the disk has space for them. Returns the written chunks by file name."""
+    """Write all files into `staging`, if the disk has space for them. Returns the written chunks by file name.
+
+    groups: for each base name of files, the tensors to copy into them, by name. copied: the contents of other files, by
+    name. limit: as for `merge`.
+    """
     files, written = [], {}
     for base, sources in groups.items():
         specs = [TensorSpec(name, source.stored.dtype, source.stored.shape) for name, source in sources.items()]
@@ -215,7 +222,7 @@ def _write(
 
 
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
-    """Copy one tensor. Returns the written chunks."""
+    """Copy the tensor `source` to its place `target` in a file in `staging`. Returns the written chunks."""
     stored = source.stored
     values = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype, device="cpu")
     if not len(values):

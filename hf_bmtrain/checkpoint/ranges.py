@@ -230,7 +230,9 @@ def _read_chunk(handle: int, wanted: Wanted, chunk: Checked, scratch: _Scratch) 
 
 
 def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Tensor:
-    """Return the bytes of a chunk, uint8, in memory that the thread's next call overwrites.
+    """Return the bytes of a chunk of the open file `handle`, uint8, in memory that the thread's next call overwrites.
+
+    scratch: that memory. what: the tensor and file, for messages.
 
     Raises Damaged if they cannot be read, the file is too short, or the checksum differs.
     """

@@ -408,7 +408,10 @@ class _Job:
 def _entries(
     world: World, model: torch.nn.Module, optimizer: Any, trained_only: bool
 ) -> tuple[dict[str, list[Entry]], list[Any]]:
-    """Return the entries by the base name of their files, and each optimizer's other state. Collective."""
+    """Return the entries by the base name of their files, and the other state of each optimizer. Collective.
+
+    The other state is what `optimizer_entries` returns besides entries. trained_only: as for `save_state`.
+    """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
     for number, each in enumerate(optimizers_of(optimizer)):
@@ -418,7 +421,10 @@ def _entries(
 
 
 def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Return the safetensors files for all entries, and the contents of their index files by name."""
+    """Return the safetensors files to write, and the contents of their index files by name.
+
+    bases: the entries, by the base name of their files.
+    """
     files, indices = [], {}
     for base, entries in bases.items():
         plans, index = plan_files(base, [entry.spec for entry in entries])
@@ -429,7 +435,10 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
 
 
 def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
-    """Copy the tensors that are not sharded, since a forward may change buffers before they are written."""
+    """Return the entries with copies of the tensors that are not sharded.
+
+    Otherwise a forward could change buffers before they are written. bases: as for `_plan`.
+    """
     return {
         base: [entry if entry.sharded else replace(entry, part=entry.part.clone()) for entry in entries]
         for base, entries in bases.items()
@@ -437,7 +446,10 @@ def _copy_full_params(bases: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 
 
 def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -> list[Part]:
-    """Return what this rank writes: its elements of sharded tensors and, on rank 0, all other tensors."""
+    """Return what this rank writes: its elements of sharded tensors and, on rank 0, all other tensors.
+
+    bases: as for `_plan`. files: the files that `_plan` returned.
+    """
     stored = {name: (file.name, tensor.start) for file in files for name, tensor in file.tensors.items()}
     parts = []
     for entry in (entry for entries in bases.values() for entry in entries):

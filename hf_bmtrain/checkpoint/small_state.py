@@ -60,7 +60,7 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the small state in the bytes of its file. Raises ValueError if they contain objects of other classes."""
+    """Return the small state. data: the bytes of its file. Raises ValueError if they contain other classes' objects."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -98,7 +98,10 @@ def restore(world: World, model: torch.nn.Module, optimizer: Any, schedulers: An
 
 
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
-    """Restore this rank's random generators; if another number of ranks saved, seed them anew."""
+    """Restore this rank's random generators.
+
+    If another number of ranks saved, seed them anew, from rank 0's saved generator and `step`.
+    """
     ranks = state["ranks"]
     if len(ranks) == world.size:
         _set_random_state(ranks[world.rank]["random"], world.device)

@@ -230,7 +230,7 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 
 
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
-    """Return the tensors in a file, and the checksums in its metadata, None if it has none."""
+    """Return the tensors in a file, and the checksums in its metadata; None for the checksums if there are none."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_CHECKSUMS)

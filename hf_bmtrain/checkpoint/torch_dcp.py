@@ -219,7 +219,10 @@ def _pack(like: Any, values: Any) -> Any:
 
 
 def _unpack(like: Any, packed: Any) -> Any:
-    """Return this rank's elements of a tensor that `_pack` made, as a 1-D view; return any other value unchanged."""
+    """Return this rank's elements, as a 1-D view, of the tensor `packed` that `_pack(like, ...)` returned.
+
+    Any other value of `packed` is returned unchanged.
+    """
     if not hasattr(packed, "global_shape"):
         return packed
     local_range, row = like.placement.range, math.prod(packed.global_shape[1:])

@@ -117,7 +117,8 @@ class TrainerCheckpoints:
                 groups.append({**group, "params": numbers})
                 count += len(numbers)
             groups[0][_REFERENCE] = dict(reference)
-            if self._args.save_total_limit is not None:  # hide it: Trainer calls this shortly before it would delete
+            # Trainer calls this method shortly before it would delete old checkpoints: hide the limit until `_forget`.
+            if self._args.save_total_limit is not None:
                 self._limit, self._args.save_total_limit = self._args.save_total_limit, None
             return {"state": {}, "param_groups": groups}
 
@@ -172,6 +173,7 @@ class TrainerCheckpoints:
     def _verify_without_reference(self, places: list[Path]) -> None:
         """Verify a checkpoint that Trainer has loaded without a reference to a sharded part. Collective.
 
+        places: folders of which the first with a manifest is this checkpoint; Trainer alone saved it if none has one.
         Raises RuntimeError if it is damaged, or if it has optimizer state that was not loaded.
         """
         found = next((place for place in places if (place / MANIFEST).exists()), None)
@@ -260,7 +262,7 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
 
 
 def _by_step(output_dir: str | os.PathLike) -> list[Path]:
-    """Return the folders of Trainer's checkpoints, in descending order of their steps."""
+    """Return the folders of Trainer's checkpoints in `output_dir`, in descending order of their steps."""
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in Path(output_dir).absolute().iterdir():

@@ -98,7 +98,7 @@ def _gigabytes(text: str) -> float:
 
 
 def total(given: argparse.Namespace) -> int:
-    """Return the memory of a GPU in bytes."""
+    """Return the bytes of GPU memory that the options `given` name."""
     return int(given.memory * 2**30)
 
 
@@ -130,7 +130,7 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
         numbers are tried.
     """
     known = {0: 0, 1: peak(1)}
-    # rows that are known to fit, rows that are known not to fit
+    # `low` rows are known to fit, `high` rows are known (or, for _MOST_ROWS, taken) not to fit.
     low, high = (1, _MOST_ROWS) if known[1] <= usable else (0, 1)
     tried = 1
     while high - low > 1:

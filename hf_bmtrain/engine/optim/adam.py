@@ -98,7 +98,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.loss_scale: torch.Tensor | None = None  # set by OptimManager
         self._exp_avg_dtype = exp_avg_dtype
         self._loaded: set[torch.nn.Parameter] = set()  # parameters whose loaded state is not in a run yet
-        self.loaded_facts: dict[str, str] | None = None  # of the last loaded state; the next step compares the ranks'
+        # Fingerprints of the last loaded state, which the next step compares between the ranks. None: compared already.
+        self.loaded_facts: dict[str, str] | None = None
         self._active: list[list[torch.nn.Parameter]] = []  # the parameters of all runs, by parameter group
         self._states: list[RunState] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
@@ -173,7 +174,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _step_runs(self, numbers: Sequence[int]) -> None:
         """Make one step of the runs `numbers`, which must be in ascending order and have reduced gradients."""
         states = [self._states[number] for number in numbers]
-        # 1. Wait for earlier updates of these buffers, and update masters of weights written since the last step.
+        # 1. Wait for earlier updates of the runs' buffers. Update the masters of weights written since the last step.
         for state in states:
             if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()

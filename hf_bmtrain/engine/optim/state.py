@@ -251,9 +251,10 @@ def _gather(
 def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
     """Divide a state into tensors that are laid out like their parameters, and all other values. Collective.
 
-    A tensor is laid out like its parameter if it has the shape of the local parameter on every rank: on one rank alone,
-    a step count and a local parameter of one element look the same. Other values, such as step counts, are taken from
-    the rank that has the most elements of the parameter: an optimizer may not count steps on a rank without elements.
+    A tensor is laid out like its parameter if it has the shape of the local parameter on every rank. One rank cannot
+    tell, because a step count may have the shape of a local parameter of one element. Other values, such as step
+    counts, are taken from the rank that has the most elements of the parameter: an optimizer may not count steps on a
+    rank without elements.
 
     Args:
         parameters: the parameters by their keys in `state`.

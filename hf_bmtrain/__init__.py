@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
 from .bmtrain.alias import install_as_bmtrain
+from .bmtrain.block_layer import CheckpointBlockContext
 from .bmtrain.distributed import gather_result, sum_loss
 from .bmtrain.init import init_distributed
 from .bmtrain.utils import print_block, print_dict, see_memory
@@ -53,12 +54,12 @@ __version__ = "0.1.0"
 Block = CheckpointBlock  # BMTrain has both names
 
 __all__ = [
-    "BMTrainModelWrapper", "Block", "CheckpointBlock", "DCPState", "DistributedModule", "DistributedParameter",
-    "ParameterInitializer", "PipelineTransformerBlockList", "TransformerBlockList", "auto_wrap", "check_parity",
-    "config", "current_world", "distributed", "gather_result", "gathered", "grouped_parameters", "init_distributed",
-    "init_parameters", "inspect", "install_as_bmtrain", "load", "load_state", "loss", "lr_scheduler", "nn", "optim",
-    "predict_memory", "print_block", "print_dict", "print_rank", "rank", "save", "save_state", "see_memory", "store",
-    "sum_loss", "synchronize", "utils", "wait_loader", "world_size",
+    "BMTrainModelWrapper", "Block", "CheckpointBlock", "CheckpointBlockContext", "DCPState", "DistributedModule",
+    "DistributedParameter", "ParameterInitializer", "PipelineTransformerBlockList", "TransformerBlockList", "auto_wrap",
+    "check_parity", "config", "current_world", "distributed", "gather_result", "gathered", "grouped_parameters",
+    "init_distributed", "init_parameters", "inspect", "install_as_bmtrain", "load", "load_state", "loss",
+    "lr_scheduler", "nn", "optim", "predict_memory", "print_block", "print_dict", "print_rank", "rank", "save",
+    "save_state", "see_memory", "store", "sum_loss", "synchronize", "utils", "wait_loader", "world_size",
 ]  # fmt: skip
 
 

@@ -30,12 +30,12 @@ _OFFERED = {
     "bmtrain.layer": ("", "DistributedModule DistributedParameter"),
     "bmtrain.param_init": ("", "init_parameters grouped_parameters"),
     "bmtrain.synchronize": ("", "synchronize sum_loss wait_loader gather_result"),
-    "bmtrain.block_layer": ("", _LISTS),
+    "bmtrain.block_layer": ("", f"{_LISTS} CheckpointBlockContext"),
     "bmtrain.wrapper": ("", "BMTrainModelWrapper"),
     "bmtrain.pipe_layer": ("", f"PipelineTransformerBlockList {_LISTS}"),
     "bmtrain.store": (
         "store",
-        "save load allgather_objects broadcast_object DistributedStateDictWrapper _save_to_rank0",
+        "save load allgather_object allgather_objects broadcast_object DistributedStateDictWrapper _save_to_rank0",
     ),
     "bmtrain.utils": (
         "utils",

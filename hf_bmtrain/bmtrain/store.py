@@ -16,7 +16,9 @@ from ..engine.comm.communicator import as_bytes
 from ..engine.runtime.world import World, current_world
 from ..engine.sharding.state_dict import StateDict, copy_full_params
 
-__all__ = ["DistributedStateDictWrapper", "allgather_objects", "broadcast_object", "load", "save"]
+__all__ = [
+    "DistributedStateDictWrapper", "allgather_object", "allgather_objects", "broadcast_object", "load", "save",
+]  # fmt: skip
 
 
 def allgather_objects(obj: Any) -> list[Any]:
@@ -26,6 +28,17 @@ def allgather_objects(obj: Any) -> list[Any]:
         obj: any object that can be pickled.
     """
     return current_world().gather_objects(obj)
+
+
+def allgather_object(obj: Any, comm: World | None = None) -> list[Any]:
+    """Return the objects of all ranks, in rank order, as `allgather_objects` does. Collective.
+
+    Args:
+        obj: any object that can be pickled.
+        comm: an argument of BMTrain's: None or `config["comm"]`, which stands for all ranks.
+    """
+    current_world().check_comm(comm)
+    return allgather_objects(obj)
 
 
 def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:

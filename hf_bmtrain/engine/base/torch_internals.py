@@ -140,9 +140,6 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
-fused_adamw_ = torch._fused_adamw_
-"""The kernel of `torch.optim.AdamW(fused=True)`. The public class can only apply it to parameters."""
-
 amp_update_scale_ = torch._amp_update_scale_
 """Grow or back off a loss scale on the device. Publicly, only `torch.amp.GradScaler` calls it, with a policy that
 cannot be changed."""

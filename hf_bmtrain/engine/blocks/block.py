@@ -25,7 +25,8 @@ class CheckpointBlock(ShardedModule):
     """A transformer layer whose parameters are sharded, and full only while its forward or backward runs.
 
     `CheckpointBlock(layer)` shards `layer` in place, replaces its class by a subclass of both classes, and returns it.
-    The layer's names, `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. Collective.
+    The layer's names, `isinstance` checks, hooks, attributes and `state_dict` keys stay valid. A list that
+    the layer returns becomes a tuple, as in BMTrain; `auto_wrap` leaves lists as they are. Collective.
 
     Args:
         layer: the layer. Its parameters may be DistributedParameters already. A CheckpointBlock is returned unchanged.
@@ -56,6 +57,7 @@ class CheckpointBlock(ShardedModule):
         world.check_same_on_all_ranks("CheckpointBlock", facts)
         sharded = shard_places(world, find_places(layer.modules()), world.schedule.blocks)
         extend(layer, sharded, world, use_checkpoint, level)
+        layer._bmt.lists_as_tuples = True  # pyright: ignore[reportAttributeAccessIssue]
         return layer
 
     def __init__(self, *args, **kwargs) -> None:

@@ -42,6 +42,7 @@ class BlockState:
             compiled one.
         compiled: whether the forward is compiled.
         eager_forward: `own_forward` before it was compiled.
+        lists_as_tuples: whether a list that the layer returns becomes a tuple.
         pending: the number of forwards whose backward has not run. The gradients of a block that is called several
             times are reduced once, when `pending` is 0 again.
     """
@@ -57,6 +58,7 @@ class BlockState:
     own_forward: Callable | None = None
     compiled: bool = False
     eager_forward: Callable | None = None
+    lists_as_tuples: bool = False
     pending: int = field(default=0, init=False)
     _open: bool = field(default=False, init=False)  # the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward has entered the block; its reduction has not started
@@ -101,7 +103,7 @@ class BlockState:
                 self.reshard()
         if self.zero_level == 3 and differentiable:
             self.schedule.leave_unsharded(self)
-        return outputs
+        return tuple(outputs) if self.lists_as_tuples and type(outputs) is list else outputs
 
     def _forward_with_grad(self, layer_forward: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         """Run the layer's forward, and make autograd call `before_backward` and `after_backward` around its backward.

@@ -1,4 +1,4 @@
-"""AdamW steps over many runs (ranges of elements with equal hyper-parameters), by kernels or by torch's fused AdamW."""
+"""AdamW steps over many runs (ranges of elements with equal hyper-parameters), by kernels or by torch's functions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.torch_internals import fused_adamw_
 from .adam import HYPER, RECORD, adam_prepare, adam_update
 from .residual import Master
 
+_CHUNK = 1 << 20
+"""Elements that are updated at once on the CPU: the temporary memory."""
 _L2 = HYPER.index("l2")
 Hyper = Sequence[float | torch.Tensor]
 """The hyper-parameters of one parameter group, in the order of HYPER. Each is a number or a scalar tensor."""
@@ -113,7 +114,10 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """AdamW by torch's fused CPU operation, with the same methods as KernelSteps. All optimizer state is float32."""
+    """AdamW on the CPU, with the same methods as KernelSteps. All optimizer state is float32.
+
+    It calls the functions of torch that torch.optim.Adam and AdamW call there, so that the results have the same bits.
+    """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
         self._groups = list(groups)
@@ -143,12 +147,16 @@ class TorchSteps:
             wide = wide / self._grad_scale  # given grad_scale, the fused operation would overwrite the gradient
         if l2:
             wide = wide.add(master, alpha=l2)
-        fused_adamw_(
-            [master], [wide], [e.exp_avg], [e.master.exp_avg_sq], [], [taken],
-            lr=lr if taken > hold_steps else 0.0, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
-        torch.autograd.graph.increment_version(master)  # the operation does not increment it
+        lr, steps = lr if taken > hold_steps else 0.0, float(taken)
+        step_size, root = lr / (1 - beta1**steps), (1 - beta2**steps) ** 0.5
+        for start in range(0, master.numel(), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            p, g, m, v = master[part], wide[part], e.exp_avg[part], e.master.exp_avg_sq[part]
+            if weight_decay:
+                p.mul_(1 - lr * weight_decay)
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            p.addcdiv_(m, (v.sqrt() / root).add_(eps), value=-step_size)
         if weight is not None:
             weight.copy_(master)
 
@@ -179,7 +187,7 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Return the implementation of AdamW for `device`.
 
-    It is KernelSteps on CUDA, and for a bfloat16 first moment, which torch's fused AdamW does not support. Otherwise it
+    It is KernelSteps on CUDA, and for a bfloat16 first moment, which torch's AdamW does not have. Otherwise it
     is TorchSteps.
 
     Args:

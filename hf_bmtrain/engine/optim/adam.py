@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from ..ops.residual import Master
 from ..runtime.world import current_world
 from ..tensors.tensor import ShardBase
 from .runs import Run, RunState, StateTensors, adopt, index_bases, neighbours, same_members, shown, with_gradients
-from .state import check_state, full_facts, load_state, own_part, save_state
+from .state import check_state, copy_full_state, full_facts, load_state, own_part, save_state
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -294,6 +295,18 @@ class AdamOptimizer(torch.optim.Optimizer):
             for name in ("hold_steps", "decoupled"):
                 group.setdefault(name, self.defaults[name])
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdamOptimizer:
+        """Return an optimizer of deep copies of the parameters: full ones, with their full state. Collective."""
+        full = copy_full_state(self, current_world())
+        copied = self._of([copy.deepcopy(group, memo) for group in self.param_groups])
+        memo[id(self)] = copied
+        copied.load_state_dict(full)
+        return copied
+
+    def _of(self, groups: list[dict[str, Any]]) -> AdamOptimizer:
+        """Return a new optimizer of this kind, of complete parameter groups."""
+        return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)
+
     def state_dict(self, gather: bool = False) -> dict:
         """Return this rank's state, as torch's AdamW does, with a float32 "master" for half-precision weights.
 
@@ -342,11 +355,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         check_state(state_dict)
         if "sliced" in state_dict:  # a full state of state_dict(gather=True)
             return load_state(self, state_dict, current_world())
-        self._load(state_dict, copy=True)
+        self._load(state_dict, copied=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
         """Load a state dict like `load_state_dict`, but without copying tensors that need no conversion."""
-        self._load(state_dict, copy=False)
+        self._load(state_dict, copied=False)
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Load step counts and parameter groups, and allocate the other state, which the caller must then write.
@@ -357,11 +370,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         Returns:
             The state of the parameters that have a step count, as `stored_state` returns it.
         """
-        self._load(state_dict, copy=True)
+        self._load(state_dict, copied=True)
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])
         return dict(self.state)
 
-    def _load(self, state_dict: dict, copy: bool) -> None:
+    def _load(self, state_dict: dict, copied: bool) -> None:
         self._finish()
         groups = state_dict["param_groups"]
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -373,7 +386,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)
                 own = own.part if isinstance(own, ShardBase) else own
-                self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copy)
+                self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copied)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
 

@@ -53,6 +53,12 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     return {**state, "state": own, "rank": world.rank, "world_size": world.size}
 
 
+def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    """Return a copy of the full state in host memory, on every rank, in the form of torch's state dicts. Collective."""
+    state = optimizer.state_dict()
+    return {**state, "state": _gather(optimizer, state, world, keep=True)[0]}
+
+
 def check_state(state_dict: Any) -> None:
     """Raise TypeError or ValueError unless `state_dict` has the form of an optimizer's state dict."""
     expect_kind("state_dict", state_dict, dict, "what state_dict() of an optimizer returned")

@@ -82,6 +82,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._chunks: list[Chunk] = []
         self._mover: DeviceUpdate | None = None
 
+    def _of(self, groups: list[dict[str, Any]]) -> AdamOffloadOptimizer:
+        return type(self)(groups, record_delta=self._delta is not None, exp_avg_dtype=self._exp_avg_dtype)
+
     def get_avg_delta(self) -> float:
         """Return the mean of the last step's update in units of the learning rate; 0 without `record_delta`.
 

@@ -1,5 +1,6 @@
 """AdamOptimizer on slices against torch.optim.AdamW on whole parameters."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full
 from hf_bmtrain.engine.ops import adam_step
+from ranks import on_ranks
 from twins import Tower, ids
 
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
@@ -301,3 +303,43 @@ def test_dtypes_are_checked():
         bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(3).double())])
     with pytest.raises(ValueError, match="exp_avg_dtype must be"):
         bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(3))], exp_avg_dtype=torch.float16)
+
+
+OPTIMIZERS = [bmt.optim.AdamOptimizer, *in_full(bmt.optim.AdamOffloadOptimizer)]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(2, full=(1,))
+def test_a_deep_copy(kind):
+    """It holds copies of the parameters, full as they are in a copy of the model, and their full state."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.1, betas=(0.8, 0.9))
+
+    def step(model, optimizer, number):
+        optimizer.zero_grad()
+        torch.stack([model(ids(number, row)) for row in range(2)]).square().mean().backward()
+        optimizer.step()
+
+    step(model, optimizer, 0)
+    twin, other = copy.deepcopy((model, optimizer))
+    assert other.param_groups[0]["params"][0] is next(iter(twin.parameters()))
+    for number in (1, 2):
+        step(model, optimizer, number)
+        step(twin, other, number)
+    for (name, mine), theirs in zip(model.state_dict().items(), twin.state_dict().values()):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, *in_full(0.1)])
+@on_ranks(1)
+def test_bits_of_torch(weight_decay):
+    """On the CPU a float32 weight has the bits that torch.optim.AdamW gives it, which rounds in the same places."""
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, 1237)) for _ in range(2)]
+    ours = bmt.optim.AdamOptimizer(weights[:1], lr=0.3, weight_decay=weight_decay)
+    truth = torch.optim.AdamW(weights[1:], lr=0.3, weight_decay=weight_decay, foreach=False)
+    for _ in range(50):
+        for weight in weights:
+            weight.grad = torch.sin(weights[1].detach() * 37 + len(truth.state))
+        ours.step()
+        truth.step()
+    assert torch.equal(*weights)

@@ -228,7 +228,13 @@ class ShardTensor(ShardBase, torch.Tensor):
 
 
 class WholeCopy(torch.Tensor):
-    """A view of a temporary full copy of a sharded tensor. Writes raise RuntimeError, since they would be lost."""
+    """A view of a full copy of a sharded tensor. What is written to it is written to the sharded tensor as well.
+
+    Attributes:
+        source: the sharded tensor and its copy; None if a write cannot be passed on, and raises RuntimeError.
+    """
+
+    source: CopySource | None = None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -238,22 +244,80 @@ class WholeCopy(torch.Tensor):
         with WithoutTorchFunction():
             copies = [each for each in find_tensors((args, kwargs)) if isinstance(each, WholeCopy)]
             versions = [each._version for each in copies]
+            sources = [each.source for each in copies if each.source is not None]
             result = func(*args, **kwargs)
-            if versions != [each._version for each in copies]:
-                raise RuntimeError(
-                    f"{name_of(func)} writes to a view, of shape {tuple(copies[0].shape)}, of a sharded parameter. The "
-                    "view is of a temporary copy, so the change would be lost. Write to the parameter itself "
-                    "(parameter[rows] = values), or do it within `with bmt.gathered(model, modify=True):`."
-                )
-            return replace_tensors(lambda each: _read_only(each, copies), result)
+            written = [each for each, version in zip(copies, versions) if each._version != version]
+            if written:
+                problem = "autograd records" if any(each.source is None for each in written) else None
+                if problem is None:
+                    overwrites = name_of(func) in _OVERWRITES and isinstance(args[0], WholeCopy)
+                    changed = [each.source for each in written if each.source is not None]
+                    problem = _pass_on(list(dict.fromkeys(changed)), args[0] if overwrites else None)
+                if problem is not None:
+                    raise RuntimeError(
+                        f"{name_of(func)} writes to a view, of shape {tuple(written[0].shape)}, of a sharded "
+                        f"parameter. The view is of a temporary copy, and the change would be lost: {problem}. Write to the "
+                        "parameter itself (parameter[rows] = values), under torch.no_grad(), or do it within `with "
+                        "bmt.gathered(model, modify=True):`."
+                    )
+            return replace_tensors(lambda each: _read_only(each, copies, sources), result)
 
 
-def _read_only(value: Any, copies: Sequence[torch.Tensor]) -> Any:
+_OVERWRITES = frozenset(
+    "fill_ zero_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_".split()
+)
+"""Functions that write every element of their first argument and read none."""
+
+
+class CopySource:
+    """A sharded tensor and a full copy of it, whose views are WholeCopies.
+
+    Every rank makes the same writes to its copy, so no communication is needed to pass them on.
+    """
+
+    def __init__(self, sharded: Any, copy: torch.Tensor) -> None:
+        self._sharded, self._copy, self._version = sharded, copy, sharded._version
+
+    def holds(self, view: torch.Tensor) -> bool:
+        return shares_storage(view, self._copy)
+
+    def pass_on(self, view: torch.Tensor | None) -> str | None:
+        """Write this rank's elements of the copy to the sharded tensor. Returns why it cannot be, or None.
+
+        view: the elements that were overwritten; None if others may have been, which must not have changed since the
+            copy was made.
+        """
+        sharded, part = self._sharded, self._sharded.placement.cut(self._copy)
+        sharded.settle()
+        if sharded._version != self._version:
+            if view is None:
+                return "the parameter has changed since the view was made"
+            written = torch.zeros_like(self._copy, dtype=torch.bool)
+            written.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+            part = torch.where(sharded.placement.cut(written), part, sharded.as_subclass(torch.Tensor))
+        with torch.no_grad():
+            sharded.copy_(part)
+        self._version = sharded._version
+        return None
+
+
+def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
+    """Pass on a write to views of copies. Returns why it cannot be done, or None."""
+    for source in sources:
+        problem = source.pass_on(view if view is not None and source.holds(view) else None)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[CopySource] = ()) -> Any:
     """Return `value` as a WholeCopy if it is a view of one of `copies`. Make a NumPy array read-only."""
     if is_array(value):
         value.setflags(write=False)
     elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):
-        return value.as_subclass(WholeCopy)
+        view = value.as_subclass(WholeCopy)
+        view.source = next((source for source in sources if source.holds(value)), None)
+        return view
     return value
 
 
@@ -504,7 +568,8 @@ class _Call:
             if id(full) in written:
                 self._write_back(unique[key], full)
         copies = [*full_params.values()]
-        return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies)), result)
+        sources = [] if self.full else [CopySource(unique[key], full) for key, full in full_params.items()]
+        return replace_tensors(lambda each: written.get(id(each), _read_only(each, copies, sources)), result)
 
     def _declared_writes(self) -> set[int] | None:
         """Return the ids of the arguments that an operator of torch.ops declares to write; None for other functions.

@@ -256,9 +256,9 @@ class WholeCopy(torch.Tensor):
                 if problem is not None:
                     raise RuntimeError(
                         f"{name_of(func)} writes to a view, of shape {tuple(written[0].shape)}, of a sharded "
-                        f"parameter. The view is of a temporary copy, and the change would be lost: {problem}. Write to the "
-                        "parameter itself (parameter[rows] = values), under torch.no_grad(), or do it within `with "
-                        "bmt.gathered(model, modify=True):`."
+                        "parameter. The view is of a temporary copy, and the change would be lost: "
+                        f"{problem}. Write to the parameter itself (parameter[rows] = values), under torch.no_grad(), "
+                        "or do it within `with bmt.gathered(model, modify=True):`."
                     )
             return replace_tensors(lambda each: _read_only(each, copies, sources), result)
 

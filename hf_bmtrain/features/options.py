@@ -13,7 +13,7 @@ KeepFrozen = bool | Literal["auto"]
 UseFloat8 = bool | Literal["rows"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The arguments with which one model is wrapped. Meanings and defaults are those of `auto_wrap`.
 

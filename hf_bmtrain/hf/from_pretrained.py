@@ -85,9 +85,15 @@ def from_pretrained(
     """
     world = current_world()
     _check_arguments(auto_class, name_or_path, zero_level, compile, blocks)
-    Options(
-        zero_level or world.zero_level, use_checkpoint, compile, keep_frozen, quantize_frozen, float8, keep
-    )  # raises for wrong values
+    Options(  # raises for wrong values
+        zero_level=zero_level or world.zero_level,
+        use_checkpoint=use_checkpoint,
+        compile=compile,
+        keep_frozen=keep_frozen,
+        quantize_frozen=quantize_frozen,
+        float8=float8,
+        keep=keep,
+    )
     world.barrier("from_pretrained")
     failure: Exception | None = None
     loaded: Any = None

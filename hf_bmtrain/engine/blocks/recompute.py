@@ -15,8 +15,10 @@ class Recompute:
     """Recomputes every training forward of a block. A subclass may decide for each forward.
 
     Attributes:
-        fills_cache: whether training forwards may fill a key-value cache, which a recomputation would fill twice.
+        fills_cache: whether training forwards may fill a key-value cache, which a recomputation would fill twice: False
+            if any forward may be recomputed.
         keeps_activations: whether the last training forward kept its activations, so that it is not recomputed.
+            Predictions of memory read it.
     """
 
     fills_cache = False
@@ -25,7 +27,9 @@ class Recompute:
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether to recompute, in backward, the training forward that is about to start.
 
-        Called before the block's all-gather.
+        Called before the block's all-gather. The answers may differ between ranks: they change no collective. Inside
+        saved-tensor hooks, such as those of a checkpoint around the block, the answer must be the same in every call,
+        because that checkpoint repeats the block by the last one.
 
         Args:
             args: the positional arguments of the forward.

@@ -60,6 +60,16 @@ class Format:
     values: tuple[float, ...] = ()
     by_name: bool = True
 
+    def __post_init__(self) -> None:
+        values = self.values
+        if bool(values) != (self.bits == 4) or (
+            values and (len(values) != 16 or list(values) != sorted(values) or max(map(abs, values)) != 1)
+        ):
+            raise ValueError(
+                f"format {self.name!r}: a format of 4 bits needs 16 values in ascending order, whose largest magnitude "
+                f"is 1, and one of 8 bits none; got {self.bits} bits and {values}"
+            )
+
     @property
     def cell_bytes(self) -> int:
         """Bytes of a cell, a multiple of 16."""

@@ -17,8 +17,8 @@ class TrainingState:
     """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
 
     It copies this rank's 1/N of the weights, and the buffers. Until `restore`, local parameters have no gradients and
-    no gradient hooks; and blocks with use_checkpoint="auto" recompute, so that their plan does not measure steps that
-    are not training.
+    no gradient hooks; and blocks with any policy but NEVER recompute every forward, so that a plan of memory does not
+    measure steps that are not training.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:

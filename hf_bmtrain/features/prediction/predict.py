@@ -60,7 +60,13 @@ def predict_memory(
     world = current_world()
     level = world.zero_level if zero_level is None else zero_level
     check_zero_level(level)
-    Options(level, use_checkpoint, False, keep_frozen, quantize_frozen, float8)  # checks them
+    Options(  # raises for wrong values
+        zero_level=level,
+        use_checkpoint=use_checkpoint,
+        keep_frozen=keep_frozen,
+        quantize_frozen=quantize_frozen,
+        float8=float8,
+    )
     if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
         raise ValueError("predict_memory: this model is wrapped already. Predict before auto_wrap.")
     if micro_batches < 1:

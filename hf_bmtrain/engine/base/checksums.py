@@ -14,7 +14,7 @@ from .threads import in_threads
 from .torch_internals import WithoutTorchFunction
 
 SHOWN = 5
-"""Names that a message about damage contains."""
+"""How many differing values an error names."""
 
 
 def checksums(state: Mapping[Any, Any]) -> dict[str, int]:
@@ -25,7 +25,7 @@ def checksums(state: Mapping[Any, Any]) -> dict[str, int]:
             or a sequence of values.
 
     Returns:
-        For each name the CRC-32 of dtype, shape and elements of every tensor, and of all else.
+        The CRC-32 of each value, by name. That of a tensor depends on its dtype, shape and elements.
     """
     names = [str(name) for name in state]
     return dict(zip(names, in_threads([functools.partial(_crc, value) for value in state.values()])))
@@ -35,11 +35,11 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
     """Compare a state with the checksums that it was saved with.
 
     Args:
-        saved: what `checksums` returned then.
+        saved: what `checksums` returned when the state was saved.
         state: the state as it was read.
 
     Returns:
-        The names of the values that differ, for a message, or None if none does.
+        What differs, in words for an error, with the names of up to SHOWN values; or None if nothing does.
     """
     if not isinstance(saved, Mapping):
         return "its checksums cannot be read"
@@ -53,17 +53,17 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
 
 def _crc(value: Any) -> int:
     crc = _Crc()
-    with WithoutTorchFunction():  # a local tensor is the elements that are stored
+    with WithoutTorchFunction():  # so that a sharded tensor is read as a plain tensor of this rank's elements
         crc.add(value)
     return crc.value
 
 
 class _Crc:
-    """The CRC-32 of values that are added one after another. Equal values have the same in every process."""
+    """The CRC-32 of values that are added one after another. Equal values have equal ones in every process."""
 
     def __init__(self) -> None:
         self.value = 0
-        self._open: set[int] = set()  # objects that contain what is being added
+        self._open: set[int] = set()  # ids of the objects that are being added: a reference cycle ends at them
 
     def add(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -84,7 +84,7 @@ class _Crc:
             self._add_text(f"{type(value).__name__} of {len(value)}")
             for held in value:
                 self.add(held)
-        elif hasattr(value, "__dict__"):  # a scheduler may have objects in its state
+        elif hasattr(value, "__dict__"):  # the state of an LR scheduler may contain objects
             self._add_object(value)
         else:
             has_address = type(value).__repr__ is object.__repr__

@@ -1,4 +1,4 @@
-"""Jobs for several threads."""
+"""Run functions in several threads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_THREADS = 8  # zlib and the system calls release the interpreter
+_THREADS = 8  # zlib and system calls release the GIL, so that threads run in parallel
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call `jobs`, several at a time, and return their results in order. Raises the first error when none is running.
+    """Call `jobs`, several at a time, and return their results in order.
 
-    A ThreadPoolExecutor would refuse jobs once the script has ended, when a thread may still be saving.
+    If a job raises, no further jobs are started, and its error is raised when all running jobs have ended. A
+    ThreadPoolExecutor would refuse jobs once the main thread has ended, when another thread may still be saving a
+    checkpoint.
     """
     results, problems = [None] * len(jobs), []
     remaining, lock = iter(range(len(jobs))), threading.Lock()
@@ -35,8 +37,8 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         try:
             threads[-1].join()
             threads.pop()
-        except BaseException as error:  # an interrupt: the caller closes the files, so wait all the same
-            problems.append(error)
+        except BaseException as error:
+            problems.append(error)  # such as KeyboardInterrupt. Wait for all jobs: the caller closes the files they use
     if problems:
         raise problems[0]
     return results

@@ -97,8 +97,8 @@ torch exports it at its top level without documenting it; `torch.overrides` has 
 FOREACH_TYPES: tuple[list[type], ...] = (
     _optimizer_types, getattr(_foreach_utils, "_foreach_supported_types", []),
 )  # fmt: skip
-"""The exact tensor types for which torch's optimizers and gradient clipping use `_foreach_` functions. Like DTensor,
-the package appends its own classes."""
+"""The exact tensor types for which torch's optimizers and gradient clipping use `_foreach_` functions. The package
+appends its own classes, as DTensor does."""
 
 StorageWeakRef = StorageWeakRef
 """A weak reference to a storage, hashed and compared by the storage's address. `weakref.ref` would refer to the
@@ -124,7 +124,7 @@ def schema_of(operator: Any) -> Any:
 
 
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
-"""Multiply two matrices of 8-bit floating-point numbers, and the product by scales of its rows and columns. The public
+"""Multiply two matrices of 8-bit floating-point numbers, and scale the rows and columns of the product. The public
 `torch.nn.functional.scaled_mm` exists only since torch 2.10."""
 
 preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
@@ -170,5 +170,5 @@ is being traced, but false while the compiler itself inspects a tensor."""
 
 
 def autocast_type(device: torch.device) -> str:
-    """Return the `device_type` that torch.autocast needs for tensors on `device`; "cuda" for the meta device."""
+    """Return the `device_type` to pass to torch.autocast for tensors on `device`. The meta device stands for "cuda"."""
     return "cuda" if device.type == "meta" else device.type

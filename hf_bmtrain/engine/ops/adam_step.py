@@ -24,7 +24,7 @@ class Elements:
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: the masters, with the weights and exp_avg_sq.
+        master: (n,), the masters, together with the weights and the second moment.
         exp_avg: (n,), the first moment.
         index_base: the position of element 0 among all elements of the model.
     """
@@ -67,7 +67,7 @@ class KernelSteps:
         self._coupled = [False] * runs
 
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Begin a step by setting the values that all runs of it use.
+        """Begin a step: set the hyper-parameters of all runs, the gradient scale and the skip flag.
 
         Args:
             hyper: the hyper-parameters of each parameter group.
@@ -78,7 +78,7 @@ class KernelSteps:
         if rows != self._sent:
             expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
             if expanded:
-                # New pinned memory in every call: torch reuses it only after the copy, so no later call overwrites it.
+                # New pinned memory in every call: torch's allocator reuses it only when the copy is complete.
                 host = torch.tensor(expanded, dtype=torch.float64, device="cpu", pin_memory=self._hyper.is_cuda)
                 self._hyper.copy_(host, non_blocking=True)
             self._sent = rows
@@ -94,9 +94,10 @@ class KernelSteps:
         self._flag = self._zero if found_inf is None else found_inf.reshape(1)
 
     def advance(self, runs: Sequence[int]) -> None:
-        """Increment the step counts of `runs`, in ascending order, and compute their records for `update`.
+        """Increment the step counts of `runs` and compute their records for `update`.
 
-        This takes one launch for each range of consecutive runs.
+        Args:
+            runs: the numbers of the runs, in ascending order. Each range of consecutive numbers takes one launch.
         """
         for _, group in itertools.groupby(enumerate(runs), lambda pair: pair[1] - pair[0]):
             numbers = [run for _, run in group]

@@ -16,7 +16,7 @@ from ..base.launch import C_NAMES, Variant, kernel
 THREADS = 256
 BLOCKS = 528  # the same on all devices, so that the order of additions is the same
 TILE_BYTES = THREADS * 64
-PIECE = 1 << 16  # elements of a segment that one thread block adds up
+PIECE = 1 << 16  # at most so many elements of a segment are added up by one thread block
 CHUNK = 1 << 18  # elements that the CPU converts to float64 at a time
 
 
@@ -39,8 +39,7 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
         flat: (n,) float32, float16 or bfloat16, contiguous, of any alignment. Padding must be zero, since all elements
             are added.
         out: (2,) float64 on the same device, updated: the sum of squares, and 1.0 if an element of any buffer was inf
-            or
-            NaN. The caller zeroes it before the first buffer.
+            or NaN. The caller zeroes it before the first buffer.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     expect("out", out, (torch.float64,), (2,), flat.device)
@@ -66,7 +65,7 @@ def as_real(flat: torch.Tensor) -> torch.Tensor:
 class Segments:
     """The boundaries of the segments of a flat tensor, for `segmented_squared_norm`.
 
-    Create it once per layout, since its tables are kept on the device after the first use.
+    Create it once per layout and use it for many calls: the first one copies its tables to the device.
 
     Args:
         offsets: k + 1 non-decreasing integers. Segment s is flat[offsets[s]:offsets[s + 1]], and may be empty.
@@ -133,7 +132,7 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
 
 def add_squares(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of the elements of each tensor of `parts` to `out`, without waiting for the device.
+    """Write the sum of the elements of parts[i] to out[i], for each i, without waiting for the device.
 
     The result is bit-identical for the same parts.
 
@@ -153,7 +152,7 @@ def _firsts(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], on CUDA."""
+    """Write the sum of partials[firsts[s] : firsts[s + 1]] to out[s], for each s, by a CUDA kernel."""
     blocks = -(-out.numel() // (THREADS // 32))
     kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
 

@@ -1,4 +1,4 @@
-"""The mean over ranks of a part of a gradient. The other ranks have copied their values to this rank's device."""
+"""Compute the mean over ranks of a part of a gradient, after the other ranks have copied theirs to this device."""
 
 from functools import cache
 
@@ -27,7 +27,7 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
-    """Write the mean over ranks, or a running sum to which the mean has been added, and measure its squares.
+    """Write the mean over ranks to `out`, or add it to `total` and write the sum to `out`. Return the squares of `out`.
 
     Values are added in rank order, in float32 (float64 for float64), and the sum is divided once, so results are
     reproducible bit by bit. Does not wait for the device. All tensors are on one device, and `out` and `total` do not
@@ -39,9 +39,9 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
             order. Each row is contiguous; the rows may be any distance apart.
         mine: (n,) of the same dtype, this rank's values.
         own: this rank's number.
-        out: (n,) of the same dtype, written: the mean, or the new `total`, rounded to nearest even.
-        total: (n,) float32 (float64 for float64), to which the mean is added in place; None for no running sum. It may
-            be `out` itself.
+        out: (n,) of the same dtype, written with the mean, or with the new `total`, rounded to nearest even.
+        total: (n,) float32 (float64 for float64), a running sum to which the mean is added in place, or None. It may be
+            `out` itself.
 
     Returns:
         (k,) float64, of any length k: sums of squares that add up to the squared norm of `out`. The sum is inf or NaN

@@ -49,7 +49,7 @@ class Master:
         return self.stored is not None and self.stored.dtype == torch.int16
 
     def part(self, part: slice, device: torch.device) -> Master:
-        """Return the masters of the elements in `part`, on `device`. They are views if they are stored on it."""
+        """Return the masters of the elements in `part`, on `device`: views of tensors on it, copies of others."""
         stored = None if self.stored is None else self.stored[part].to(device)
         return Master(self.weight[part].to(device), stored, self.exp_avg_sq[part].to(device))
 
@@ -57,8 +57,8 @@ class Master:
         """Return the masters and exp_avg_sq without tie flags, both float32. The caller must not write to them.
 
         Args:
-            device: where to create the tensors if residuals are stored; None for the residuals' device. Otherwise the
-                stored tensors themselves are returned, on their own device.
+            device: if residuals are stored, where to compute the masters; None for the residuals' device. If none are
+                stored, `device` is ignored, and the stored tensors themselves are returned.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq

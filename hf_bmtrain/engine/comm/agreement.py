@@ -24,16 +24,16 @@ def agree(
 ) -> None:
     """Raise RuntimeError on every rank unless all ranks pass the same facts in the same order. Collective.
 
-    Two values are equal if they are strings and equal, or if their `repr`s are. If all facts are equal, the ranks only
-    exchange one digest each. Otherwise rank 0 broadcasts its facts, which may be thousands. The error is the same on
-    every rank and shows, for the first few differences, which ranks have which value.
+    Strings are compared themselves, other values by their `repr`. If all facts are equal, the ranks only exchange one
+    digest each. Otherwise rank 0 broadcasts its facts, and every rank compares its own with them. The error is the same
+    on every rank and shows, for the first few differences, which ranks have which value.
 
     Args:
         control: exchanges objects between the ranks.
         occasion: what the ranks are about to do, for the error.
         facts: the values that must be equal, by name.
-        may_differ: values that may differ, by the same names on every rank, which the error shows as well; for example
-            the file that each rank has read.
+        may_differ: values that are not compared, but shown in the error to explain a difference, such as the file that
+            each rank has read. Their names must be the same on every rank.
     """
     if control.size == 1:
         return

@@ -1,7 +1,8 @@
 """A log of the operations that this rank has issued to a communicator, to be compared with the logs of other ranks.
 
-Ranks that issue different operations would deadlock or exchange the wrong data. A log stores no text: each entry is a
-number, and the log keeps a digest of all entries up to each one, from which recent entries can be computed.
+Ranks that issue different operations would deadlock or exchange the wrong data. An entry is a number. The log does not
+store the entries, but after each one a digest of all entries so far. An entry can be computed from the digests before
+and after it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""The number of most recent entries that a log can be compared by. A large model makes fewer in several steps."""
+"""How many of its most recent entries a log can compare. Several training steps of a large model make fewer."""
 SENT = 64
-"""The number of most recent entries in an excerpt, which a rank sends to the others."""
+"""How many of the most recent entries are in an excerpt, which a rank sends to the others."""
 _RING = 2 * KEPT
 WORDS = 1 + _RING
 """The size of a log in words of 8 bytes: the number of entries, and a ring of digests."""
@@ -117,13 +118,13 @@ class Excerpt(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """An entry in which the logs of two ranks differ, the first that could be compared.
+    """The first entry in which the logs of two ranks differ, of those that both ranks still store.
 
     Attributes:
         number: the position of the entry in both logs, counted from 1.
         mine: this rank's entry.
         theirs: the other rank's entry.
-        first: whether all entries before it are known to be equal.
+        first: whether all earlier entries are known to be equal.
     """
 
     number: int
@@ -133,7 +134,7 @@ class Difference(NamedTuple):
 
 
 class CollectiveLog:
-    """The operations that this rank has issued to one communicator, as one entry each.
+    """The operations that this rank has issued to one communicator. Each is one entry.
 
     As every rank must issue the same operations in the same order, the logs of all ranks must be equal. One thread at a
     time may add entries; any thread may read them.
@@ -143,9 +144,9 @@ class CollectiveLog:
         count: the number of entries.
         digest: a hash of all entries, 48 bits.
         problem: why this rank must stop, such as a difference from another rank; None while nothing is known.
-        told: whether `problem` has been raised.
-        explain: called with this log, a rank and that rank's excerpt when its log differs from this one; returns the
-            difference in words, or None if it finds none.
+        told: whether an error with `problem` has been raised.
+        explain: takes this log, another rank, and the excerpt of that rank's log, which differs from this one; returns
+            the difference in words, or None if it finds none.
     """
 
     def __init__(self, name: str) -> None:
@@ -155,7 +156,7 @@ class CollectiveLog:
         self.told = False
         self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
         # The first word is the count. The digest after entry number i is at 1 + i % _RING. This is an array, and after
-        # `publish` a memory view, because torch.compile, which may trace `note`, does not trace into either.
+        # `publish` a memoryview, because torch.compile may trace `note` and does not trace into these two types.
         self._memory: Any = array("Q", bytes(8 * WORDS))
         self._others: list[tuple[int, Any]] = []
 
@@ -230,7 +231,8 @@ class CollectiveLog:
     def _digest(self, number: int) -> int | None:
         """Return the digest after entry number `number`, or None if it is not among the last KEPT entries.
 
-        The ring has room for twice as many, so that entries which another thread adds meanwhile do not overwrite it.
+        The ring has room for twice as many, so that entries which another thread adds during the call do not overwrite
+        the digest.
         """
         count = self._memory[0]
         return self._memory[1 + number % _RING] if max(0, count - KEPT) <= number <= count else None

@@ -70,19 +70,18 @@ class Communicator(Protocol):
         """Destroy the communicator.
 
         Args:
-            abort: whether to give up pending operations instead of waiting for other ranks. gloo still waits for them,
-                for at most one second. Abort all NCCL communicators of a GPU together, with `nccl.abort_all`.
+            abort: whether to abandon pending operations, which wait for other ranks. gloo gives them one more second.
+                Abort all NCCL communicators of a GPU together, with `nccl.abort_all`.
         """
 
 
 class Gather(Protocol):
     """A way to allocate shards and to all-gather them into full buffers: by collectives or by peer copies.
 
-    By default shards are in memory of torch's allocator, and `wait_for_readers`, `announce` and `free_dropped` do
-    nothing.
+    The methods that have a default here fit shards in memory of torch's allocator that are gathered by collectives.
 
     Attributes:
-        communicator: the communicator on which everything that is collective here is issued.
+        communicator: the communicator of the all-gathers and of the collectives that order them.
     """
 
     communicator: Communicator
@@ -115,8 +114,7 @@ class Gather(Protocol):
             full: (size * n,), written.
             shard: (n,), this rank's shard, from `allocate`.
             own: the (start, stop) ranges of this rank's own shard that must be copied to `full`. The rest of this
-                rank's
-                part of `full` may stay unfilled.
+                rank's part of `full` may stay unfilled.
         """
         ...
 
@@ -131,7 +129,7 @@ class Gather(Protocol):
         """
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """Make later gathers of `shard` wait for an asynchronous update of it on every rank. Collective.
+        """Make later gathers of `shard` wait until every rank has completed an asynchronous update of it. Collective.
 
         Args:
             shard: this rank's shard, from `allocate`.
@@ -190,7 +188,11 @@ class SingleProcess:
 
 
 class _GlooTicket:
-    """The ticket of one operation of gloo. finish: called after it, to compute the result from what was received."""
+    """The ticket of one operation of gloo.
+
+    finish: called by `wait` after the operation, to compute the result from what was received; None if that is the
+    result.
+    """
 
     def __init__(
         self,
@@ -338,7 +340,7 @@ def comes(work: Any, seconds: float) -> bool:
 def keep_group(group: Any) -> None:
     """Keep a process group alive until the process ends, by never releasing a reference to it.
 
-    For a group whose threads still wait for another rank, since its destructor would wait for those threads.
+    This is for a group whose threads still wait for another rank: its destructor would wait for those threads.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -346,8 +348,8 @@ def keep_group(group: Any) -> None:
 def end_group(group: Any) -> None:
     """Destroy a process group. Its threads end when the caller also drops its own reference to the group.
 
-    They must end before the interpreter does. A gloo thread that frees the tensors of its last operation while the
-    interpreter shuts down would abort the process ("terminate called without an active exception").
+    The threads must end before the interpreter does. A gloo thread that frees the tensors of its last operation while
+    the interpreter shuts down would abort the process ("terminate called without an active exception").
     """
     with contextlib.suppress(ValueError):  # it was already destroyed, together with the default group
         dist.destroy_process_group(group)

@@ -57,13 +57,12 @@ class Layout:
         Args:
             numels: the number of elements of each tensor.
             world_size: the number of shards.
-            grain: in elements. All tensors and all shards begin at multiples of it, so a tensor is divided between
-                ranks
-                only at multiples of `grain` from its own start. This keeps elements together that belong together, such
-                as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
-                largest tensor, no tensor is divided.
-            spread: (n, times). The first n tensors together get `times` as many elements as they need, all in the first
-                shard; the elements that they do not need are padding after them.
+            grain: a number of elements. All tensors and all shards begin at multiples of it, so a tensor is divided
+                between ranks only at multiples of `grain` from its own start. This keeps elements together that belong
+                together, such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as
+                large as the largest tensor, no tensor is divided.
+            spread: (n, times). For the first n tensors together, `times` as many elements are reserved as they need,
+                all in the first shard. Those that they do not need are padding after them.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0

@@ -36,7 +36,7 @@ class ObjectComm:
         self.occasions: dict[int, str] = {}
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
-        self._last: Any = None  # the work of the last barrier
+        self._last: Any = None  # the operation of the last call of `any`
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
         """Return the values that all ranks pass, in rank order. Collective.
@@ -104,7 +104,7 @@ class ObjectComm:
             self._store.append(key, f"{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Return the texts that ranks have posted under `key`, waiting until there is one. Empty with one rank."""
+        """Return the texts that ranks have posted under `key`, waiting until there is one. With one rank, return []."""
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 
     def delete_posts(self, key: str) -> None:

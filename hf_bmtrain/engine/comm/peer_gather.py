@@ -27,8 +27,9 @@ class _Shared:
         alive: returns None once nothing refers to the memory of this rank's shard.
         wait_for_update: makes the current stream wait for any asynchronous update that is still writing the shard.
         published: the version of this rank's shard that the other ranks may read.
-        meeting: the ticket of the all-reduce of an announced update. Once it is complete, all ranks have made the
-            update. read: whether this rank has gathered the shards since the last `wait_for_readers`.
+        meeting: the ticket of the all-reduce of an announced update; None if no update was announced since the last
+            gather. Once the all-reduce is complete, all ranks have made the update.
+        read: whether this rank has gathered the shards since the last `wait_for_readers`.
     """
 
     shard: weakref.ref[torch.Tensor]
@@ -43,7 +44,7 @@ class _Shared:
 
 
 class PeerGather(Gather):
-    """Gathers shards by copying them from the memory of the other ranks. Uses `collective` for shards below `smallest`.
+    """Gathers shards by copying them from the memory of the other ranks. Small shards are gathered by collectives.
 
     A gather is not collective, so ranks may gather different numbers of times between two changes of the weights. A
     *meeting* is an all-reduce of one element: it completes on no rank before the streams of all ranks have reached it.
@@ -80,7 +81,7 @@ class PeerGather(Gather):
         """Create the gather of one world.
 
         Args:
-            communicator: for the meetings, and for the order of all gathers and collectives.
+            communicator: for the meetings, except those of announced updates.
             collective: gathers the shards that are too small to be copied.
             memory: allocates, maps and copies the shards.
             exchange: all-gathers a Python object.
@@ -97,7 +98,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # until the tokens are initialized
+        self._update_stream.follow()  # the update stream uses a token, which the current stream initializes
         self._meetings = functools.cache(open_meetings)
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class PeerGather(Gather):
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return  # an all-gather waits for the update by itself
+            return  # gathered by a collective, which a rank issues after it has waited for its own update
         self._check_unread([shared])
         meetings = self._meetings()
 

@@ -56,8 +56,8 @@ class PeerMemory(Protocol):
         """Start to copy each source to its target, after the work queued on the current stream so far.
 
         Args:
-            pairs: for each process one sequence of (target, source) pairs of equal size in bytes. Each of the two is a
-                contiguous tensor (n,) of this process or mapped memory, and at least one is a tensor.
+            pairs: for each process one sequence of (target, source) pairs of equal size in bytes. Targets and sources
+                are contiguous tensors (n,) of this process or mapped memory, and at least one of each pair is a tensor.
         """
         ...
 
@@ -130,7 +130,7 @@ class CudaMemory:
     """
 
     def __init__(self, device: torch.device, sources: int) -> None:
-        """sources: the number of processes, each of which gets a stream for its copies."""
+        """sources: the number of processes to copy from or to. The copies of each have a stream of their own."""
         self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(sources)]

@@ -75,12 +75,12 @@ class Mailboxes:
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
-        """Return the next mailbox; they are used in turn."""
+        """Return the next mailbox. The mailboxes are used in turn."""
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return the mailbox that is used before `box`."""
+        """Return the mailbox whose turn precedes that of `box`: the one that the previous reduction used."""
         return self.boxes[(box.number - 1) % MAILBOXES]
 
     def part(self, box: Mailbox, rank: int, start: int, stop: int) -> Any:
@@ -90,11 +90,11 @@ class Mailboxes:
 
 
 class PeerReduction(Reduction):
-    """Reduces the gradients of blocks by peer copies. Uses `collective` for small shards and unsupported dtypes.
+    """Reduces the gradients of blocks by peer copies. Small shards and unsupported dtypes are reduced by collectives.
 
     Nothing is packed. Each rank copies, directly from the tensors that autograd made, the elements of every other
-    rank's shard into that rank's mailbox, where they are laid out as in the shard. Then each rank adds the values in
-    its own mailbox to its own. A *meeting* is an all-reduce of one element: it completes on no rank before the streams
+    rank's shard into that rank's mailbox, where they are laid out as in the shard. Then each rank adds up the values in
+    its mailbox and its own. A *meeting* is an all-reduce of one element: it completes on no rank before the streams
     of all ranks have reached it. All ranks reduce the same flat buffers in the same order. The k-th reduction uses
     mailbox k mod S, with S >= 2. Besides the streams of the peer memory, on which the copies run, a rank uses two
     streams:
@@ -108,13 +108,12 @@ class PeerReduction(Reduction):
     * All values have arrived before they are added: each rank enters meeting k after its own copies of reduction k are
       complete, and adds after the meeting.
     * No mailbox is filled while it is read. Each rank enters meeting k+1 after it has added up reduction k, because
-      both
-      are on the stream `adding`, in this order. So after meeting k+1 no rank reads its mailbox k mod S. The next copies
-      into it belong to reduction k+S and wait for that meeting. (With S = 1 they would wait for their own meeting,
-      which waits for them.)
+      both are on the stream `adding`, in this order. So after meeting k+1 no rank reads its mailbox k mod S. The next
+      copies into it belong to reduction k+S and wait for that meeting. (With S = 1 they would wait for their own
+      meeting, which waits for them.)
     * The gradients that autograd made are not freed before `PendingReduce.wait`. The shard and the running sum are
       allocated on the current stream before `send`, written after it, and read after `wait`.
-    * The host waits only when mailboxes are allocated. All ranks free them together.
+    * The host waits only when mailboxes are allocated or freed, which all ranks do together.
     """
 
     def __init__(
@@ -191,8 +190,9 @@ class _PeerReducer(CollectingReducer):
     """Reduces the gradients of one flat buffer through the mailboxes.
 
     Attributes:
-        _local_ranges: for each other rank, in the order of copying, the ranges that its shard stores.
-        _own: the ranges that this rank's shard stores. Ranges are paired with the index of their tensor; none is empty.
+        _local_ranges: (rank, ranges of that rank) for each other rank, in the order of copying. The ranges of a rank
+            are (index of a tensor, range that the rank's shard stores), without empty ranges.
+        _own: the ranges of this rank.
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
@@ -231,13 +231,13 @@ class _PeerReducer(CollectingReducer):
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
-        """Return where this rank copies its values of a range of rank `other`'s shard: in its row of the mailbox."""
+        """Return where in rank `other`'s mailbox this rank copies its values of `local_range` of that rank's shard."""
         row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # a mailbox has no row for its own rank
         start = (row * self._layout.shard_numel + local_range.shard_start) * itemsize
         return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
-        """Write the mean and its squares, and zero the padding of the shard and of the running sum."""
+        """Write the mean to `shard` or add it to `total`, write the sums of squares, and zero the padding of both."""
         parts = [squares.new_empty(0)] * len(sources)
         for index, local_range in self._own:
             there = slice(local_range.shard_start, local_range.shard_stop)

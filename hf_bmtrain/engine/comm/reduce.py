@@ -7,10 +7,10 @@ into one flat tensor on a separate stream, while the next block computes its bac
   the gradients.
 * The collective waits for the packing. The current stream waits for the collective in `PendingReduce.wait`. Whoever
   calls `send` must call `wait` or `cancel` before sending the same buffer again.
-* The gradients are referenced until then. The allocator reuses memory in the order of the current stream, so it would
-  otherwise reuse theirs too early.
+* The gradients are referenced until `wait` or `cancel`. The allocator reuses memory in the order of the current stream,
+  so it would otherwise reuse theirs while the packing stream still reads them.
 
-Besides the shards, memory holds at most two blocks' gradients as autograd made them (`Schedule` sees to it), and two
+Besides the shards, memory holds at most two blocks' gradients as autograd made them (`Schedule` ensures this), and two
 blocks' packed gradients. With one process, gradients are packed on the current stream.
 """
 
@@ -41,8 +41,7 @@ class PendingReduce:
         added: (mean, running sum, shard) if `wait` must add the mean to the running sum and write the sum to the shard;
             otherwise None.
         squares: (k,) float64, for each of the k gradients the sum of squares of its elements in this rank's shard, to
-            be
-            read after `wait`. None if this reduction does not measure them.
+            be read after `wait`. None if this reduction does not compute them.
     """
 
     arrived: Ticket
@@ -54,7 +53,7 @@ class PendingReduce:
     def wait(self) -> None:
         """Make the current stream wait for the result in the shard, and in the running sum if there is one.
 
-        Releases the gradients that autograd made.
+        Drops the references to the gradients that autograd made.
         """
         self.arrived.wait()
         self.gradients = ()
@@ -69,8 +68,8 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        The contents of the shard are undefined afterwards. The running sum is not changed by a reduction by
-        collectives.
+        Afterwards the contents of the shard are undefined, and so are those of the running sum if peer copies were
+        used. With collectives or one rank, neither is written if there is a running sum.
         """
         self.added = None
         self.wait()
@@ -100,12 +99,11 @@ class Reducer(Protocol):
 
         Args:
             gradients: the full gradients of the layout's tensors, in order. A gradient that is None and was not
-                collected
-                counts as zero.
-            shard: (n,), written with this rank's part of the mean; or of the running sum, rounded once.
+                collected counts as zero.
+            shard: (n,), written with this rank's part of the mean; or, if there is a running sum, with the new sum,
+                rounded once.
             total: (n,) in float32 or wider, a running sum to which the mean is added; None for no running sum. It may
-                be
-                `shard` itself.
+                be `shard` itself.
         """
         ...
 
@@ -186,7 +184,7 @@ class Packing:
 
 
 class CollectingReducer:
-    """Holds gradients collected before `send` by reference, without copying or packing them.
+    """Keeps references to the gradients that are collected before `send`, without copying or packing them.
 
     A second gradient for the same index is added in place to the first.
     """
@@ -206,7 +204,7 @@ class CollectingReducer:
             return gradients
         complete = list(gradients)
         for index, gradient in self._collected.items():
-            other = complete[index]  # not None if several modules read the parameter
+            other = complete[index]  # not None if a block's parameter was also read outside the block
             complete[index] = gradient if other is None else other + gradient
         self._collected.clear()
         return complete
@@ -216,7 +214,7 @@ class CollectingReducer:
 
 
 class CollectiveReduction(Reduction):
-    """Reduces gradients by reduce-scatter. The packed gradients of a buffer stay in memory while it is pending."""
+    """Reduces gradients by reduce-scatter. Packed gradients stay in memory until the reduction was waited for."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.stream = communicator, work_stream(device, priority=-1)

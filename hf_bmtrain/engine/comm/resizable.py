@@ -10,8 +10,8 @@ class ResizableStorage:
 
     Views of `tensor` stay valid across `free` and `allocate`, including views that autograd saved. This is why a
     block's full parameters can be freed between its forward and its backward without recomputing the forward. Reading a
-    view while the storage is empty is undefined; on the CPU it crashes. A new storage is allocated, since views can
-    only be made of allocated memory.
+    view while the storage is empty is undefined; on the CPU it crashes. The memory is allocated at first, since views
+    can only be made of allocated memory.
 
     Attributes:
         tensor: (numel,), the tensor over the whole storage.
@@ -23,7 +23,8 @@ class ResizableStorage:
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         numbers = dtype.is_floating_point or dtype.is_complex
-        self._poison = (float("nan") if numbers else 0xFF) if poison else None  # 0xFF bytes are NaN in any dtype
+        # uint8: bytes of packed floats, and 0xFF bytes are NaN in float8_e4m3fn and in all wider floats
+        self._poison = (float("nan") if numbers else 0xFF) if poison else None
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Imported here because it must be imported before a default process group exists. Its functions have the default group
-# as a default argument, evaluated at import. If an optimizer imported it later, this reference would keep the group's
+# Imported here because it must be imported before a default process group exists. At import, its functions get that
+# group as the default value of an argument. If an optimizer imported it later, this reference would keep the group's
 # threads running until the interpreter ends, even after the group is destroyed.
 import torch.distributed.nn.functional
 
@@ -86,7 +86,7 @@ def open_backend(
         gather: how shards are all-gathered, one of GATHERS.
         init_method: where the ranks meet, as for `torch.distributed.init_process_group`.
         facts: other values that must be equal on all ranks.
-        monitor: is opened, and watches the communicators from then on.
+        monitor: watches the communicators, after this function has opened it.
 
     Returns:
         The communicators, and what is built on them.
@@ -155,7 +155,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
             "Another rank raised an error or ended before (look for the first error in the logs of all ranks), hangs, "
             f"was not started, or was given another address. ({str(error).strip().splitlines()[0]})"
         ) from None
-    del met  # the process group has connected to the store that it kept open
+    del met  # it kept a store open, to which the process group has connected by now
 
 
 def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:

@@ -68,8 +68,8 @@ class World:
         poison: whether to fill memory that is not yet written, or has been freed, with NaN, for debugging.
         buffers: counts the flat buffers.
         kept: the object that saves the checkpoints of a folder, by folder.
-        copying: an event for each checkpoint whose values are being copied. Optimizers wait for all of them before they
-            write weights.
+        copying: an event for each checkpoint whose values are being copied. Optimizers wait for all these events before
+            they write weights.
         saved_states: what features save in checkpoints, by the key under which it is stored.
         device_memory: memory statistics of the device; None on the CPU, which has none.
     """
@@ -97,7 +97,7 @@ class World:
     device_memory: DeviceMemory | None = None
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
-        """Wait until every rank has called this, and check that the ranks have issued equal operations. Collective.
+        """Wait until every rank has called this, and check that all ranks have issued the same operations. Collective.
 
         Args:
             occasion: what the ranks are about to do, for messages. It must be equal on all ranks.
@@ -132,14 +132,14 @@ class World:
     ) -> None:
         """Check that all ranks pass the same facts in the same order. Collective.
 
-        Two values are equal if they are strings and equal, or if their `repr`s are. If all facts are equal, the ranks
-        only exchange one digest each.
+        Strings are compared themselves, other values by their `repr`. If all facts are equal, the ranks only exchange
+        one digest each.
 
         Args:
             occasion: what the ranks are about to do, for the message.
             facts: the values that must be equal, by name.
-            may_differ: values that may differ, which the message shows as well; for example the file that each rank has
-                read.
+            may_differ: values that are not compared, but shown in the message to explain a difference, such as the file
+                that each rank has read. Their names must be the same on every rank.
 
         Raises:
             RuntimeError: facts differ. Every rank raises the same message.

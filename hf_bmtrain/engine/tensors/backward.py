@@ -14,8 +14,8 @@ from ..base.torch_internals import WithoutTorchFunction
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
     """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters. Collective.
 
-    The sharded parameters get their gradient's mean over the ranks as `.grad`. Other parameters get a gradient of zero
-    if they are in a flat buffer whose gradients are reduced in this backward.
+    A sharded parameter among `inputs` gets its gradient's mean over the ranks as `.grad`. The `.grad` of other
+    parameters does not change.
 
     Args:
         tensors: the tensors to differentiate.

@@ -26,8 +26,8 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
     """Make each function of `_NAMES` call `__torch_function__` when it is given tensors of the classes `kinds`.
 
     Otherwise it would communicate the memory of a sharded tensor, which holds different elements on each rank.
-    Functions that already call `__torch_function__` are not replaced. Nothing changes for other tensors. A function
-    that was imported by name before this call is not replaced there.
+    Functions that already call `__torch_function__` are not replaced. Nothing changes for other tensors. A module that
+    imported a function by name before this call keeps the original function.
     """
     for name in _NAMES:
         function: Any = getattr(distributed_c10d, name)

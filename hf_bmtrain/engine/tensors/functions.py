@@ -66,8 +66,8 @@ _TENSORS_BEHIND_ATTRIBUTES = frozenset("T mT H mH real imag".split())
 SHAPES = frozenset(
     "dim ndim ndimension shape size numel nelement nbytes stride is_contiguous is_same_size __len__".split()
 )
-"""Functions that return something about the full shape. Training scripts use it, for example to count parameters, or to
-exclude vectors from weight decay."""
+"""Functions that return something about the full shape. Training scripts use them, for example to count parameters or
+to exclude vectors from weight decay."""
 
 
 def name_of(function: Any) -> str:

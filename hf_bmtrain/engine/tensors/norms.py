@@ -18,13 +18,13 @@ _CALLERS = 12
 class SegmentNorms:
     """Computes the 2-norms of all tensors of a flat buffer over all ranks, in one pass and one all-reduce.
 
-    A segment is the part of this rank's shard that belongs to one tensor. The norms are cached until the shard's
-    version counter changes (kernels that write through raw pointers increment it). Since all ranks write to the buffer
-    at the same points of the program, either all of them compute the norms again or none does.
+    A segment is the part of this rank's shard that belongs to one tensor, with the padding after it. The norms are
+    cached until the shard's version counter changes (kernels that write through raw pointers increment it). All ranks
+    write to the buffer at the same points of the program, so either all of them compute the norms again or none does.
 
     Args:
         shard: (n,) float32, float16 or bfloat16, this rank's shard.
-        segments: the segments of the shard. Elements between them are padding and must be zero.
+        segments: the segments of the shard. They may include padding, which must be zero.
         communicator: for the all-reduce.
         squares: (k,) float64, the squared norms of the k segments, if they have already been measured for the present
             contents of the shard; otherwise None.
@@ -55,7 +55,7 @@ class SegmentNorms:
 
 
 def measure(norms: Iterable[SegmentNorms]) -> None:
-    """Compute and cache those of `norms` that are not cached, in one all-reduce for all of them. Collective."""
+    """Compute and cache the norms of those of `norms` that have none cached, all in one all-reduce. Collective."""
     stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return
@@ -81,7 +81,7 @@ def note_clipping(collective_log: CollectiveLog) -> None:
         if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals["__name__"] == "torch.nn.utils.clip_grad":
             for kind, name in ("clipping by the norm of order", "norm_type"), ("clipping to the norm", "max_norm"):
                 value = frame.f_locals.get(name)
-                if isinstance(value, (int, float)):  # a tensor may be on a device that has not computed it yet
+                if isinstance(value, (int, float)):  # reading a tensor might make the host wait for the device
                     collective_log.note(value_code(kind, value))
             return
         frame = frame.f_back

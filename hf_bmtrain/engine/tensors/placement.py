@@ -13,7 +13,7 @@ from ..comm.layout import Layout, Range
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which elements of one sharded tensor each rank stores: those that `layout` assigns to it of tensor `index`.
+    """Which elements of one sharded tensor each rank stores: those of tensor `index` that `layout` puts in its shard.
 
     A view of a sharded tensor has the same placement, except for `shape`.
 

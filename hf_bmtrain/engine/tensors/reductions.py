@@ -110,7 +110,7 @@ def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(pieces)  # the operation does not increment them
+    torch.autograd.graph.increment_version(pieces)  # the operation does not do this itself
     slices = [piece for piece in pieces if _is_local(piece)]
     slices[0].placement.communicator.all_reduce(found_inf, maximum=True).wait()
 

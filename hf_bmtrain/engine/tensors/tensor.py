@@ -1,8 +1,7 @@
 """Sharded tensors: each rank stores some elements of a full tensor, and torch's functions act on them as follows.
 
 * Where autograd records, a function of a sharded parameter acts on the full parameter, which is gathered. The gradient
-  is
-  averaged over the ranks like any other.
+  is averaged over the ranks like any other.
 * Under `no_grad`, element-wise functions act on this rank's elements, and the result is a sharded tensor again. For
   gradients, `.data` and optimizer state this holds in any mode. Of other operands, which have the full shape or
   broadcast to it, only the elements at the same positions are used.
@@ -62,7 +61,7 @@ class ShardBase:
     placement: Placement
     is_parameter: ClassVar[bool] = False
     in_memory: ClassVar[bool] = True
-    is_sparse: ClassVar[bool] = False  # optimizers read it of each gradient: faster than torch's own attribute
+    is_sparse: ClassVar[bool] = False  # read by optimizers for each gradient: faster than torch's own attribute
     grad_now: torch.Tensor | None = None
 
     @property
@@ -104,9 +103,9 @@ class ShardBase:
     def grad(self) -> torch.Tensor | None:
         """The gradient: a sharded tensor with the placement of this one, or None.
 
-        It is stored in a Python attribute in addition to torch's own `.grad`. Reading torch's goes through
-        `__torch_function__` and takes 15 times as long, and in each step gradient clipping reads it four times and an
-        optimizer three times.
+        It is stored in a Python attribute in addition to torch's own `.grad`. In each step gradient clipping reads it
+        four times and an optimizer three times; reading torch's own goes through `__torch_function__` and takes 15
+        times as long.
         """
         return self.grad_now
 
@@ -127,7 +126,7 @@ class ShardBase:
         """Make the current stream wait for any asynchronous operation that is still writing this rank's elements."""
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor in new memory. If this is a parameter, autograd records the gathering. Collective."""
+        """Return the full tensor in new memory. If this is a parameter, autograd records the function. Collective."""
         raise NotImplementedError
 
     @classmethod
@@ -175,14 +174,13 @@ class ShardTensor(ShardBase, torch.Tensor):
     """A sharded gradient, sharded optimizer state, or the result of arithmetic on sharded tensors.
 
     Element-wise operations act on this rank's elements and return a ShardTensor; the docstring of this module describes
-    all others. Norms are those of the full tensor, and `torch.amp.GradScaler` skips a step on all ranks if one finds
-    inf or NaN. So gradient clipping and loss scaling by torch's own functions give correct results. Pickling stores a
-    plain tensor, the `part`.
+    all other operations. Norms are those of the full tensor, and `torch.amp.GradScaler` skips a step on all ranks if
+    any rank finds inf or NaN. So gradient clipping and loss scaling by torch's own functions give correct results.
+    Pickling stores a plain tensor, the `part`.
 
     Attributes:
         segment: (norms of a flat gradient buffer, index of this gradient in it), for a gradient as the backward left
-            it;
-            otherwise None.
+            it; otherwise None.
     """
 
     segment: tuple[SegmentNorms, int] | None = None
@@ -436,7 +434,8 @@ class _Call:
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Apply an in-place function to this rank's elements, without recording it.
 
-        For a leaf that requires a gradient, gradients stay enabled if autograd records: then torch refuses the write.
+        If autograd records and `written` is a leaf that requires a gradient, gradients stay enabled, so that torch
+        refuses the write.
         """
         leaf = any(written is each and each.requires_grad for each in self.slices)
         with torch.set_grad_enabled(self.full and leaf):
@@ -448,6 +447,12 @@ class _Call:
 
         If one rank stores all elements of a vector, the two shapes are equal there and different on other ranks.
         Vectors are therefore gathered in both cases, so that all ranks issue the same collectives.
+
+        Args:
+            target: the plain tensor, which the function writes.
+            like: a sharded tensor among the arguments.
+            operands: what replaces each tensor argument when the function acts on this rank's elements, by the
+                argument's id.
         """
         if target.shape != like.shape or target.shape == like.full_shape:
             return self._on_full()
@@ -482,7 +487,7 @@ class _Call:
         return self._on_full()
 
     def _aligned(self, members: Sequence[Any]) -> Sequence[Any] | None:
-        """Return the operands at one position of the lists, or None if full tensors are needed."""
+        """Return what replaces `members`, the tensors at one position of the lists; None if full tensors are needed."""
         like: Any = next((each for each in members if isinstance(each, ShardBase)), None)
         if like is None:
             return members
@@ -494,7 +499,7 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Return the operands at a position of the lists whose target is a plain tensor: see `_write_ordinary`."""
+        """Do what `_aligned` does for members of which the first, a plain tensor, is written: see `_write_ordinary`."""
         target = members[0]
         if target.shape not in (like.shape, like.full_shape):
             _refuse_full_target(self.name, target, like)
@@ -627,7 +632,7 @@ def barrier_outside(occasion: str) -> None:
         world.barrier(occasion)
 
 
-SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, types take it for a value
+SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, type checkers take `Tensor.grad` for its value
 """Sets torch's own `.grad` of a tensor. A caller that sets it for a sharded tensor must also set `grad_now`."""
 
 
@@ -718,7 +723,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 def _count_writes(name: str, args: Sequence[Any]) -> None:
     """Increment the versions of the parameters that a fused optimizer of torch has written: it does not do so itself.
 
-    Without this an unsharded block would not be all-gathered again after the step.
+    Without this, a block that is unsharded during the step would not be all-gathered again with the new weights.
     """
     if name.startswith("_fused_"):
         torch.autograd.graph.increment_version(args[0])
@@ -765,7 +770,7 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
 
 
 def _refuse_full_target(name: str, target: torch.Tensor, like: Any) -> None:
-    """Raise RuntimeError for a function of lists that would write this rank's elements to a plain tensor."""
+    """Raise RuntimeError for a function of lists that would write this rank's elements of `like` to a plain tensor."""
     raise RuntimeError(
         f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "
         f"{tuple(like.full_shape)} to a plain tensor of shape {tuple(target.shape)}. Use parameter.gather() to get the "
